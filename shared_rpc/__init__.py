@@ -1,0 +1,40 @@
+"""Share GPU models between the processes of a host: one copy in memory, attached in milliseconds.
+
+Importing this package configures nothing and imports no torch; every public name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared_rpc import errors
+    from shared_rpc.client import Client
+    from shared_rpc.handle import Handle
+    from shared_rpc.provider import Provider, SharedFunction
+    from shared_rpc.server import Server
+
+__all__ = ["Client", "Handle", "Provider", "Server", "SharedFunction", "__version__", "errors"]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Client": "shared_rpc.client",
+    "Handle": "shared_rpc.handle",
+    "Provider": "shared_rpc.provider",
+    "Server": "shared_rpc.server",
+    "SharedFunction": "shared_rpc.provider",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("shared_rpc.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

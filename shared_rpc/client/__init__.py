@@ -1,0 +1,5 @@
+"""The client: every operation once, as a generator, and the shells that drive it."""
+
+from shared_rpc.client.sync import Client
+
+__all__ = ["Client"]

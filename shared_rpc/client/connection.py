@@ -1,0 +1,178 @@
+"""One blocking connection of a client: a handshake, then requests, one at a time."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import pickle
+import socket
+import time
+from typing import NoReturn
+
+from shared_rpc.client.operations import Reply, Request
+from shared_rpc.errors import (
+    ConnectError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    ProtocolError,
+    RemoteTraceback,
+    from_wire,
+)
+from shared_rpc.transport import FrameSocket, peer_of
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message
+
+__all__ = ["Connection", "raise_error"]
+
+#: Seconds a server has for the handshake, and for answering a cancellation.
+_PROMPT = 5.0
+
+
+class Connection:
+    """A connected, welcomed socket.
+
+    :raises ConnectError: if nobody answers at ``path``, or somebody else's process does.
+    """
+
+    def __init__(self, path: str, token: str, timeout: float) -> None:
+        self.path = path
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket = FrameSocket(sock)
+        self._ids = itertools.count(1)
+        self._usable = True
+        try:
+            sock.settimeout(min(timeout, _PROMPT))
+            self._connect(sock)
+            self.welcome = self._greet(token)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, sock: socket.socket) -> None:
+        try:
+            sock.connect(self.path)
+        except OSError as error:
+            reason = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+            raise ConnectError(f"cannot connect to {self.path}: {reason}") from error
+        uid = peer_of(sock).uid
+        if uid not in (os.geteuid(), 0):
+            raise ConnectError(f"the server at {self.path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
+
+    def _greet(self, token: str) -> m.Welcome:
+        try:
+            self._socket.queue(m.Hello(token), 0)
+            self._socket.flush()
+            frame = self._receive()
+        except TimeoutError as error:
+            raise ConnectError(f"the server at {self.path} does not answer") from error
+        except ConnectionClosed as error:
+            raise ConnectError(f"the server at {self.path} hung up: {error}") from error
+        welcome = self._message(frame)
+        if not isinstance(welcome, m.Welcome):
+            raise ProtocolError(f"the server at {self.path} greets with {type(welcome).__name__}")
+        return welcome
+
+    def _message(self, frame: Frame) -> m.Message:
+        try:
+            message = decode_message(frame)
+            if isinstance(message, m.Error):
+                raise_error(message, frame)
+            return message
+        except BaseException:
+            frame.close()
+            raise
+
+    def _receive(self) -> Frame:
+        while (frame := self._socket.next_frame()) is None:
+            self._socket.receive()
+        return frame
+
+    def exchange(self, request: Request, deadline: float) -> Reply:
+        """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
+
+        :raises DeadlineExceeded: in time; the connection stays good, because the server was told and has answered.
+        :raises ConnectionClosed: if the server goes away.
+        """
+        number = next(self._ids)
+        sock = self._socket.sock
+        self._usable = False
+        try:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+            self._socket.queue(request.message, number, request.payload, request.fds)
+            self._socket.flush()
+            frame = self._await_reply(number, deadline)
+        except TimeoutError:
+            frame = self._give_up(request, number)
+        self._usable = True
+        return Reply(self._message(frame), frame)
+
+    def _await_reply(self, number: int, deadline: float) -> Frame:
+        while True:
+            frame = self._receive()
+            if frame.request_id == number:
+                return frame
+            if frame.request_id == 0:  # the server's last word to this connection
+                self._message(frame)
+            frame.close()
+            self._socket.sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+
+    def _give_up(self, request: Request, number: int) -> Frame:
+        """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
+        prompt = time.monotonic() + _PROMPT
+        self._socket.sock.settimeout(_PROMPT)
+        try:
+            self._socket.queue(m.Cancel(), number)
+            self._socket.flush()
+            frame = self._await_reply(number, prompt)
+        except TimeoutError:
+            self.close()
+            raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
+        if isinstance(message := decode_message(frame), m.Error) and message.code == DeadlineExceeded.code:
+            frame.close()
+            self._usable = True
+            raise DeadlineExceeded(
+                f"{request.what} took longer than its timeout; a run that has begun goes on in the server, and a later "
+                f"identical call joins it or finds its result"
+            )
+        return frame
+
+    @property
+    def usable(self) -> bool:
+        """Whether the last exchange left the connection in order."""
+        return self._usable
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server still holds the other end, as far as this one can tell without asking."""
+        if self._socket.fileno() < 0:
+            return False
+        try:
+            self._socket.sock.setblocking(False)
+            self._socket.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True  # nothing to read, not even the end
+        except OSError:
+            return False
+        return False
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+def raise_error(message: m.Error, frame: Frame) -> NoReturn:
+    """Raise what an error reply stands for: an endpoint's own exception where it can be rebuilt, with the remote
+    traceback as its cause; else the library's.
+    """
+    error = from_wire(message.code, message.text, message.detail)
+    cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
+    if message.endpoint_raised:
+        try:
+            own = pickle.loads(frame.payload)
+        except Exception:
+            own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
+        if isinstance(own, Exception):
+            raise own from cause
+    raise error from cause

@@ -1,0 +1,331 @@
+"""The blocking client: plain blocking sockets, safe to use from many threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from shared_rpc.client import operations
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.operations import Operation, Reply, Request, Work
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, StaleHandleError
+from shared_rpc.handle import Handle
+from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.settings import resolve_base_path, socket_path
+
+__all__ = ["Client"]
+
+T = TypeVar("T")
+
+#: Seconds between two tries to reach a server that is not there yet.
+_RETRY = 0.05
+
+
+class _Session:
+    """The server's account of this process: its identity is what handles remember."""
+
+    def __init__(self, server_id: str, token: str, device: str) -> None:
+        self.server_id = server_id
+        self.token = token
+        self.device = device
+
+
+class Client:
+    """Calls the endpoints of a server on this host.
+
+    Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
+    one session, which ends with :meth:`close` or with the process; its leases go back then. After a fork the child
+    starts a session of its own. The client connects with its first operation.
+
+    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param device: which server's: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
+    :param socket_path: the server's socket itself; base path and device are not looked at then.
+    :param timeout: seconds an operation may take; None for no limit.
+    :param connect_timeout: seconds to wait for a server that is not there yet.
+    """
+
+    def __init__(
+        self,
+        base_path: str | os.PathLike[str] | None = None,
+        *,
+        device: str = "auto",
+        socket_path: str | os.PathLike[str] | None = None,
+        timeout: float | None = 600.0,
+        connect_timeout: float = 5.0,
+    ) -> None:
+        self._base_path = base_path
+        self._device = device
+        self._asked_path = socket_path
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        self._closed = False
+        self._forget()
+        _clients.add(self)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._connections: set[Connection] = set()
+        self._session: _Session | None = None
+
+    @property
+    def socket_path(self) -> str:
+        """The server's socket."""
+        if self._asked_path is None:
+            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
+        return os.fspath(self._asked_path)
+
+    def ping(self) -> float:
+        """One round trip; the seconds it took."""
+        begin = time.perf_counter()
+        self._run(operations.ping())
+        return time.perf_counter() - begin
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The server's id, pid, device, socket path, uptime (seconds), endpoints and counters."""
+        return self._run(operations.server_info())
+
+    def list_endpoints(self) -> dict[str, dict[str, Any]]:
+        """The options of every endpoint, by name."""
+        return self._run(operations.list_endpoints())
+
+    def list_objects(self) -> list[dict[str, Any]]:
+        """:meth:`get_object_info` of every object, with ``cached`` and its ``holders`` (session, pid, connections)."""
+        return self._run(operations.list_objects())
+
+    def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint: a :class:`Handle` where it is managed, else its result, over the server's own memory.
+
+        An exception that the endpoint raised is raised here with its own type, and the remote traceback as its cause.
+
+        :raises EndpointNotFound: if the server has none of that name.
+        :raises TypeError: if the arguments do not fit its signature.
+        :raises CapabilityError: if an argument or the result cannot be shared.
+        :raises DeadlineExceeded: after the client's timeout; a run that has begun goes on in the server.
+        :raises ConnectError: if no server comes up in time.
+        :raises ConnectionClosed: if the server goes away meanwhile.
+        """
+        message, value = self._run(operations.call(endpoint, args, kwargs, self._need_session().device))
+        if not message.managed:
+            return value
+        session = self._need_session()
+        return Handle(
+            value,
+            object_id=message.object_id,
+            server_id=session.server_id,
+            generation=message.generation,
+            issuer=self,
+            session=session,
+        )
+
+    def release(self, handle: Handle[Any] | str) -> bool:
+        """Give one lease back, of a handle or an object id; whether this process held it."""
+        return self.release_many([handle]) == 1
+
+    def release_many(self, handles: Iterable[Handle[Any] | str]) -> int:
+        """Give several leases back in one round trip; how many this process held."""
+        object_ids = []
+        for handle in handles:
+            if isinstance(handle, str):
+                object_ids.append(handle)
+            elif handle._forgo():
+                object_ids.append(handle.object_id)
+        count = self._run(operations.release(object_ids)) if object_ids else 0
+        MAPPINGS.drain()
+        return count
+
+    def get_object_info(self, handle: Handle[Any] | str) -> dict[str, Any]:
+        """What the server knows of an object, by handle or id; for the keys see :meth:`Handle.get_object_info`.
+
+        :raises StaleHandleError: if the server does not own it.
+        """
+        return self.object_info(handle if isinstance(handle, str) else handle.object_id)
+
+    def ensure_handle_live(self, handle: Handle[Any]) -> None:
+        """Return if the server that issued the handle still owns its object.
+
+        :raises StaleHandleError: if not; ``reason`` is one of those of :class:`StaleHandleError`.
+        """
+        if handle.released:
+            raise StaleHandleError(f"the handle of object {handle.object_id} was released", reason="released")
+        try:
+            info = self._run(operations.server_info())
+        except (ConnectError, ConnectionClosed) as error:
+            raise StaleHandleError(
+                f"the server {handle.server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
+            ) from error
+        if info["server_id"] != handle.server_id:
+            raise StaleHandleError(
+                f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at {self.socket_path} now: "
+                f"call the endpoint again",
+                reason="server_changed",
+            )
+        self.object_info(handle.object_id)
+
+    def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
+        """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
+        return self._run(operations.invalidate_call(endpoint, args, kwargs, self._need_session().device))
+
+    def invalidate_endpoint_cache(self, endpoint: str) -> int:
+        """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
+        return self._run(operations.invalidate_endpoint(endpoint))
+
+    def close(self) -> None:
+        """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
+        with self._lock:
+            self._closed = True
+            self._idle.clear()
+            connections, self._connections = self._connections, set()
+            self._session = None
+        for connection in connections:
+            connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    # What a handle asks of whoever issued it.
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        if session is not self._session:
+            return
+        try:
+            self._run(operations.release([object_id]), connect_timeout=0)
+        except (SharedRPCError, OSError):
+            return  # the connection is gone, and the session's leases with it
+        MAPPINGS.drain()
+
+    def object_info(self, object_id: str) -> dict[str, Any]:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        return self._run(operations.object_info(object_id))
+
+    # Driving operations.
+
+    def _run(self, operation: Operation[T], connect_timeout: float | None = None) -> T:
+        deadline = time.monotonic() + (self._timeout if self._timeout is not None else 10 * 365 * 86400)
+        try:
+            step = operation.send(None)
+            while True:
+                if isinstance(step, Work):
+                    try:
+                        outcome: Any = step.function()
+                    except SharedRPCError as error:
+                        step = operation.throw(error)
+                        continue
+                else:
+                    outcome = self._exchange(step, deadline, connect_timeout)
+                step = operation.send(outcome)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            operation.close()
+
+    def _exchange(self, request: Request, deadline: float, connect_timeout: float | None) -> Reply:
+        connection = self._acquire(deadline, connect_timeout)
+        try:
+            reply = connection.exchange(request, deadline)
+        except BaseException:
+            if not connection.usable:
+                # Interrupted between request and reply: the session must outlive the connection.
+                self._replace(connection)
+            raise
+        finally:
+            if connection.usable:
+                self._put_back(connection)
+        return reply
+
+    def _acquire(self, deadline: float, connect_timeout: float | None) -> Connection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionClosed("this client is closed")
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if connection.alive:
+                return connection
+            self._drop(connection)
+        return self._connect(deadline, self._connect_timeout if connect_timeout is None else connect_timeout)
+
+    def _put_back(self, connection: Connection) -> None:
+        with self._lock:
+            if connection in self._connections:
+                self._idle.append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+    def _replace(self, connection: Connection) -> None:
+        try:
+            self._put_back(self._connect(time.monotonic() + 1.0, 0))
+        except SharedRPCError:
+            pass  # no server: no session to save
+        self._drop(connection)
+
+    def _connect(self, deadline: float, patience: float) -> Connection:
+        path = self.socket_path
+        begin = time.monotonic()
+        until = min(deadline, begin + patience)
+        while True:
+            session = self._session
+            try:
+                connection = Connection(
+                    path, session.token if session is not None else "", max(deadline - time.monotonic(), _RETRY)
+                )
+                break
+            except ConnectError as error:
+                if time.monotonic() + _RETRY > until:
+                    raise ConnectError(
+                        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
+                        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
+                    ) from error
+                time.sleep(_RETRY)
+        welcome = connection.welcome
+        with self._lock:
+            if self._closed:
+                connection.close()
+                raise ConnectionClosed("this client is closed")
+            if self._session is None or self._session.token != welcome.token:
+                self._session = _Session(welcome.server_id, welcome.token, welcome.device)
+            self._connections.add(connection)
+        return connection
+
+    def _need_session(self) -> _Session:
+        """The current session; a server that was restarted since is noticed here."""
+        connection = self._acquire(time.monotonic() + (self._timeout or 600.0), None)
+        self._put_back(connection)
+        session = self._session
+        if session is None:
+            raise ConnectionClosed("this client is closed")
+        return session
+
+    def _after_fork(self) -> None:
+        # Closing our copies does not end the parent's session, and keeping them would outlive it.
+        for connection in self._connections:
+            connection.close()
+        self._forget()
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

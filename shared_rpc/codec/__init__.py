@@ -1,0 +1,16 @@
+"""Value to record and back. The only package beside the in-process executor that needs torch."""
+
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
+from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.codec.skeleton import pickle_by_value
+
+__all__ = [
+    "check_result",
+    "decode_arguments",
+    "decode_result",
+    "encode_arguments",
+    "lower_arguments",
+    "pickle_by_value",
+    "publish",
+]

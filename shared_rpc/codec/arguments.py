@@ -1,0 +1,90 @@
+"""Arguments: lowered by the caller, lifted where the endpoint runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shared_rpc.codec.placement import place
+from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.tensors import tensors_of
+from shared_rpc.errors import CodecError
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.records import Arguments, TensorTable
+from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower_call, refuse
+
+__all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
+
+_tables = msgspec.msgpack.Decoder(TensorTable)
+
+
+def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Arguments:
+    """Lower a call's arguments; tensors and modules are copied into segments of their own.
+
+    :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
+    :raises CapabilityError: for an argument that cannot travel, naming it.
+    """
+    scan = Scan(kind)
+    skeletons: list[bytes] = []
+
+    def leaf(value: Any, path: str) -> Any:
+        if isinstance(value, torch.dtype):
+            return DtypeRef(str(value).removeprefix("torch."))
+        if type(value) is torch.Tensor:
+            # A dump names the path of a tensor that is refused, and tells plain tensors from others.
+            dump(value, scan, path)
+            number = scan.tensor(value)
+            if number is not None:
+                return TensorRef(number)
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            skeletons.append(dump(value, scan, path))
+            return SkeletonRef(len(skeletons) - 1)
+        refuse(value, path)
+
+    lowered = lower_call(args, kwargs, leaf)
+    if not scan.storages and not skeletons:
+        return Arguments(*lowered)
+    placement = place(scan, "read_write", rebind=False)
+    return Arguments(*lowered, msgspec.msgpack.encode(placement.table(scan)), skeletons, placement.segments)
+
+
+def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call within this process, as far as they are plain data; tensors and modules stay as they are.
+
+    :raises CapabilityError: for an argument that could not travel, so that a call fails in every role or in none.
+    """
+
+    def leaf(value: Any, path: str) -> Any:
+        if isinstance(value, torch.dtype):
+            return DtypeRef(str(value).removeprefix("torch."))
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            return value
+        refuse(value, path)
+
+    return lower_call(args, kwargs, leaf)
+
+
+def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as the endpoint takes them; tensors lie in the caller's segments.
+
+    :raises CodecError: if a skeleton cannot be rebuilt here.
+    """
+    with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
+        tensors, storages = tensors_of(_tables.decode(arguments.table), mappings)
+
+        def leaf(reference: Any) -> Any:
+            if isinstance(reference, TensorRef):
+                return tensors[reference.number]
+            if isinstance(reference, DtypeRef):
+                return getattr(torch, reference.name)
+            return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
+
+        try:
+            return [lift(value, leaf) for value in arguments.args], {
+                name: lift(value, leaf) for name, value in arguments.kwargs.items()
+            }
+        except Exception as error:
+            raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error

@@ -1,0 +1,56 @@
+"""Results: published by the process that made them, rebuilt by those that asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.placement import place
+from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.tensors import tensors_of
+from shared_rpc.errors import CodecError
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import Access, Segment
+from shared_rpc.records import Record, TensorTable
+
+__all__ = ["decode_result", "publish"]
+
+_tables = msgspec.msgpack.Decoder(TensorTable)
+
+
+def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
+    """Take a result apart and move its memory into segments.
+
+    Every tensor reachable from ``value`` is rebound to its new place, so that the caller's own object and what
+    clients map are the same memory.
+
+    :param kind: ``"cpu"`` or ``"cuda"``, the type of device all its tensors must be on.
+    :param access: how clients are to map it.
+    :returns: a record that owns its segments' descriptors.
+    :raises CapabilityError: if the value, or a part of it, cannot be shared.
+    """
+    check_result(value, endpoint, kind)
+    scan = Scan(kind)
+    skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
+    placement = place(scan, access, rebind=True)
+    return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes)
+
+
+def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequence[Segment]) -> Any:
+    """Rebuild a result around its segments, which are mapped and stay the caller's to close.
+
+    :raises CapabilityError: if this process cannot map the memory.
+    :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
+    """
+    with MAPPINGS.attach(segments) as mappings:
+        tensors, storages = tensors_of(_tables.decode(table), mappings)
+        try:
+            return SkeletonUnpickler(skeleton, tensors, storages).load()
+        except Exception as error:
+            raise CodecError(
+                f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "
+                f"classes come from must be importable here, in compatible versions"
+            ) from error

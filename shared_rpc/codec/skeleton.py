@@ -1,0 +1,249 @@
+"""Pickling without the tensors: the skeleton holds references into a table of tensors and storages.
+
+Plain strided tensors and parameters become one table entry each. Everything else that has storages (subclasses,
+sparse, quantised) is taken apart by torch's own reduction, and only its storages become entries.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.nn.utils import parametrize
+
+from shared_rpc.codec.paths import locate
+from shared_rpc.codec.payload import wrong_device
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.devices import device_id, torch_device
+from shared_rpc.records import TensorEntry
+
+__all__ = ["Scan", "SkeletonUnpickler", "dump", "pickle_by_value"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+
+# Modules whose classes a client cannot import by name. Hugging Face writes remote code into the second one.
+_by_value: set[str] = {"transformers_modules"}
+_by_value_lock = threading.Lock()
+
+
+def pickle_by_value(module: ModuleType) -> None:
+    """Have the classes and functions of ``module`` travel as code, as those of ``__main__`` do."""
+    _by_value.add(module.__name__)
+
+
+@contextmanager
+def _registered_by_value() -> Iterator[None]:
+    # cloudpickle's registry is global: leave it as it was, other users of it may rely on that.
+    with _by_value_lock:
+        known = cloudpickle.list_registry_pickle_by_value()
+        modules = [sys.modules[name] for name in _by_value if name in sys.modules and name not in known]
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+class Refused(TypeError):
+    """Raised inside the pickler; :func:`dump` adds the attribute path."""
+
+
+class Scan:
+    """What pickling has met so far: distinct storages, and the tensors over them.
+
+    Several dumps may share one scan, so that what they have in common is shared once.
+
+    :param kind: the type of device that every tensor must be on, ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.storages: list[torch.UntypedStorage] = []
+        self.entries: list[TensorEntry] = []
+        #: Plain tensors, one for each entry.
+        self.plain: list[torch.Tensor] = []
+        #: Strided tensors, plain or not, with the number of their storage.
+        self.strided: list[tuple[torch.Tensor, int]] = []
+        #: Tensors that only torch can rebuild (sparse, quantised), with a skeleton of their own.
+        self.composite: list[tuple[torch.Tensor, bytes]] = []
+        self._storage_numbers: dict[int, int] = {}
+        self._tensor_numbers: dict[int, int] = {}
+        self._met: dict[int, torch.Tensor] = {}
+
+    def storage(self, storage: torch.UntypedStorage) -> int:
+        """The number of a storage, a new one where it was not met before."""
+        number = self._storage_numbers.get(storage._cdata)
+        if number is None:
+            self._check_device(storage.device)
+            number = self._storage_numbers[storage._cdata] = len(self.storages)
+            self.storages.append(storage)
+        return number
+
+    def tensor(self, tensor: torch.Tensor) -> int | None:
+        """The table number of a plain tensor, None for one that torch has to take apart."""
+        number = self._tensor_numbers.get(id(tensor))
+        if number is not None:
+            return number
+        self._check_tensor(tensor)
+        plain = (
+            type(tensor) in _PLAIN
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and not any(getattr(tensor, "names", ()))
+        )
+        if not plain or tensor.__dict__:
+            self._meet(tensor)
+            return None
+        number = self._tensor_numbers[id(tensor)] = len(self.entries)
+        storage = self.storage(tensor.untyped_storage())
+        self.entries.append(
+            TensorEntry(
+                storage=storage,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                offset=tensor.storage_offset(),
+                shape=tuple(tensor.shape),
+                strides=tuple(tensor.stride()),
+                parameter=type(tensor) is torch.nn.Parameter,
+                # What autograd computed is shared as a value: its graph stays here.
+                requires_grad=tensor.requires_grad and tensor.is_leaf,
+                conj=tensor.is_conj(),
+                neg=tensor.is_neg(),
+            )
+        )
+        self.plain.append(tensor)
+        self.strided.append((tensor, storage))
+        return number
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        if id(tensor) in self._met:
+            return
+        self._met[id(tensor)] = tensor
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):  # type: ignore[no-untyped-call]
+            return  # its inner tensors are met on their own
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            self.strided.append((tensor, self.storage(tensor.untyped_storage())))
+        else:
+            buffer = io.BytesIO()
+            _Pickler(buffer, self, opened=tensor).dump(tensor)
+            self.composite.append((tensor, buffer.getvalue()))
+
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            raise Refused("is a lazy parameter without a shape: run the module once before it is shared")
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(tensor, distributed.DTensor):
+            raise Refused("is a DTensor, which belongs to its process group: share its local shard, tensor.to_local()")
+        if tensor.layout not in _LAYOUTS:
+            raise Refused(f"has the layout {tensor.layout}, which has no storage to share")
+        self._check_device(tensor.device)
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type != self.kind:
+            raise Refused(wrong_device("", device, self.kind).lstrip())
+
+
+_LAYOUTS = {
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+    torch.jagged,
+}
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, scan: Scan, opened: torch.Tensor | None = None) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._scan = scan
+        self._opened = opened
+
+    def persistent_id(self, obj: Any) -> Any:
+        """A reference into the table for what has memory; None leaves the object to pickle."""
+        if not isinstance(obj, _TENSOR_LIKE) or obj is self._opened:
+            return None
+        if isinstance(obj, torch.Tensor):
+            return self._scan.tensor(obj)
+        if isinstance(obj, torch.UntypedStorage):
+            return (self._scan.storage(obj), None)
+        if isinstance(obj, torch.TypedStorage):
+            return (self._scan.storage(obj._untyped_storage), obj.dtype)
+        raise Refused("is TorchScript, which has no Python skeleton: share the module it was scripted from")
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reductions of our own, then cloudpickle's."""
+        if isinstance(obj, torch.device):
+            # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
+            return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
+        if isinstance(obj, torch.nn.Module) and "parametrizations" in obj.__dict__.get("_modules", ()):
+            return _reduce_parametrized(obj)
+        return super().reducer_override(obj)
+
+
+def _reduce_parametrized(module: torch.nn.Module) -> Any:
+    # torch refuses to pickle these because their class is made on the fly; it is made again on the other side.
+    (base,) = type(module).__bases__
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _make_parametrized, (base, names), module.__dict__, None, None, _set_dict
+
+
+def _make_parametrized(base: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _set_dict(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    module.__dict__.update(state)
+
+
+def dump(value: Any, scan: Scan, path: str) -> bytes:
+    """The skeleton of ``value``; what it refers to is added to ``scan``.
+
+    :param path: what the value is called in an error, ``"result"`` or ``"argument 'x'"``.
+    :raises CapabilityError: if a part of it cannot be shared, naming the attribute path of that part.
+    """
+    try:
+        with _registered_by_value():
+            return _dump(value, scan)
+    except Exception as error:
+        with _registered_by_value():
+            where, cause = locate(value, path, lambda part: _dump(part, Scan(scan.kind)), error)
+        raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else f'cannot be pickled: {cause}'}") from error
+
+
+def _dump(value: Any, scan: Scan) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, scan).dump(value)
+    return buffer.getvalue()
+
+
+class SkeletonUnpickler(pickle.Unpickler):
+    """Loads a skeleton around tensors and storages that already lie in their place."""
+
+    def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> None:
+        super().__init__(io.BytesIO(skeleton))
+        self._tensors = tensors
+        self._storages = storages
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The tensor or storage a reference stands for."""
+        if type(pid) is int:
+            return self._tensors[pid]
+        number, dtype = pid
+        storage = self._storages[number]
+        return storage if dtype is None else torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

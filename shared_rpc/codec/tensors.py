@@ -1,0 +1,60 @@
+"""Tensors over mapped memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared_rpc.errors import CodecError
+from shared_rpc.memory.devices import torch_device
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+
+__all__ = ["bytes_at", "make_storage", "make_tensor", "tensors_of"]
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``nbytes`` bytes of memory as a uint8 tensor that owns nothing."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over mapped bytes; it keeps the mapping while it, or any tensor or autograd graph over it, lives."""
+    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes)
+    MAPPINGS.lend(mapping, storage)
+    return storage
+
+
+def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The tensor of a table entry."""
+    tensor = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
+    tensor.set_(storage, entry.offset, entry.shape, entry.strides)
+    if entry.conj:
+        tensor = tensor.conj()
+    if entry.neg:
+        tensor = torch._neg_view(tensor)
+    if entry.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    return tensor.requires_grad_() if entry.requires_grad else tensor
+
+
+def tensors_of(table: TensorTable, mappings: Sequence[Mapping]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
+    """All tensors and storages of a table, over the segments' mappings."""
+    devices = [torch_device(mapping.info.device) for mapping in mappings]
+    # Built under inference mode they could not be used outside it.
+    with torch.inference_mode(False), torch.no_grad():
+        storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
+        return [make_tensor(entry, storages[entry.storage]) for entry in table.tensors], storages
+
+
+def _storage(
+    entry: StorageEntry, mappings: Sequence[Mapping], devices: Sequence[torch.device], table: TensorTable
+) -> torch.UntypedStorage:
+    if entry.segment < 0:
+        return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))
+    mapping = mappings[entry.segment]
+    if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
+        raise CodecError(f"a storage of {entry.nbytes} bytes at {entry.offset} leaves its segment of {mapping.info.nbytes}")
+    return make_storage(mapping, entry.offset, entry.nbytes, devices[entry.segment])

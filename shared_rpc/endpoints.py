@@ -1,0 +1,239 @@
+"""Endpoints: their options, how a call binds to them, and the key its result is cached under.
+
+Nothing here needs the function itself: a server that only holds records binds calls and finds cached results
+from the :class:`EndpointSpec` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import hashlib
+import inspect
+import re
+import string
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
+from shared_rpc.wire.specs import EndpointSpec, Parameter
+from shared_rpc.wire.values import DtypeRef, canonical
+
+__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe"]
+
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+#: A key longer than this is replaced by its digest.
+_KEY_LIMIT = 512
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A spec and the function it describes."""
+
+    spec: EndpointSpec
+    function: Callable[..., Any]
+
+
+def describe(function: Callable[..., Any], name: str | None = None, **options: Any) -> EndpointSpec:
+    """The spec of a function.
+
+    :raises TypeError: for an unknown option.
+    :raises ConfigurationError: for a value an option does not allow, or a template that names what is not there.
+    """
+    chosen = name if name is not None else getattr(function, "__name__", "")
+    if not _NAME.fullmatch(chosen):
+        raise ConfigurationError(f"{chosen!r} cannot name an endpoint: use letters, digits, '_', '.' and '-'")
+    unknown = set(options) - set(EndpointSpec.__struct_fields__)
+    if unknown:
+        raise TypeError(f"share() got an unexpected option {sorted(unknown)[0]!r}")
+    parameters = tuple(_parameter(parameter) for parameter in inspect.signature(function).parameters.values())
+    spec = EndpointSpec(
+        name=chosen,
+        parameters=parameters,
+        is_async=inspect.iscoroutinefunction(function),
+        doc=(inspect.getdoc(function) or "").partition("\n")[0],
+        **options,
+    )
+    for option, allowed in _ALLOWED.items():
+        if getattr(spec, option) not in allowed:
+            raise ConfigurationError(
+                f"endpoint {chosen!r}: {option}={getattr(spec, option)!r}; use {' or '.join(map(repr, allowed))}"
+            )
+    if spec.idle_ttl is not None and not spec.idle_ttl >= 0:
+        raise ConfigurationError(f"endpoint {chosen!r}: idle_ttl={spec.idle_ttl!r}; use seconds, or None for never")
+    _check_template(spec)
+    return spec
+
+
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "execution": ("direct", "task"),
+    "concurrency": ("parallel", "serialized"),
+    "access": ("read_write", "read"),
+    "cache": (True, False),
+    "managed": (True, False),
+    "singleflight": (True, False),
+}
+
+
+def _parameter(parameter: inspect.Parameter) -> Parameter:
+    if parameter.default is inspect.Parameter.empty:
+        variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return Parameter(parameter.name, int(parameter.kind), required=not variadic)
+    # A default that is no plain data has no canonical text of its own; within one server it stands for itself.
+    default = parameter.default
+    known = canonical(DtypeRef(str(default)[6:]) if type(default).__module__ == "torch" else default)
+    return Parameter(parameter.name, int(parameter.kind), required=False, default=known or f"<{default!r}>")
+
+
+def _check_template(spec: EndpointSpec) -> None:
+    if spec.cache_format_key is None:
+        return
+    names = {parameter.name for parameter in spec.parameters}
+    open_ended = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in spec.parameters)
+    where = f"endpoint {spec.name!r}: cache_format_key={spec.cache_format_key!r}"
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(spec.cache_format_key) if field is not None]
+    except ValueError as error:
+        raise ConfigurationError(f"{where} is not a format string: {error}") from error
+    for field in fields:
+        name = re.split(r"[.\[]", field, maxsplit=1)[0]
+        if not name or name.isdecimal():
+            raise ConfigurationError(f"{where} has a field without a name: name the argument, as in '{{hidden_size}}'")
+        if name not in names and not open_ended:
+            raise ConfigurationError(
+                f"{where} names {name!r}, which is none of its arguments ({', '.join(sorted(names)) or 'none'})"
+            )
+
+
+class _Default(str):
+    """A default that no argument replaced: it prints as its value."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature(parameters: tuple[Parameter, ...]) -> inspect.Signature:
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [
+            inspect.Parameter(p.name, _KIND[p.kind], default=empty if p.default is None else _Default(p.default))
+            for p in parameters
+        ]
+    )
+
+
+_KIND = {int(kind): kind for kind in type(inspect.Parameter.POSITIONAL_ONLY)}
+
+
+def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call's lowered arguments by parameter name, defaults included.
+
+    :raises TypeError: if they do not fit the endpoint's signature, as the function itself would.
+    """
+    try:
+        bound = _signature(spec.parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{spec.name}(): {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:
+    """The key of a call, None where it is not cached.
+
+    The endpoint and a canonical form of the bound arguments, or its ``cache_format_key`` filled in. A call with a
+    tensor or a module has no default key; a template that leaves these out gives it one.
+
+    :raises CapabilityError: if the template names an argument that is a tensor or a module.
+    """
+    if not spec.cache:
+        return None
+    if spec.cache_format_key is not None:
+        return f"{spec.name}:{_fill(spec, bound)}"
+    texts = []
+    for name, value in bound.items():
+        text = str(value) if type(value) is _Default else canonical(value)
+        if text is None:
+            return None
+        texts.append(f"{name}={text}")
+    key = f"{spec.name}({', '.join(texts)})"
+    if len(key) <= _KEY_LIMIT:
+        return key
+    return f"{spec.name}(blake2b:{hashlib.blake2b(key.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()})"
+
+
+def _fill(spec: EndpointSpec, bound: dict[str, Any]) -> str:
+    template = spec.cache_format_key or ""
+    values = {name: _unquoted(value) for name, value in bound.items()}
+    for parameter in spec.parameters:
+        if parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            values = {**bound.get(parameter.name, {}), **values}
+    named = {re.split(r"[.\[]", field, maxsplit=1)[0] for _, field, _, _ in string.Formatter().parse(template) if field}
+    for name in sorted(named & set(values)):
+        if not isinstance(values[name], (str, DtypeRef)) and canonical(values[name]) is None:
+            raise CapabilityError(
+                f"endpoint {spec.name!r}: cache_format_key={template!r} names {name!r}, which is a tensor or a module in this "
+                f"call: leave it out, or pass what distinguishes it beside it"
+            )
+    try:
+        return template.format(**values)
+    except (LookupError, AttributeError, ValueError, TypeError) as error:
+        raise CapabilityError(
+            f"endpoint {spec.name!r}: cache_format_key={template!r} does not fit this call: {error}"
+        ) from error
+
+
+def _unquoted(value: Any) -> Any:
+    """A default as its value would print; texts lose the quotes that :func:`canonical` gave them."""
+    if type(value) is not _Default:
+        return value
+    try:
+        return ast.literal_eval(str(value))
+    except (ValueError, SyntaxError):
+        return str(value)
+
+
+def check_chain(spec: EndpointSpec, key: str | None, chain: frozenset[str]) -> None:
+    """Refuse a call that would wait for itself.
+
+    :param chain: names and keys of the calls that, directly or not, make this one.
+    :raises ConfigurationError: if the call is among them, or a serialized endpoint of that name is.
+    """
+    if key is not None and key in chain and spec.singleflight:
+        raise ConfigurationError(
+            f"{key} was called while it is being built, by itself or by what it calls: it would wait forever"
+        )
+    if spec.concurrency == "serialized" and spec.name in chain:
+        raise ConfigurationError(
+            f"endpoint {spec.name!r} is serialized and was called by itself, or by what it calls: it would wait forever"
+        )
+
+
+class Registry:
+    """Endpoints by name."""
+
+    def __init__(self, specs: Iterable[EndpointSpec] = ()) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+
+    def add(self, spec: EndpointSpec) -> None:
+        """Take an endpoint in; one of the same name is replaced, as a function defined twice is."""
+        self._specs[spec.name] = spec
+
+    def get(self, name: str) -> EndpointSpec:
+        """The spec of an endpoint.
+
+        :raises EndpointNotFound: naming what is there.
+        """
+        spec = self._specs.get(name)
+        if spec is None:
+            near = difflib.get_close_matches(name, self._specs, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(sorted(self._specs)) or 'none'}"
+            raise EndpointNotFound(f"the server has no endpoint {name!r}: {hint}")
+        return spec
+
+    def all(self) -> list[EndpointSpec]:
+        """All specs, in the order they were shared."""
+        return list(self._specs.values())
+
+    def __len__(self) -> int:
+        return len(self._specs)

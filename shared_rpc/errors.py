@@ -1,0 +1,193 @@
+"""Everything shared_rpc raises on purpose.
+
+::
+
+    SharedRPCError
+    ├── ConfigurationError      an option, a variable or a path is wrong
+    ├── ConnectError            no server answers at the socket          (also ConnectionError)
+    ├── ConnectionClosed        the other side went away                 (also ConnectionError)
+    ├── DeadlineExceeded        the caller's time ran out                (also TimeoutError)
+    ├── ProtocolError           the other side does not speak the protocol
+    ├── CodecError              a value could not be taken apart or rebuilt
+    ├── CapabilityError         a payload or a device that cannot be shared
+    ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
+    ├── RemoteError             an endpoint raised what cannot be rebuilt here
+    ├── StaleHandleError        the server no longer owns the object
+    └── ServerBusy              a limit of the server is reached
+
+Each class owns the code that stands for it on the wire. An exception that an endpoint raised is not
+in this tree: it arrives with its own type, see :func:`from_wire`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CapabilityError",
+    "CodecError",
+    "ConfigurationError",
+    "ConnectError",
+    "ConnectionClosed",
+    "DeadlineExceeded",
+    "EndpointNotFound",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteTraceback",
+    "ServerBusy",
+    "SharedRPCError",
+    "StaleHandleError",
+]
+
+
+class SharedRPCError(Exception):
+    """The root: ``except SharedRPCError`` catches all that this library raises itself."""
+
+    code: ClassVar[str] = "error"
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> SharedRPCError:
+        """The error as it was, from what :meth:`detail` put on the wire."""
+        return cls(message)
+
+    def detail(self) -> dict[str, str]:
+        """What this class carries beside its message."""
+        return {}
+
+
+class ConfigurationError(SharedRPCError):
+    """An option, an environment variable or a path cannot be used as it is."""
+
+    code = "configuration"
+
+
+class ConnectError(SharedRPCError, ConnectionError):
+    """No server answers at the socket."""
+
+    code = "connect"
+
+
+class ConnectionClosed(SharedRPCError, ConnectionError):
+    """The connection ended before the reply came; what was asked may or may not have been done."""
+
+    code = "connection-closed"
+
+
+class DeadlineExceeded(SharedRPCError, TimeoutError):
+    """The caller's timeout passed. The server was told; other waiters of the same run go on."""
+
+    code = "deadline-exceeded"
+
+
+class ProtocolError(SharedRPCError):
+    """Bytes or file descriptors that the protocol does not allow."""
+
+    code = "protocol"
+
+
+class CodecError(SharedRPCError):
+    """A value could not be pickled or rebuilt; the message names the attribute path."""
+
+    code = "codec"
+
+
+class CapabilityError(SharedRPCError):
+    """A payload or a device that cannot be shared; the message names it and says what can."""
+
+    code = "capability"
+
+
+class EndpointNotFound(SharedRPCError, LookupError):
+    """The server has no endpoint of that name."""
+
+    code = "endpoint-not-found"
+
+
+class ServerBusy(SharedRPCError):
+    """A limit of the server is reached; the message names the limit."""
+
+    code = "server-busy"
+
+
+class StaleHandleError(SharedRPCError):
+    """The handle's object is no longer owned by the server that issued it.
+
+    ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``. Tensors
+    taken from the handle stay valid: their memory is held by this process.
+    """
+
+    code = "stale-handle"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> StaleHandleError:
+        return cls(message, reason=detail.get("reason", "object_gone"))
+
+    def detail(self) -> dict[str, str]:
+        return {"reason": self.reason}
+
+
+class RemoteError(SharedRPCError):
+    """An endpoint raised something that has no counterpart here.
+
+    ``type_name`` is the qualified name of its type, ``message`` its text, ``traceback`` the remote traceback.
+    """
+
+    code = "remote"
+
+    def __init__(self, message: str, *, type_name: str, traceback: str = "") -> None:
+        super().__init__(f"{type_name}: {message}" if message else type_name)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> RemoteError:
+        return cls(message, type_name=detail.get("type_name", "Exception"), traceback=detail.get("traceback", ""))
+
+    def detail(self) -> dict[str, str]:
+        return {"type_name": self.type_name, "traceback": self.traceback}
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that crossed a process: shows where it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\nin the server:\n{self.text}"
+
+
+def _tree(root: type[SharedRPCError]) -> dict[str, type[SharedRPCError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+#: Beside the tree, a call that does not fit the endpoint's signature is a TypeError, as it is for a plain function.
+_BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPCError), "signature": TypeError}
+
+
+def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
+    """``(code, message, detail)`` of an error that the library itself raised."""
+    if isinstance(error, RemoteError):
+        return error.code, error.message, error.detail()
+    if isinstance(error, SharedRPCError):
+        return error.code, str(error), error.detail()
+    if isinstance(error, TypeError):
+        return "signature", str(error), {}
+    return SharedRPCError.code, f"{type(error).__name__}: {error}", {}
+
+
+def from_wire(code: str, message: str, detail: dict[str, str]) -> Exception:
+    """The error that :func:`to_wire` took apart; an unknown code gives the root class."""
+    kind = _BY_CODE.get(code, SharedRPCError)
+    if issubclass(kind, SharedRPCError):
+        return kind.restore(message, detail)
+    return kind(message)

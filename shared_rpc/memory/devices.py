@@ -1,0 +1,67 @@
+"""Names of devices: what a user writes, what travels, and what torch wants.
+
+On the wire and in socket paths a device is ``"cpu"`` or the UUID of a GPU, never an index, because
+``CUDA_VISIBLE_DEVICES`` may differ between processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared_rpc.errors import CapabilityError, ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["device_id", "device_kind", "device_tag", "torch_device"]
+
+
+def device_id(device: str) -> str:
+    """The id of ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
+
+    ``"auto"`` is the current CUDA device where ``torch.cuda.is_available()``, else the host.
+
+    :raises ConfigurationError: for anything else.
+    :raises CapabilityError: for a GPU that is not there.
+    """
+    if device == "cpu" or device.startswith("GPU-"):
+        return device
+    kind, _, index = device.partition(":")
+    if device != "auto" and (kind != "cuda" or (index and not index.isdecimal())):
+        raise ConfigurationError(f"device={device!r}: use 'auto', 'cpu', 'cuda', 'cuda:<index>' or 'GPU-<uuid>'")
+    import torch
+
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return "cpu"
+        raise CapabilityError(f"device={device!r}, and torch {torch.__version__} finds no CUDA device: use device='cpu'")
+    from shared_rpc.memory.vmm import uuid_of, visible_gpus
+
+    ordinal = int(index) if index else torch.cuda.current_device()
+    if ordinal >= len(visible_gpus()):
+        raise CapabilityError(f"device={device!r}, and this process sees {len(visible_gpus())} GPUs")
+    return uuid_of(ordinal)
+
+
+def device_kind(device: str) -> str:
+    """``"cpu"`` or ``"cuda"``, the type of torch's device."""
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def device_tag(device: str) -> str:
+    """What the socket path carries: ``"cpu"``, or the first eight hex digits of the GPU's UUID."""
+    return device if device == "cpu" else device.removeprefix("GPU-")[:8]
+
+
+def torch_device(device: str) -> torch.device:
+    """The device of tensors over memory of that device in this process.
+
+    For a GPU that is not visible here it is the GPU that reaches it as a peer.
+    """
+    import torch
+
+    if device == "cpu":
+        return torch.device("cpu")
+    from shared_rpc.memory.vmm import gpu
+
+    return torch.device("cuda", gpu(device).ordinal)

@@ -1,0 +1,186 @@
+"""Which segments this process has mapped, and who still uses them.
+
+A segment is mapped at most once for each kind of access, and unmapped when the last object over it is gone:
+the object's finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
+from shared_rpc.reaper import REAPER
+
+__all__ = ["MAPPINGS", "Mapping", "MappingTable"]
+
+
+class Mapping:
+    """One mapped segment.
+
+    ``segment`` is its descriptor where this process may publish the memory again, else None: a mapping needs
+    none to stay alive. ``sealed`` tells that consumers may only map it for reading.
+    """
+
+    __slots__ = ("address", "backend", "info", "sealed", "segment", "users")
+
+    def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
+        self.info = info
+        self.address = address
+        self.backend = backend
+        self.segment = segment
+        self.sealed = info.access == "read"
+        self.users = 0
+
+    def seal(self) -> None:
+        """Refuse later writable mappings of a segment that this process made; its own stays writable."""
+        if not self.sealed and self.segment is not None:
+            self.backend.seal(self.segment.fileno())
+            self.sealed = True
+
+    def view(self) -> object:
+        """The bytes, see :meth:`Backend.view`. Valid while this mapping has a user."""
+        return self.backend.view(self.address, self.info.nbytes)
+
+
+class MappingTable:
+    """All mappings of this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._mappings: dict[tuple[str, Access], Mapping] = {}
+        self._by_address: list[tuple[int, Mapping]] = []
+        self._gone: queue.SimpleQueue[Mapping] = queue.SimpleQueue()
+
+    @contextmanager
+    def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
+        """New memory, mapped for writing; it stays mapped while the block runs and then while it is in use."""
+        backend = backend_for(device)
+        segment = backend.create(nbytes)
+        try:
+            mapping = self._add(segment.info, backend, segment, keep=True)
+        except BaseException:
+            segment.close()
+            raise
+        with self._pinned([mapping]):
+            yield mapping
+
+    @contextmanager
+    def attach(self, segments: Iterable[Segment], *, keep: bool = False) -> Iterator[list[Mapping]]:
+        """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
+
+        The segments are borrowed. ``keep`` has the mapping hold a descriptor of its own, so that this process can
+        publish the memory again.
+        """
+        mappings: list[Mapping] = []
+        with self._lock:
+            try:
+                for segment in segments:
+                    mapping = self._mappings.get((segment.info.id, segment.info.access))
+                    if mapping is None:
+                        kept = segment.duplicate() if keep else None
+                        try:
+                            mapping = self._add(segment.info, backend_for(segment.info.device), segment, keep=False)
+                        except BaseException:
+                            if kept is not None:
+                                kept.close()
+                            raise
+                        mapping.segment = kept
+                    mapping.users += 1
+                    mappings.append(mapping)
+            except BaseException:
+                self._let_go(mappings)
+                raise
+        try:
+            yield mappings
+        finally:
+            self._let_go(mappings)
+
+    def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool) -> Mapping:
+        address = backend.map(segment.fileno(), info.nbytes, info.access)
+        mapping = Mapping(info, address, backend, segment if keep else None)
+        with self._lock:
+            self._mappings[info.id, info.access] = mapping
+            bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
+        return mapping
+
+    @contextmanager
+    def _pinned(self, mappings: list[Mapping]) -> Iterator[None]:
+        with self._lock:
+            for mapping in mappings:
+                mapping.users += 1
+        try:
+            yield
+        finally:
+            self._let_go(mappings)
+
+    def lend(self, mapping: Mapping, user: object) -> None:
+        """Keep ``mapping`` while ``user`` lives. To be called while the mapping is created or attached."""
+        REAPER.start()
+        with self._lock:
+            mapping.users += 1
+        weakref.finalize(user, self._user_gone, mapping).atexit = False
+
+    def _user_gone(self, mapping: Mapping) -> None:
+        # Runs in a finaliser: enqueue, nothing else.
+        self._gone.put(mapping)
+        REAPER.submit(self.drain)
+
+    def find(self, address: int) -> tuple[Mapping, int] | None:
+        """The mapping that holds ``address`` and the offset in it, in bytes."""
+        with self._lock:
+            index = bisect.bisect_right(self._by_address, address, key=lambda entry: entry[0]) - 1
+            if index < 0:
+                return None
+            start, mapping = self._by_address[index]
+            offset = address - start
+            return (mapping, offset) if offset < mapping.info.nbytes else None
+
+    def drain(self) -> None:
+        """Unmap what nothing uses any more, after waiting for the device. Never called in a finaliser."""
+        gone: list[Mapping] = []
+        while True:
+            try:
+                gone.append(self._gone.get_nowait())
+            except queue.Empty:
+                break
+        if gone:
+            self._let_go(gone)
+
+    def _let_go(self, mappings: list[Mapping]) -> None:
+        unused: list[Mapping] = []
+        with self._lock:
+            for mapping in mappings:
+                mapping.users -= 1
+                if mapping.users == 0:
+                    del self._mappings[mapping.info.id, mapping.info.access]
+                    self._by_address.remove((mapping.address, mapping))
+                    unused.append(mapping)
+        # Outside the lock: a kernel that still runs must not hold up other threads.
+        for backend in {id(mapping.backend): mapping.backend for mapping in unused}.values():
+            backend.synchronize()
+        for mapping in unused:
+            mapping.backend.unmap(mapping.address, mapping.info.nbytes)
+            if mapping.segment is not None:
+                mapping.segment.close()
+
+    def __len__(self) -> int:
+        return len(self._mappings)
+
+    def _after_fork(self) -> None:
+        # Another thread may have held the lock. Host mappings are inherited and stay; their descriptors need not.
+        self._lock = threading.RLock()
+        self._gone = queue.SimpleQueue()
+        for mapping in self._mappings.values():
+            if mapping.segment is not None:
+                mapping.segment.close()
+                mapping.segment = None
+
+
+MAPPINGS = MappingTable()
+os.register_at_fork(after_in_child=MAPPINGS._after_fork)

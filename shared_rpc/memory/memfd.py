@@ -1,0 +1,89 @@
+"""Host memory: anonymous files (memfd_create(2)) that are mapped with mmap(2).
+
+``mmap.mmap`` of the standard library keeps a descriptor of its own for every mapping; libc's does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
+
+__all__ = ["HOST", "MemfdBackend"]
+
+# linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE only from 3.13 on.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class MemfdBackend:
+    """Segments in host memory."""
+
+    granularity = mmap.PAGESIZE
+
+    def create(self, nbytes: int) -> Segment:
+        """New zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
+        size = -(-nbytes // self.granularity) * self.granularity
+        info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
+        segment = Segment(info, os.memfd_create(f"shared-rpc-{info.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            os.ftruncate(segment.fileno(), size)
+            fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+        except OSError as error:
+            segment.close()
+            raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
+        return segment
+
+    def map(self, fd: int, nbytes: int, access: Access) -> int:
+        """Map ``nbytes`` bytes of ``fd``, shared.
+
+        :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
+        """
+        try:
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        except OSError:
+            seals = 0
+        if not seals & _F_SEAL_SHRINK:
+            # Whoever holds the descriptor could cut it off, and our next read would end this process (SIGBUS).
+            raise CapabilityError("the descriptor is no memfd sealed against shrinking")
+        actual = os.fstat(fd).st_size
+        if actual < nbytes:
+            raise CapabilityError(f"the segment's descriptor has {actual} bytes where {nbytes} were announced")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "read_write" else 0)
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            if code == errno.EPERM:
+                raise CapabilityError("the segment is shared read-only; map it with access='read'")
+            raise CapabilityError(f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}")
+        return int(address)
+
+    def seal(self, fd: int) -> None:
+        """Refuse later writable mappings (F_SEAL_FUTURE_WRITE, Linux 5.1)."""
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
+
+    def synchronize(self) -> None:
+        """Nothing is queued on the host."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """munmap(2)."""
+        if _libc.munmap(address, nbytes) != 0:
+            raise OSError(ctypes.get_errno(), f"munmap({address:#x}, {nbytes})")
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        """The bytes themselves; writing to a read-only mapping ends the process with SIGSEGV."""
+        return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+HOST = MemfdBackend()

@@ -1,0 +1,127 @@
+"""What a segment is: a piece of memory that lives as long as somebody holds its file descriptor."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from typing import Literal, Protocol
+
+import msgspec
+
+__all__ = ["Access", "Backend", "Segment", "SegmentInfo", "backend_for", "new_segment_id"]
+
+Access = Literal["read_write", "read"]
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides know of a segment.
+
+    ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
+    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it.
+    """
+
+    id: str
+    nbytes: int
+    device: str
+    access: Access = "read_write"
+
+
+def new_segment_id() -> str:
+    """An id no other segment of this host has."""
+    return secrets.token_hex(8)
+
+
+class Segment:
+    """A :class:`SegmentInfo` and the file descriptor that keeps its memory alive.
+
+    The object owns the descriptor and closes it in :meth:`close`; one that is dropped unclosed warns.
+    """
+
+    __slots__ = ("_fd", "info")
+
+    def __init__(self, info: SegmentInfo, fd: int) -> None:
+        self.info = info
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """The descriptor, still owned by this object.
+
+        :raises ValueError: if it is closed.
+        """
+        if self._fd < 0:
+            raise ValueError(f"segment {self.info.id} is closed")
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        """Whether the descriptor was closed or given away."""
+        return self._fd < 0
+
+    def duplicate(self, access: Access | None = None) -> Segment:
+        """Another owner of the same memory, with its own (close-on-exec) descriptor."""
+        info = self.info if access is None else msgspec.structs.replace(self.info, access=access)
+        return Segment(info, os.dup(self.fileno()))
+
+    def close(self) -> None:
+        """Close the descriptor; closing twice is harmless."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            warnings.warn(f"segment {self.info.id} was dropped with its fd {self._fd} open", ResourceWarning, stacklevel=2)
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Segment({self.info!r}, fd={self._fd})"
+
+
+class Backend(Protocol):
+    """Where bytes live: host memory or one GPU. Addresses are valid in this process only.
+
+    Every implementation passes the conformance kit in ``tests/conformance.py``.
+    """
+
+    @property
+    def granularity(self) -> int:
+        """Sizes are multiples of this many bytes."""
+
+    def create(self, nbytes: int) -> Segment:
+        """New zeroed memory of at least ``nbytes`` bytes. The caller owns the segment.
+
+        :raises CapabilityError: if the device has not enough memory.
+        """
+
+    def map(self, fd: int, nbytes: int, access: Access) -> int:
+        """Map a segment and return its address. The descriptor is borrowed, and may be closed afterwards.
+
+        :raises CapabilityError: if this process cannot reach the memory in that way.
+        """
+
+    def seal(self, fd: int) -> None:
+        """Refuse every later writable mapping, where the device can; mappings that exist stay as they are."""
+
+    def synchronize(self) -> None:
+        """Wait until no queued work can touch mapped memory; required before :meth:`unmap`."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Undo :meth:`map`. The memory goes back to the system with its last mapping and descriptor."""
+
+    def view(self, address: int, nbytes: int) -> object:
+        """The mapped bytes as an object with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""
+
+
+def backend_for(device: str) -> Backend:
+    """The backend of a device id, ``"cpu"`` or a GPU's UUID.
+
+    :raises CapabilityError: if this process cannot use that device.
+    """
+    if device == "cpu":
+        from shared_rpc.memory.memfd import HOST
+
+        return HOST
+    from shared_rpc.memory.vmm import gpu
+
+    return gpu(device)

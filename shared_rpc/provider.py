@@ -1,0 +1,304 @@
+"""``Provider.share``: a function, and the role of the process, become a callable."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401  before the exit hook below, see _at_end_of_main()
+import functools
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+
+import msgspec
+
+from shared_rpc.endpoints import Endpoint, Registry, describe
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.handle import Handle
+from shared_rpc.memory.devices import device_id
+from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
+from shared_rpc.settings import Role, resolve_role
+from shared_rpc.server import Server
+from shared_rpc.server.server import wait_for_signal
+
+__all__ = ["Provider", "SharedFunction", "end_now_if_busy"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class SharedFunction(Generic[P, R_co]):
+    """An endpoint, called like the function it was made from. Made by :meth:`Provider.share`."""
+
+    def __init__(self, provider: Provider, endpoint: Endpoint) -> None:
+        functools.update_wrapper(self, endpoint.function)
+        self._provider = provider
+        self._endpoint = endpoint
+
+    @property
+    def name(self) -> str:
+        """The endpoint's name."""
+        return self._endpoint.spec.name
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """The result, wherever it is made; a :class:`Handle` where the endpoint is managed.
+
+        An ``async def`` endpoint gives an awaitable, in every role.
+        """
+        runtime = self._provider._runtime()
+        carry_out = runtime.acall if self._endpoint.spec.is_async else runtime.call
+        return cast(R_co, carry_out(self.name, args, kwargs))
+
+    def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
+        """Drop the cached result of this call; 1 if there was one."""
+        return self._provider.invalidate_call_cache(self.name, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<shared function {self.name}>"
+
+
+class Provider:
+    """Endpoints, and the role this process plays for them.
+
+    The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
+    variables. In the server role the process serves from its first call on, or from the end of its main code, and goes
+    on until SIGINT or SIGTERM.
+
+    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param enabled: beats ``SHARED_TENSOR_ENABLED``.
+    :param execution_mode: ``"local"``, ``"server"`` or ``"client"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does not.
+    :param device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``: where results live.
+    :param timeout: seconds a call of a client may take.
+    :param server_startup_timeout: seconds a client waits for a server that is not there yet.
+    """
+
+    def __init__(
+        self,
+        base_path: str | os.PathLike[str] | None = None,
+        *,
+        enabled: bool | None = None,
+        execution_mode: Literal["auto", "local", "server", "client"] = "auto",
+        device: str = "auto",
+        timeout: float | None = 600.0,
+        server_startup_timeout: float = 30.0,
+    ) -> None:
+        self.base_path = base_path
+        self.device = device
+        self.timeout = timeout
+        self.server_startup_timeout = server_startup_timeout
+        self.registry = Registry()
+        self.endpoints: dict[str, Endpoint] = {}
+        self._enabled = enabled
+        self._asked_role: str = execution_mode
+        self._role: Role | None = None
+        self._working: Runtime | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+        self._pid = os.getpid()
+        _at_end_of_main(self)
+
+    @property
+    def execution_mode(self) -> Role:
+        """The role of this process: ``"local"``, ``"server"`` or ``"client"``."""
+        if self._role is None:
+            self._role = resolve_role(self._enabled, self._asked_role)
+        return self._role
+
+    @functools.cached_property
+    def device_id(self) -> str:
+        """The id of the device that results live on: ``"cpu"`` or a GPU's UUID."""
+        return device_id(self.device)
+
+    @overload
+    def share(self, name: Callable[P, R], /) -> SharedFunction[P, R]: ...
+
+    @overload
+    def share(
+        self,
+        name: str | None = None,
+        *,
+        managed: Literal[True],
+        execution: Literal["direct", "task"] = "direct",
+        concurrency: Literal["parallel", "serialized"] = "parallel",
+        cache: bool = True,
+        cache_format_key: str | None = None,
+        singleflight: bool = True,
+        access: Literal["read_write", "read"] = "read_write",
+        idle_ttl: float | None = None,
+    ) -> _ManagedDecorator: ...
+
+    @overload
+    def share(
+        self,
+        name: str | None = None,
+        *,
+        managed: Literal[False] = False,
+        execution: Literal["direct", "task"] = "direct",
+        concurrency: Literal["parallel", "serialized"] = "parallel",
+        cache: bool = True,
+        cache_format_key: str | None = None,
+        singleflight: bool = True,
+        access: Literal["read_write", "read"] = "read_write",
+        idle_ttl: float | None = None,
+    ) -> _Decorator: ...
+
+    def share(self, name: Any = None, **options: Any) -> Any:
+        """Make a function an endpoint; with or without parentheses.
+
+        :param name: what clients call it; the function's own name by default.
+        :param execution: ``"direct"`` or ``"task"``.
+        :param concurrency: ``"serialized"`` runs the endpoint one call at a time.
+        :param cache: whether identical calls get the same object.
+        :param cache_format_key: a format string over the arguments that says which calls are identical, in place of all of
+            them: ``"model:{hidden_size}"``.
+        :param managed: return a :class:`Handle`, whose lease keeps the object, in every role.
+        :param singleflight: whether an identical call that is cached and in flight is joined.
+        :param access: ``"read"`` has clients map the memory read-only. It protects against accidents: a write ends the
+            client that tries it, with SIGSEGV on the host and an illegal memory access on a GPU.
+        :param idle_ttl: seconds after which a cached result that nobody holds or asks for is dropped; None for never.
+        :raises TypeError: for an unknown option.
+        :raises ConfigurationError: for a value that cannot be used; a template that names no argument among them.
+        """
+        if callable(name):
+            return self._share(name, None, options)
+        return lambda function: self._share(function, name, options)
+
+    def _share(self, function: Callable[P, R], name: str | None, options: dict[str, Any]) -> SharedFunction[P, R]:
+        endpoint = Endpoint(describe(function, name, **options), function)
+        self.endpoints[endpoint.spec.name] = endpoint
+        self.registry.add(endpoint.spec)
+        return SharedFunction(self, endpoint)
+
+    def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint by name; in the client role the server alone has to know it. See :meth:`Client.call`."""
+        return self._runtime().call(endpoint, args, kwargs)
+
+    def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
+        """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
+        return self._runtime().invalidate_call(endpoint, args, kwargs)
+
+    def invalidate_endpoint_cache(self, endpoint: str) -> int:
+        """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
+        return self._runtime().invalidate_endpoint(endpoint)
+
+    def get_endpoint(self, name: str) -> dict[str, Any]:
+        """The options of an endpoint of this process.
+
+        :raises EndpointNotFound: if there is none of that name.
+        """
+        return cast("dict[str, Any]", msgspec.to_builtins(self.registry.get(name)))
+
+    def list_endpoints(self) -> dict[str, dict[str, Any]]:
+        """The options of all endpoints of this process, by name."""
+        return {spec.name: msgspec.to_builtins(spec) for spec in self.registry.all()}
+
+    def get_runtime_info(self) -> dict[str, Any]:
+        """``execution_mode``, ``device``, ``pid``, and what the role knows: its socket path and server."""
+        return {
+            "execution_mode": self.execution_mode,
+            "device": self.device_id,
+            "pid": os.getpid(),
+            **self._runtime().info(),
+        }
+
+    def close(self) -> None:
+        """End the role: hang up, or stop serving. Tensors that were handed out stay valid."""
+        with self._lock:
+            self._closed = True
+            if self._working is not None:
+                self._working.close()
+
+    def serve_with(self, server: Server) -> None:
+        """Have this process's own calls go through a server that was started for the provider."""
+        with self._lock:
+            self._closed = False
+            self._role = "server"
+            self._working = ServerRuntime(server)
+
+    def _runtime(self) -> Runtime:
+        if self._working is None:
+            with self._lock:
+                if self._closed:
+                    raise ConfigurationError("this provider is closed")
+                if self._working is None:
+                    self._working = self._start(self.execution_mode)
+        return self._working
+
+    def _start(self, role: Role) -> Runtime:
+        if role == "client":
+            return ClientRuntime(self)
+        if role == "local":
+            return LocalRuntime(self)
+        Server(self).start()  # which calls serve_with()
+        assert self._working is not None, "a started server is the provider's runtime"
+        return self._working
+
+    def _server_at_end(self) -> Server | None:
+        """The server that goes on when the main code has ended: started now, unless it was stopped already."""
+        if self._closed or self._pid != os.getpid() or self.execution_mode != "server":
+            return None
+        runtime = self._runtime()
+        return runtime.server if isinstance(runtime, ServerRuntime) and runtime.server.running else None
+
+    def __reduce__(self) -> Any:
+        # A class that travels as code may refer to the provider of its script; the other side has a role of its own.
+        return functools.partial(Provider, self.base_path, device=self.device, timeout=self.timeout), ()
+
+
+class _Decorator(Protocol):
+    """What ``share(...)`` returns."""
+
+    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, R]: ...
+
+
+class _ManagedDecorator(Protocol):
+    """What ``share(managed=True)`` returns."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> SharedFunction[P, Coroutine[Any, Any, Handle[R]]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...
+
+
+_providers: list[Provider] = []
+
+
+def _at_end_of_main(provider: Provider) -> None:
+    """Have the provider asked, when the script's main code ends, whether it goes on serving.
+
+    Threading's own exit callbacks run in the main thread before anything is torn down, last registered first.
+    ``concurrent.futures`` registers one that forbids new work; it is imported above so that ours runs before it, and
+    endpoints that use its pools still work. ``atexit`` would be too late for them.
+    """
+    if not _providers:
+        threading._register_atexit(_serve_to_the_end)  # type: ignore[attr-defined]
+    _providers.append(provider)
+
+
+def _serve_to_the_end() -> None:
+    if multiprocessing.parent_process() is not None or hasattr(sys, "last_value"):
+        return  # a child of the server, or a script that failed: it must end
+    serving = [server for server in (provider._server_at_end() for provider in _providers) if server is not None]
+    if not serving:
+        return
+    for server in serving:
+        print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
+    wait_for_signal()
+    for server in serving:
+        server.stop()
+    end_now_if_busy(serving)
+
+
+def end_now_if_busy(servers: Iterable[Server]) -> None:
+    """End the process where a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter
+    must not be torn down under it.
+    """
+    if any(server.busy for server in servers):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,70 @@
+"""The thread that does what a finaliser may not.
+
+A finaliser can run between any two instructions of any thread, so it must not lock, talk to a socket or wait
+for a GPU. It submits a job instead, and the job runs here, or in :meth:`Reaper.flush` at a point where the
+caller knows it is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+__all__ = ["REAPER", "Reaper"]
+
+_log = logging.getLogger("shared_rpc")
+
+Job = Callable[[], object]
+
+
+class Reaper:
+    """A queue of jobs and one daemon thread, started with the first :meth:`start`."""
+
+    def __init__(self) -> None:
+        # SimpleQueue.put is reentrant: the standard library documents it for use in finalisers.
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread if it does not run; call it before a finaliser that submits is registered."""
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="shared-rpc-reaper", daemon=True)
+                    self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Safe in a finaliser."""
+        self._jobs.put(job)
+
+    def flush(self) -> None:
+        """Run what is queued now in the calling thread."""
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            self._do(job)
+
+    def _run(self) -> None:
+        while True:
+            self._do(self._jobs.get())
+
+    @staticmethod
+    def _do(job: Job) -> None:
+        try:
+            job()
+        except Exception:
+            _log.exception("a clean-up job failed")
+
+    def _after_fork(self) -> None:
+        # The thread is not in the child, and the queue's jobs are the parent's.
+        self.__init__()  # type: ignore[misc]
+
+
+REAPER = Reaper()
+os.register_at_fork(after_in_child=REAPER._after_fork)

@@ -1,0 +1,96 @@
+"""What is kept and sent of a value: plain data, for which nobody needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shared_rpc.memory.segments import Segment
+
+__all__ = ["EMPTY_TABLE", "Arguments", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
+
+
+class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``; -1 for a storage of no bytes."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    device: int = 0
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One strided tensor over storage number ``storage``.
+
+    ``dtype`` is torch's name for it (``"bfloat16"``), ``offset`` and ``strides`` count elements.
+    """
+
+    storage: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    parameter: bool = False
+    requires_grad: bool = False
+    conj: bool = False
+    neg: bool = False
+
+
+class TensorTable(msgspec.Struct, frozen=True, array_like=True):
+    """All storages and tensors of a record; ``devices`` are what :attr:`StorageEntry.device` counts in."""
+
+    devices: tuple[str, ...] = ()
+    storages: tuple[StorageEntry, ...] = ()
+    tensors: tuple[TensorEntry, ...] = ()
+
+
+EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
+
+
+class Record:
+    """A value taken apart.
+
+    :param skeleton: the pickled value, its tensors and storages left out.
+    :param table: the :class:`TensorTable` in MessagePack.
+    :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
+    :param nbytes: bytes of all distinct storages.
+    :param device: the id of the device they are on; by default that of the first segment.
+    """
+
+    __slots__ = ("device", "nbytes", "segments", "skeleton", "table")
+
+    def __init__(
+        self, skeleton: bytes, table: bytes, segments: Iterable[Segment], nbytes: int, device: str | None = None
+    ) -> None:
+        self.skeleton = skeleton
+        self.table = table
+        self.segments = tuple(segments)
+        self.nbytes = nbytes
+        self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
+
+    def close(self) -> None:
+        """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""
+        for segment in self.segments:
+            segment.close()
+
+
+@dataclass
+class Arguments:
+    """A call's arguments as plain data (see :mod:`shared_rpc.wire.values`), with the memory they refer to.
+
+    The segments' descriptors belong to this object; :meth:`close` closes them.
+    """
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    table: bytes = EMPTY_TABLE
+    skeletons: list[bytes] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for segment in self.segments:
+            segment.close()

@@ -1,0 +1,201 @@
+"""Running endpoints. The server core asks an :class:`Executor` and gets a record back; it does not know where it ran."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cloudpickle
+
+from shared_rpc.endpoints import Endpoint
+from shared_rpc.errors import RemoteError, SharedRPCError, to_wire
+from shared_rpc.records import Arguments, Record
+from shared_rpc.server.threads import WorkerThreads
+
+__all__ = ["CHAIN", "Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
+
+#: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
+_EXCEPTION_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One run to do. ``arguments`` are lowered, or the live ``(args, kwargs)`` of a caller in this process.
+
+    ``publish``: whether a record is needed; a caller in this process can do with the value alone. ``chain``: see
+    :data:`CHAIN`.
+    """
+
+    endpoint: str
+    arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]
+    publish: bool
+    chain: frozenset[str] = frozenset()
+
+
+#: In an endpoint: the names and keys of the calls it serves. It tells a call that would wait for itself.
+CHAIN: ContextVar[frozenset[str]] = ContextVar("chain", default=frozenset())
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
+
+    record: Record | None
+    live: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only."""
+
+    code: str
+    text: str
+    detail: dict[str, str]
+    pickled: bytes = b""
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Of an error that the library raised."""
+        return cls(*to_wire(error), error=error)
+
+    @classmethod
+    def raised(cls, error: BaseException) -> Failure:
+        """Of what an endpoint raised."""
+        text = "".join(traceback.format_exception(error))
+        name = (
+            type(error).__qualname__
+            if type(error).__module__ == "builtins"
+            else f"{type(error).__module__}.{type(error).__qualname__}"
+        )
+        remote = RemoteError(str(error), type_name=name, traceback=text)
+        pickled = b""
+        # SystemExit and the like end the process that raised them, and must not end the caller's.
+        if isinstance(error, Exception):
+            try:
+                pickled = cloudpickle.dumps(error)
+            except Exception:
+                pickled = b""
+        local = error if isinstance(error, Exception) else remote
+        return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
+
+
+class Executor(Protocol):
+    """Where endpoints run."""
+
+    async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
+        """Run one endpoint; ``begun`` is called when its work starts. Never raises what the endpoint raised.
+
+        The arguments' descriptors belong to the executor from here on, also if it is cancelled.
+        """
+
+
+class InProcessExecutor:
+    """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
+
+    :param endpoints: by name.
+    :param kind: ``"cpu"`` or ``"cuda"``, where results must be.
+    :param max_workers: how many threads run endpoints at once.
+    """
+
+    def __init__(self, endpoints: dict[str, Endpoint], kind: str, max_workers: int) -> None:
+        self._endpoints = endpoints
+        self._kind = kind
+        self._threads = WorkerThreads(max_workers)
+
+    @property
+    def busy(self) -> int:
+        """Threads that run an endpoint now."""
+        return self._threads.busy
+
+    def lend_thread(self) -> AbstractContextManager[None]:
+        """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
+        return self._threads.lend()
+
+    def close(self) -> None:
+        """Let idle threads end; a thread that runs an endpoint ends with it, or with the process."""
+        self._threads.close()
+
+    async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
+        """See :class:`Executor`."""
+        endpoint = self._endpoints[invocation.endpoint]
+        started = False
+
+        def start() -> None:
+            nonlocal started
+            started = True
+            begun()
+
+        try:
+            if not endpoint.spec.is_async:
+                return await self._threads.run(lambda: _guarded(lambda: self._call(endpoint, invocation)), start)
+            return await self._run_async(endpoint, invocation, start)
+        finally:
+            if not started and isinstance(invocation.arguments, Arguments):
+                invocation.arguments.close()
+
+    async def _run_async(self, endpoint: Endpoint, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
+        loaded = await self._threads.run(lambda: _guarded(lambda: Produced(None, _load(invocation))), begun)
+        if isinstance(loaded, Failure):
+            return loaded
+        args, kwargs = loaded.live
+        CHAIN.set(invocation.chain)
+        try:
+            value = await endpoint.function(*args, **kwargs)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Failure.raised(error)
+        except BaseException as error:
+            return Failure.raised(error)
+        return await self._threads.run(lambda: _guarded(lambda: self._publish(endpoint, invocation, value)), _nothing)
+
+    def _call(self, endpoint: Endpoint, invocation: Invocation) -> Produced:
+        args, kwargs = _load(invocation)
+        token = CHAIN.set(invocation.chain)
+        try:
+            value = endpoint.function(*args, **kwargs)
+        finally:
+            CHAIN.reset(token)
+        # The arguments' memory may be what the result replaces.
+        del args, kwargs
+        return self._publish(endpoint, invocation, value)
+
+    def _publish(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced:
+        from shared_rpc.codec import check_result, publish
+
+        if not invocation.publish:
+            check_result(value, endpoint.spec.name, self._kind)
+            return Produced(None, value)
+        return Produced(publish(value, self._kind, endpoint.spec.access, endpoint.spec.name), value)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _load(invocation: Invocation) -> tuple[Any, Any]:
+    if isinstance(invocation.arguments, tuple):
+        return invocation.arguments
+    from shared_rpc.codec import decode_arguments
+
+    try:
+        return decode_arguments(invocation.arguments)
+    finally:
+        invocation.arguments.close()
+
+
+def _guarded(work: Callable[[], Produced]) -> Produced | Failure:
+    """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
+    try:
+        return work()
+    except SharedRPCError as error:
+        return Failure.of(error)
+    except BaseException as error:
+        return Failure.raised(error)

@@ -1,0 +1,334 @@
+"""Connections and the sessions they belong to.
+
+A session is what one client process holds. It begins with its first handshake, may span several connections of that
+process, and ends with the last of them, for whatever reason: then all its leases are given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.records import Arguments
+from shared_rpc.server.core import Core, Delivery, Waiter
+from shared_rpc.server.executor import Failure
+from shared_rpc.transport import FrameSocket, Peer
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.values import decode
+
+__all__ = ["Connection", "Session", "Sessions"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Seconds a new connection has for its first frame.
+_HANDSHAKE_TIMEOUT = 10.0
+#: Bytes of replies a client may leave unread before the server stops reading its requests.
+_BACKPRESSURE = 1 << 20
+#: Requests of one connection after which the others have their turn.
+_TURN = 64
+
+
+async def _until(ready: Callable[[socket.socket], Awaitable[None]], sock: socket.socket) -> None:
+    try:
+        await ready(sock)
+    except (anyio.ClosedResourceError, OSError, ValueError) as error:
+        raise ConnectionClosed(f"the connection was closed: {error}") from error
+
+
+class Session:
+    """One client process. ``token`` is the secret by which its later connections join."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.session_id = secrets.token_hex(8)
+        self.token = secrets.token_hex(16)
+        self.peer = peer
+        self.connections: set[Connection] = set()
+
+    def facts(self) -> dict[str, Any]:
+        """Who holds something: shown to people."""
+        return {"session": self.session_id, "pid": self.peer.pid, "connections": len(self.connections)}
+
+
+class Sessions:
+    """All sessions of a server."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._by_token: dict[str, Session] = {}
+        self._by_id: dict[str, Session] = {}
+
+    def join(self, connection: Connection, token: str) -> Session:
+        """The session of a connection: the one of its token, or a new one.
+
+        A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
+        session of its own.
+        """
+        session = self._by_token.get(token)
+        if session is None or session.peer != connection.peer:
+            session = Session(connection.peer)
+            self._by_token[session.token] = self._by_id[session.session_id] = session
+        session.connections.add(connection)
+        return session
+
+    def leave(self, connection: Connection) -> None:
+        """The connection ended; the session ends with its last one."""
+        session = connection.session
+        if session is None:
+            return
+        session.connections.discard(connection)
+        if not session.connections:
+            del self._by_token[session.token], self._by_id[session.session_id]
+            self._core.end_session(session.session_id)
+
+    def holders(self, object_id: str) -> list[dict[str, Any]]:
+        """The sessions that hold an object."""
+        sessions = (self._by_id.get(session_id) for session_id in self._core.leases.holders(object_id))
+        return [session.facts() for session in sessions if session is not None]
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+
+class Connection:
+    """One connection: reads requests, answers them, in whatever order they end."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        core: Core,
+        sessions: Sessions,
+        facts: Callable[[], dict[str, Any]],
+        spawn: Callable[[Callable[[], Awaitable[None]]], object],
+    ) -> None:
+        self.peer = peer
+        self.session: Session | None = None
+        self._socket = FrameSocket(sock)
+        self._core = core
+        self._sessions = sessions
+        self._facts = facts
+        self._spawn = spawn
+        self._waiters: dict[int, Waiter] = {}
+        self._drained: anyio.Event | None = None
+        self._closed = False
+
+    async def run(self) -> None:
+        """Serve until the other side goes away or breaks the protocol. Never raises on its account."""
+        try:
+            with anyio.fail_after(_HANDSHAKE_TIMEOUT):
+                self._welcome(await self._next_frame())
+            while True:
+                for _ in range(_TURN):
+                    self._handle(await self._next_frame())
+                    if self._drained is not None and self._socket.unsent > _BACKPRESSURE:
+                        await self._drained.wait()
+                await anyio.lowlevel.checkpoint()
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            _log.warning("pid %d connected and said nothing for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
+        except ProtocolError as error:
+            _log.warning("pid %d broke the protocol: %s", self.peer.pid, error)
+            self._reply(0, m.Error(error.code, str(error)))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection now: its calls are left, what it waited for is not told any more."""
+        if self._closed:
+            return
+        self._closed = True
+        for waiter in self._waiters.values():
+            self._core.leave(waiter)
+        self._waiters.clear()
+        anyio.notify_closing(self._socket.sock)
+        self._socket.close()
+        self._sessions.leave(self)
+
+    def refuse(self, error: SharedRPCError) -> None:
+        """Tell the other side why it is turned away, and end."""
+        self._reply(0, m.Error(error.code, str(error)))
+        self.close()
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else: this is a forked child, and the connection is its parent's."""
+        self._socket.close()
+
+    async def _next_frame(self) -> Frame:
+        while (frame := self._socket.next_frame()) is None:
+            try:
+                self._socket.receive()
+            except BlockingIOError:
+                await _until(anyio.wait_readable, self._socket.sock)
+        return frame
+
+    async def _drain(self) -> None:
+        """Write what a reply could not write at once."""
+        try:
+            while not self._socket.flush():
+                await _until(anyio.wait_writable, self._socket.sock)
+        except ConnectionClosed:
+            pass  # the reading side sees it too, and ends the connection
+        finally:
+            drained, self._drained = self._drained, None
+            if drained is not None:
+                drained.set()
+
+    def _reply(self, request_id: int, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """Queue a reply, and write as much as goes at once. Never waits, never raises."""
+        if self._closed:
+            return
+        try:
+            self._socket.queue(message, request_id, payload, fds)
+        except (OSError, ProtocolError) as error:
+            _log.error("a reply to pid %d cannot be sent: %s", self.peer.pid, error)
+            text = f"the server cannot send the reply: {error}"
+            self._socket.queue(m.Error(CapabilityError.code, text), request_id)
+        if self._drained is not None:
+            return
+        try:
+            if not self._socket.flush():
+                self._drained = anyio.Event()
+                self._spawn(self._drain)
+        except ConnectionClosed:
+            return  # the reading side sees it too, and ends the connection
+
+    def _welcome(self, frame: Frame) -> None:
+        try:
+            hello = decode_message(frame)
+        finally:
+            frame.close()
+        if not isinstance(hello, m.Hello):
+            raise ProtocolError(f"a connection begins with Hello, not with {type(hello).__name__}")
+        self.session = self._sessions.join(self, hello.token)
+        welcome = m.Welcome(self._core.server_id, self.session.token, os.getpid(), self._core.device)
+        self._reply(frame.request_id, welcome)
+
+    def _handle(self, frame: Frame) -> None:
+        try:
+            message = decode_message(frame)
+            handler = _HANDLERS.get(type(message))
+            if handler is None:
+                raise ProtocolError(f"{type(message).__name__} is no request")
+            handler(self, frame, message)
+        except (SharedRPCError, TypeError) as error:
+            self._fail(frame.request_id, Failure.of(error))
+        except Exception as error:
+            _log.exception("a request of pid %d could not be handled", self.peer.pid)
+            self._fail(frame.request_id, Failure.of(error))
+        finally:
+            frame.close()
+
+    def _fail(self, request_id: int, failure: Failure) -> None:
+        self._reply(
+            request_id,
+            m.Error(failure.code, failure.text, failure.detail, endpoint_raised=bool(failure.pickled)),
+            failure.pickled,
+        )
+
+    def _ping(self, frame: Frame, message: m.Ping) -> None:
+        self._reply(frame.request_id, m.Pong())
+
+    def _server_info(self, frame: Frame, message: m.GetServerInfo) -> None:
+        self._reply(frame.request_id, m.Facts(self._facts()))
+
+    def _list_endpoints(self, frame: Frame, message: m.ListEndpoints) -> None:
+        self._reply(frame.request_id, m.Endpoints(self._core.registry.all()))
+
+    def _call(self, frame: Frame, message: m.Call) -> None:
+        assert self.session is not None, "a call before the handshake"
+        if frame.request_id in self._waiters:
+            raise ProtocolError(f"request id {frame.request_id} is in use")
+        args = [decode(value) for value in message.args]
+        kwargs = {name: decode(value) for name, value in message.kwargs.items()}
+        if (
+            len(message.segments) != len(frame.fds)
+            or sum(message.skeletons) != len(frame.payload)
+            or min(message.skeletons, default=0) < 0
+        ):
+            raise ProtocolError("a call whose descriptors or skeletons do not match its message")
+        # Their ids are made here, so that no client can pass its memory off as another segment.
+        infos = [msgspec.structs.replace(info, id=new_segment_id()) for info in message.segments]
+        segments = [Segment(info, fd) for info, fd in zip(infos, frame.take_fds(), strict=True)]
+        skeletons, start = [], 0
+        for size in message.skeletons:
+            skeletons.append(frame.payload[start : start + size])
+            start += size
+        table = bytes(message.table)
+        waiter = Waiter(self.session.session_id, lambda outcome: self._deliver(frame.request_id, outcome))
+        self._waiters[frame.request_id] = waiter
+        self._core.call(waiter, message.endpoint, (args, kwargs), Arguments(args, kwargs, table, skeletons, segments))
+
+    def _deliver(self, request_id: int, outcome: Delivery | Failure) -> None:
+        self._waiters.pop(request_id, None)
+        if isinstance(outcome, Failure):
+            self._fail(request_id, outcome)
+            return
+        record, stored = outcome.record, outcome.stored
+        assert record is not None, "a call from another process needs a record"
+        self._reply(
+            request_id,
+            m.Result(
+                object_id=stored.object_id if stored is not None else "",
+                generation=stored.generation if stored is not None else 1,
+                managed=outcome.managed,
+                table=msgspec.Raw(record.table),
+                segments=[segment.info for segment in record.segments],
+            ),
+            record.skeleton,
+            tuple(segment.fileno() for segment in record.segments),
+        )
+
+    def _cancel(self, frame: Frame, message: m.Cancel) -> None:
+        waiter = self._waiters.pop(frame.request_id, None)
+        if waiter is not None:  # else its reply is on the way
+            self._core.leave(waiter)
+            self._reply(frame.request_id, m.Error("deadline-exceeded", "the call was given up by its caller"))
+
+    def _release(self, frame: Frame, message: m.Release) -> None:
+        assert self.session is not None, "a request before the handshake"
+        self._reply(frame.request_id, m.Count(self._core.release(self.session.session_id, message.object_ids)))
+
+    def _object_info(self, frame: Frame, message: m.GetObjectInfo) -> None:
+        self._reply(frame.request_id, m.Facts(self._core.object_info(message.object_id)))
+
+    def _list_objects(self, frame: Frame, message: m.ListObjects) -> None:
+        items = [
+            self._core.facts(stored) | {"cached": stored.listed, "holders": self._sessions.holders(stored.object_id)}
+            for stored in self._core.objects
+        ]
+        self._reply(frame.request_id, m.FactsList(items))
+
+    def _invalidate_call(self, frame: Frame, message: m.InvalidateCall) -> None:
+        args = [decode(value) for value in message.args]
+        kwargs = {name: decode(value) for name, value in message.kwargs.items()}
+        self._reply(frame.request_id, m.Count(self._core.invalidate_call(message.endpoint, args, kwargs)))
+
+    def _invalidate_endpoint(self, frame: Frame, message: m.InvalidateEndpoint) -> None:
+        self._reply(frame.request_id, m.Count(self._core.invalidate_endpoint(message.endpoint)))
+
+
+_HANDLERS: dict[type[m.Message], Callable[[Connection, Frame, Any], None]] = {
+    m.Ping: Connection._ping,
+    m.GetServerInfo: Connection._server_info,
+    m.ListEndpoints: Connection._list_endpoints,
+    m.Call: Connection._call,
+    m.Cancel: Connection._cancel,
+    m.Release: Connection._release,
+    m.GetObjectInfo: Connection._object_info,
+    m.ListObjects: Connection._list_objects,
+    m.InvalidateCall: Connection._invalidate_call,
+    m.InvalidateEndpoint: Connection._invalidate_endpoint,
+}

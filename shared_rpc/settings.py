@@ -1,0 +1,108 @@
+"""The only reader of the environment: which role a process plays and where its socket lies.
+
+Role, from the two variables (an empty value counts as unset, any other value is an error)::
+
+    SHARED_TENSOR_ENABLED    SHARED_TENSOR_ROLE           role
+    false                    anything                     local
+    unset                    unset                        local
+    unset                    server / client / local      as named
+    true                     server / client / local      as named
+    true                     unset                        client
+
+Arguments of ``Provider`` beat the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["Role", "resolve_base_path", "resolve_role", "socket_path"]
+
+Role = Literal["local", "server", "client"]
+
+_ENABLED = "SHARED_TENSOR_ENABLED"
+_ROLE = "SHARED_TENSOR_ROLE"
+_BASE_PATH = "SHARED_TENSOR_BASE_PATH"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+#: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
+_SOCKET_PATH_LIMIT = 107
+
+
+def resolve_role(
+    enabled: bool | None = None,
+    execution_mode: str = "auto",
+    environ: Mapping[str, str] | None = None,
+) -> Role:
+    """The role of this process; see the table above.
+
+    :raises ConfigurationError: for a value that is none of those allowed, naming the variable and the values.
+    """
+    environ = os.environ if environ is None else environ
+    if execution_mode not in ("auto", *get_args(Role)):
+        raise ConfigurationError(f"execution_mode={execution_mode!r}: use 'auto', 'local', 'server' or 'client'")
+    if enabled is False:
+        return "local"
+    if execution_mode != "auto":
+        return execution_mode  # type: ignore[return-value]
+    switch = _read_switch(environ) if enabled is None else enabled
+    role = _read_role(environ)
+    if switch is False:
+        return "local"
+    if role is not None:
+        return role
+    return "client" if switch else "local"
+
+
+def _read_switch(environ: Mapping[str, str]) -> bool | None:
+    text = environ.get(_ENABLED, "").strip().lower()
+    if not text:
+        return None
+    if text not in _SWITCH:
+        raise ConfigurationError(f"{_ENABLED}={text!r}: use one of {', '.join(_SWITCH)}, or leave it unset")
+    return _SWITCH[text]
+
+
+def _read_role(environ: Mapping[str, str]) -> Role | None:
+    text = environ.get(_ROLE, "").strip().lower()
+    if not text:
+        return None
+    if text not in get_args(Role):
+        raise ConfigurationError(f"{_ROLE}={text!r}: use 'server', 'client' or 'local', or leave it unset")
+    return text  # type: ignore[return-value]
+
+
+def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """The path that every socket of one application begins with.
+
+    The argument, else ``SHARED_TENSOR_BASE_PATH``, else ``$XDG_RUNTIME_DIR/shared-tensor``, else
+    ``/tmp/shared-tensor-<uid>/shared-tensor``.
+    """
+    environ = os.environ if environ is None else environ
+    chosen = os.fspath(base_path) if base_path is not None else environ.get(_BASE_PATH, "")
+    if chosen:
+        return os.path.abspath(os.path.expanduser(chosen))
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    # A variable that points nowhere is common under sudo and in containers.
+    if runtime and Path(runtime).is_dir():
+        return str(Path(runtime) / "shared-tensor")
+    return f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
+
+
+def socket_path(base_path: str, tag: str) -> str:
+    """``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
+
+    :raises ConfigurationError: if the path is longer than a Unix socket address can be.
+    """
+    path = f"{base_path}-{tag}.sock"
+    if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT:
+        raise ConfigurationError(
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {_SOCKET_PATH_LIMIT}: "
+            f"set a shorter base_path or {_BASE_PATH}"
+        )
+    return path

@@ -1,0 +1,91 @@
+"""Runs of endpoints, and who waits for them.
+
+A run is *queued*, then *running*, then closed. A cached call joins the run of its key where there is one
+(singleflight). Rules:
+
+- Whatever ends a run releases every waiter; there is no other way out of the table.
+- A queued run that nobody waits for any more is dropped. A running one goes on: its result is cached.
+- Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
+  identical call starts a run of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+__all__ = ["CallTable", "Flight"]
+
+W = TypeVar("W")
+
+
+@dataclass(eq=False)
+class Flight(Generic[W]):
+    """One run. ``key`` is None where its result is not to be cached, or no longer."""
+
+    endpoint: str
+    key: str | None
+    running: bool = False
+    waiters: list[W] = field(default_factory=list)
+
+
+class CallTable(Generic[W]):
+    """All runs that have not ended; ``W`` is what stands for a waiter."""
+
+    def __init__(self) -> None:
+        self._flights: set[Flight[W]] = set()
+        self._by_key: dict[str, Flight[W]] = {}
+
+    def join(self, key: str | None, waiter: W) -> Flight[W] | None:
+        """Wait for the run of that key; None if there is none to join."""
+        flight = self._by_key.get(key) if key is not None else None
+        if flight is not None:
+            flight.waiters.append(waiter)
+        return flight
+
+    def open(self, endpoint: str, key: str | None, waiter: W) -> Flight[W]:
+        """A new, queued run. Later calls of the key join it, unless an earlier run of that key still goes on."""
+        flight: Flight[W] = Flight(endpoint, key, waiters=[waiter])
+        self._flights.add(flight)
+        if key is not None:
+            self._by_key.setdefault(key, flight)
+        return flight
+
+    def begin(self, flight: Flight[W]) -> None:
+        """The run's work starts."""
+        flight.running = True
+
+    def leave(self, flight: Flight[W], waiter: W) -> bool:
+        """The waiter gives up. True if the run has no waiter left and has not begun: drop it."""
+        if waiter in flight.waiters:
+            flight.waiters.remove(waiter)
+        return flight in self._flights and not flight.waiters and not flight.running
+
+    def close(self, flight: Flight[W]) -> list[W]:
+        """The run ended, in whatever way: those who waited."""
+        self._flights.discard(flight)
+        self._unlist(flight)
+        waiters, flight.waiters = flight.waiters, []
+        return waiters
+
+    def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
+        """Keep the results of matching runs out of the cache; how many runs that were."""
+        matching = [f for f in self._flights if f.key is not None and (f.key == key or f.endpoint == endpoint)]
+        for flight in matching:
+            self._unlist(flight)
+            flight.key = None
+        return len(matching)
+
+    def _unlist(self, flight: Flight[W]) -> None:
+        if flight.key is not None and self._by_key.get(flight.key) is flight:
+            del self._by_key[flight.key]
+
+    def __contains__(self, flight: object) -> bool:
+        return flight in self._flights
+
+    def __iter__(self) -> Iterator[Flight[W]]:
+        return iter(tuple(self._flights))
+
+    def __len__(self) -> int:
+        return len(self._flights)

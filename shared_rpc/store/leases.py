@@ -1,0 +1,57 @@
+"""Who holds what. A lease is a session and an object; it counts the handles the session was given."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+__all__ = ["LeaseTable"]
+
+
+class LeaseTable:
+    """All leases of a server."""
+
+    def __init__(self) -> None:
+        self._by_session: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._by_object: defaultdict[str, set[str]] = defaultdict(set)
+
+    def grant(self, session: str, object_id: str) -> None:
+        """One more handle for the session."""
+        self._by_session[session][object_id] += 1
+        self._by_object[object_id].add(session)
+
+    def release(self, session: str, object_id: str) -> bool:
+        """One handle less. False if the session held none, as after a second release."""
+        held = self._by_session.get(session)
+        if not held or object_id not in held:
+            return False
+        held[object_id] -= 1
+        if held[object_id] == 0:
+            self._end(session, object_id)
+        return True
+
+    def end_session(self, session: str) -> list[str]:
+        """Give back all that the session held; the ids of those objects."""
+        held = list(self._by_session.get(session, ()))
+        for object_id in held:
+            self._end(session, object_id)
+        return held
+
+    def holders(self, object_id: str) -> frozenset[str]:
+        """The sessions that hold an object."""
+        return frozenset(self._by_object.get(object_id, ()))
+
+    def held(self, object_id: str) -> bool:
+        """Whether anybody holds it."""
+        return object_id in self._by_object
+
+    def __len__(self) -> int:
+        """The number of leases."""
+        return sum(len(sessions) for sessions in self._by_object.values())
+
+    def _end(self, session: str, object_id: str) -> None:
+        del self._by_session[session][object_id]
+        if not self._by_session[session]:
+            del self._by_session[session]
+        self._by_object[object_id].discard(session)
+        if not self._by_object[object_id]:
+            del self._by_object[object_id]

@@ -1,0 +1,196 @@
+"""Published objects: which exist, which are found by key, and when they go.
+
+An object stays while a session holds a lease on it or the cache lists it. The cache lets go of it by
+invalidation, when its ``idle_ttl`` passes without a lease or an access, or when the ``max_bytes`` budget needs room:
+then the least recently used objects without a lease go first. Leased objects are never evicted, so the budget may
+be exceeded by what clients hold.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shared_rpc.records import Record
+from shared_rpc.store.leases import LeaseTable
+
+__all__ = ["ObjectStore", "StoredObject"]
+
+
+@dataclass(eq=False)
+class StoredObject:
+    """One object. Times are Unix seconds; ``live`` belongs to whoever made it and is not looked at here."""
+
+    object_id: str
+    endpoint: str
+    cache_key: str | None
+    record: Record
+    generation: int
+    idle_ttl: float | None
+    created_at: float
+    last_accessed_at: float
+    live: Any = None
+    #: Whether the cache lists it; False once it was invalidated or evicted.
+    listed: bool = False
+
+    def facts(self, server_id: str, leases: int) -> dict[str, Any]:
+        """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
+        return {
+            "object_id": self.object_id,
+            "server_id": server_id,
+            "endpoint": self.endpoint,
+            "cache_key": self.cache_key,
+            "nbytes": self.record.nbytes,
+            "device": self.record.device,
+            "generation": self.generation,
+            "leases": leases,
+            "created_at": self.created_at,
+            "last_accessed_at": self.last_accessed_at,
+        }
+
+
+class ObjectStore:
+    """All objects of a server.
+
+    :param now: the clock, in Unix seconds.
+    :param max_bytes: budget for the memory of all objects, None for none.
+    :param on_drop: called once with every object that goes, after the store has forgotten it.
+    """
+
+    def __init__(
+        self,
+        leases: LeaseTable,
+        now: Callable[[], float],
+        on_drop: Callable[[StoredObject], None],
+        max_bytes: int | None = None,
+    ) -> None:
+        self._leases = leases
+        self._now = now
+        self._on_drop = on_drop
+        self._max_bytes = max_bytes
+        self._objects: dict[str, StoredObject] = {}
+        self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
+        self._generations: Counter[str] = Counter()
+        #: Objects may share segments: (bytes, number of objects) by segment id.
+        self._segments: dict[str, tuple[int, int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments, each counted once."""
+        return sum(nbytes for nbytes, _ in self._segments.values())
+
+    def add(self, endpoint: str, key: str | None, record: Record, idle_ttl: float | None, live: Any = None) -> StoredObject:
+        """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
+
+        Somebody must hold or list it: call :meth:`settle` once its leases are granted.
+        """
+        now = self._now()
+        if key is not None:
+            self._generations[key] += 1
+        stored = StoredObject(
+            object_id=secrets.token_hex(12),
+            endpoint=endpoint,
+            cache_key=key,
+            record=record,
+            generation=self._generations[key] if key is not None else 1,
+            idle_ttl=idle_ttl,
+            created_at=now,
+            last_accessed_at=now,
+            live=live,
+        )
+        self._objects[stored.object_id] = stored
+        for segment in record.segments:
+            nbytes, users = self._segments.get(segment.info.id, (segment.info.nbytes, 0))
+            self._segments[segment.info.id] = (nbytes, users + 1)
+        if key is not None:
+            earlier = self._by_key.get(key)
+            if earlier is not None:
+                self._unlist(earlier)
+            stored.listed = True
+            self._by_key[key] = stored
+        return stored
+
+    def lookup(self, key: str) -> StoredObject | None:
+        """The cached object of a key; this counts as an access."""
+        stored = self._by_key.get(key)
+        if stored is not None:
+            self._by_key.move_to_end(key)
+            stored.last_accessed_at = self._now()
+        return stored
+
+    def get(self, object_id: str) -> StoredObject | None:
+        """An object by id. Looking is no access."""
+        return self._objects.get(object_id)
+
+    def settle(self, object_id: str) -> None:
+        """After a lease ended or an object was added: drop it if nothing keeps it, then keep to the budget."""
+        stored = self._objects.get(object_id)
+        if stored is not None:
+            # The time a session held it was no idle time.
+            stored.last_accessed_at = self._now()
+            self._drop_if_unkept(stored)
+        self._keep_to_budget()
+
+    def invalidate(self, *, key: str | None = None, endpoint: str | None = None) -> int:
+        """Unlist the object of a key, or all of an endpoint; how many that were. Leased ones stay with their holders."""
+        matching = [s for s in self._by_key.values() if s.cache_key == key or s.endpoint == endpoint]
+        for stored in matching:
+            self._unlist(stored)
+        return len(matching)
+
+    def expire(self) -> float | None:
+        """Unlist what has been idle for its ``idle_ttl``; the seconds until the next one may be, None for never."""
+        now = self._now()
+        remaining = [
+            (stored.last_accessed_at + stored.idle_ttl - now, stored)
+            for stored in self._by_key.values()
+            if stored.idle_ttl is not None and not self._leases.held(stored.object_id)
+        ]
+        for left, stored in remaining:
+            if left <= 0:
+                self._unlist(stored)
+        return min((left for left, _ in remaining if left > 0), default=None)
+
+    def clear(self) -> None:
+        """Drop everything, leased or not: the server ends."""
+        self._by_key.clear()
+        for stored in list(self._objects.values()):
+            self._drop(stored)
+
+    def _keep_to_budget(self) -> None:
+        if self._max_bytes is None:
+            return
+        for stored in list(self._by_key.values()):
+            if self.nbytes <= self._max_bytes:
+                return
+            if not self._leases.held(stored.object_id):
+                self._unlist(stored)
+
+    def _unlist(self, stored: StoredObject) -> None:
+        if stored.listed and stored.cache_key is not None:
+            del self._by_key[stored.cache_key]
+            stored.listed = False
+        self._drop_if_unkept(stored)
+
+    def _drop_if_unkept(self, stored: StoredObject) -> None:
+        if not stored.listed and not self._leases.held(stored.object_id):
+            self._drop(stored)
+
+    def _drop(self, stored: StoredObject) -> None:
+        del self._objects[stored.object_id]
+        for segment in stored.record.segments:
+            nbytes, users = self._segments[segment.info.id]
+            if users == 1:
+                del self._segments[segment.info.id]
+            else:
+                self._segments[segment.info.id] = (nbytes, users - 1)
+        self._on_drop(stored)
+
+    def __iter__(self) -> Iterator[StoredObject]:
+        return iter(tuple(self._objects.values()))
+
+    def __len__(self) -> int:
+        return len(self._objects)

@@ -1,0 +1,156 @@
+"""A connected Unix socket that carries frames with file descriptors, blocking or not.
+
+A plain ``recv`` would drop descriptors without a word, so every read is a recvmsg(2). Descriptors arrive
+close-on-exec. What is queued for sending owns duplicates of its descriptors, so the caller may close its own at once.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.wire.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, encode_frame
+from shared_rpc.wire.messages import Message, encode_message
+
+__all__ = ["FrameSocket", "Peer", "peer_of"]
+
+_CHUNK = 256 * 1024
+_ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
+_UCRED = struct.Struct("iII")
+
+
+class Peer(NamedTuple):
+    """The other side, as the kernel vouches for it. ``pid`` is 0 where it lives in a pid namespace unknown here."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """SO_PEERCRED: who called connect(2), or listen(2) on the server's side. See unix(7)."""
+    return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+class FrameSocket:
+    """Owns a socket, what was read from it and is no frame yet, and what is still to be written.
+
+    On a blocking socket :meth:`receive` and :meth:`flush` wait up to the socket's timeout; on a non-blocking one they
+    raise :class:`BlockingIOError` and return False.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
+        self.sock = sock
+        self._decoder = FrameDecoder(limits)
+        self._outbox: deque[tuple[memoryview, list[int]]] = deque()
+        self._unsent = 0
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed."""
+        return self.sock.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait to be written."""
+        return self._unsent
+
+    def next_frame(self) -> Frame | None:
+        """A frame that has arrived whole, None where more must be received."""
+        return self._decoder.next_frame()
+
+    def receive(self) -> None:
+        """Take in what is there.
+
+        :raises ConnectionClosed: at the end of the stream, or if the connection was reset.
+        :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
+        """
+        try:
+            data, ancillary, flags, _ = self.sock.recvmsg(_CHUNK, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        except (ConnectionError, OSError) as error:
+            if isinstance(error, (BlockingIOError, TimeoutError, InterruptedError)):
+                raise
+            raise ConnectionClosed(f"the connection broke: {error}") from error
+        fds = array.array("i")
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+        self._decoder.feed(data, fds)
+        if flags & socket.MSG_CTRUNC:
+            raise ProtocolError(
+                "file descriptors were lost on the way: this process is at its limit of open files (RLIMIT_NOFILE, ulimit -n)"
+            )
+        if not data:
+            raise ConnectionClosed("the other side closed the connection")
+
+    def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Queue a frame; the descriptors are duplicated.
+
+        :raises ProtocolError: if there are more descriptors than a frame can carry.
+        :raises OSError: if this process cannot open more files.
+        """
+        kind, body = encode_message(message)
+        buffers = encode_frame(kind, request_id, body, payload, len(fds))
+        first = memoryview(buffers[0])
+        owned: list[int] = []
+        try:
+            for fd in fds:
+                owned.append(os.dup(fd))
+        except OSError:
+            for fd in owned:
+                os.close(fd)
+            raise
+        # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
+        while len(owned) > FDS_PER_MESSAGE:
+            self._push(first[:1], owned[:FDS_PER_MESSAGE])
+            first, owned = first[1:], owned[FDS_PER_MESSAGE:]
+        self._push(first, owned)
+        for buffer in buffers[1:]:
+            self._push(memoryview(buffer), [])
+
+    def _push(self, data: memoryview, fds: list[int]) -> None:
+        self._outbox.append((data, fds))
+        self._unsent += len(data)
+
+    def flush(self) -> bool:
+        """Write what is queued; False if the socket takes no more for now.
+
+        :raises ConnectionClosed: if the other side is gone.
+        """
+        while self._outbox:
+            data, fds = self._outbox[0]
+            try:
+                if fds:
+                    sent = self.sock.sendmsg(
+                        [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], socket.MSG_NOSIGNAL
+                    )
+                else:
+                    sent = self.sock.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ConnectionClosed(f"the connection broke: {error}") from error
+            for fd in fds:
+                os.close(fd)
+            self._unsent -= sent
+            if sent == len(data):
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = (data[sent:], [])
+        return True
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that came in or was to go out."""
+        self._decoder.close()
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
+                os.close(fd)
+        self._unsent = 0
+        self.sock.close()

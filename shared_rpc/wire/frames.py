@@ -1,0 +1,161 @@
+"""Frames: bytes and descriptors in, frames out. No I/O.
+
+::
+
+    offset  size  field
+    0       4     magic, b"sRPC"
+    4       1     protocol version
+    5       1     message kind
+    6       2     number of file descriptors
+    8       4     request id, chosen by the side that asks; a reply carries the same
+    12      4     bytes of the body (MessagePack)
+    16      8     bytes of the payload (opaque)
+    24            body, payload
+
+All integers are big-endian. The descriptors of a frame travel with its first bytes (SCM_RIGHTS), and the kernel
+may deliver them together with bytes of an earlier frame; their order is that of the frames, so the count in the
+header tells whose they are.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shared_rpc.errors import ProtocolError
+
+__all__ = ["FDS_PER_MESSAGE", "HEADER_SIZE", "MAX_FDS", "VERSION", "Frame", "FrameDecoder", "Limits", "encode_frame"]
+
+MAGIC = b"sRPC"
+VERSION = 1
+_HEADER = struct.Struct("!4sBBHIIQ")
+HEADER_SIZE = _HEADER.size
+
+#: SCM_MAX_FD of the kernel (include/net/scm.h): what one sendmsg(2) takes.
+FDS_PER_MESSAGE = 253
+
+#: Descriptors of one frame: over 1,000 segments of 1 GiB or more.
+MAX_FDS = 4 * FDS_PER_MESSAGE
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a frame may announce, in bytes. Checked on the header, before anything is buffered."""
+
+    body: int = 64 << 20
+    payload: int = 512 << 20
+
+
+@dataclass
+class Frame:
+    """One message. Its descriptors belong to the frame until somebody takes them out of the list."""
+
+    kind: int
+    request_id: int
+    body: bytes
+    payload: bytes = b""
+    fds: list[int] = field(default_factory=list)
+
+    def take_fds(self) -> list[int]:
+        """The descriptors, which belong to the caller from here on."""
+        fds, self.fds = self.fds, []
+        return fds
+
+    def close(self) -> None:
+        """Close the descriptors nobody took."""
+        for fd in self.take_fds():
+            os.close(fd)
+
+
+def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
+    """The buffers of a frame, to be sent in order; ``fds`` is the number of descriptors that go with it.
+
+    :raises ProtocolError: if it needs more descriptors than a frame can carry.
+    """
+    if fds > MAX_FDS:
+        raise ProtocolError(f"a frame with {fds} file descriptors; the protocol allows {MAX_FDS}")
+    header = _HEADER.pack(MAGIC, VERSION, kind, fds, request_id, len(body), len(payload))
+    return [header + body, payload] if payload else [header + body]
+
+
+class FrameDecoder:
+    """Turns what arrives, in whatever pieces, into frames.
+
+    A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+        self._header: tuple[int, int, int, int, int] | None = None
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait for the rest of their frame."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
+        """Take in bytes and the descriptors that came with them; the decoder owns these now."""
+        self._fds.extend(fds)
+        self._buffer += data
+        if len(self._fds) > 2 * MAX_FDS:
+            raise ProtocolError(f"{len(self._fds)} file descriptors for frames of at most {MAX_FDS}")
+
+    def next_frame(self) -> Frame | None:
+        """The next complete frame, None where more bytes are needed.
+
+        :raises ProtocolError: on a wrong magic or version, a size over the limits, or descriptors that do not match.
+        """
+        if self._header is None:
+            self._header = self._read_header()
+            if self._header is None:
+                return None
+        kind, count, request_id, body_size, payload_size = self._header
+        end = HEADER_SIZE + body_size + payload_size
+        if len(self._buffer) < end:
+            if len(self._fds) > count:
+                raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
+            return None
+        if len(self._fds) < count:
+            raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
+        if len(self._buffer) == end and len(self._fds) > count:
+            raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
+        view = memoryview(self._buffer)
+        body = bytes(view[HEADER_SIZE : HEADER_SIZE + body_size])
+        payload = bytes(view[HEADER_SIZE + body_size : end])
+        view.release()
+        del self._buffer[:end]
+        self._header = None
+        return Frame(kind, request_id, body, payload, [self._fds.popleft() for _ in range(count)])
+
+    def _read_header(self) -> tuple[int, int, int, int, int] | None:
+        if len(self._buffer) < HEADER_SIZE:
+            # What is there already must be right: garbage is not waited for.
+            known = min(len(self._buffer), len(MAGIC))
+            if self._buffer[:known] != MAGIC[:known]:
+                raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self._buffer[:known])!r}")
+            return None
+        magic, version, kind, count, request_id, body, payload = _HEADER.unpack_from(self._buffer)
+        if magic != MAGIC:
+            raise ProtocolError(f"not a shared_rpc frame: it begins with {magic!r}")
+        if version != VERSION:
+            raise ProtocolError(
+                f"the other side speaks protocol {version} and this one {VERSION}: use the same release of shared-rpc on both"
+            )
+        if count > MAX_FDS:
+            raise ProtocolError(f"a frame announces {count} file descriptors; the limit is {MAX_FDS}")
+        if body > self._limits.body or payload > self._limits.payload:
+            raise ProtocolError(
+                f"a frame announces {body} + {payload} bytes; the limits are {self._limits.body} + {self._limits.payload}"
+            )
+        return kind, count, request_id, body, payload
+
+    def close(self) -> None:
+        """Close the descriptors that belong to no complete frame."""
+        while self._fds:
+            os.close(self._fds.popleft())
+        self._buffer.clear()

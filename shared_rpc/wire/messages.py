@@ -1,0 +1,188 @@
+"""Messages: typed bodies of frames. Adding one means a struct here and a handler on the other side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.records import EMPTY_TABLE
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.specs import EndpointSpec
+
+__all__ = ["Message", "decode_message", "encode_message"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of all messages."""
+
+
+class Hello(Message):
+    """The first frame of a connection. ``token`` joins the session of an earlier connection of the same process."""
+
+    token: str = ""
+
+
+class Welcome(Message):
+    """The server takes the connection."""
+
+    server_id: str
+    token: str
+    pid: int
+    device: str
+
+
+class Ping(Message):
+    """Is the server there?"""
+
+
+class Pong(Message):
+    """It is."""
+
+
+class GetServerInfo(Message):
+    """Ask for :class:`Facts` about the server."""
+
+
+class ListEndpoints(Message):
+    """Ask for :class:`Endpoints`."""
+
+
+class Endpoints(Message):
+    """All endpoints, in the order they were shared."""
+
+    endpoints: list[EndpointSpec]
+
+
+class Call(Message):
+    """Run an endpoint, or join its run, or take its cached result.
+
+    ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.wire.values`; ``table`` is a tensor table over
+    ``segments``, whose descriptors come with the frame; the payload holds skeletons of ``skeletons`` bytes each.
+    """
+
+    endpoint: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
+    segments: list[SegmentInfo] = []
+    skeletons: list[int] = []
+
+
+class Result(Message):
+    """A record, its skeleton as payload, its descriptors with the frame. ``managed``: the session has a lease on it."""
+
+    object_id: str
+    generation: int
+    managed: bool
+    table: msgspec.Raw
+    segments: list[SegmentInfo]
+
+
+class Cancel(Message):
+    """The asker of the request with this frame's id no longer waits. The request is answered all the same."""
+
+
+class Release(Message):
+    """Give back one lease for each id, as often as it is named."""
+
+    object_ids: list[str]
+
+
+class Count(Message):
+    """How many: leases given back, entries invalidated."""
+
+    count: int
+
+
+class GetObjectInfo(Message):
+    """Ask for :class:`Facts` about an object."""
+
+    object_id: str
+
+
+class ListObjects(Message):
+    """Ask for :class:`FactsList`: every object, with the sessions that hold it."""
+
+
+class Facts(Message):
+    """A dict of plain values."""
+
+    facts: dict[str, Any]
+
+
+class FactsList(Message):
+    """Several of them."""
+
+    items: list[dict[str, Any]]
+
+
+class InvalidateCall(Message):
+    """Drop the cached result of one call."""
+
+    endpoint: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class InvalidateEndpoint(Message):
+    """Drop all cached results of an endpoint."""
+
+    endpoint: str
+
+
+class Error(Message):
+    """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
+
+    code: str
+    text: str
+    detail: dict[str, str] = {}
+    endpoint_raised: bool = False
+
+
+#: The kind byte of every message. Numbers are never used again for something else.
+_KINDS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Welcome,
+    3: Ping,
+    4: Pong,
+    5: GetServerInfo,
+    6: ListEndpoints,
+    7: Endpoints,
+    8: Call,
+    9: Result,
+    10: Cancel,
+    11: Release,
+    12: Count,
+    13: GetObjectInfo,
+    14: ListObjects,
+    15: Facts,
+    16: FactsList,
+    17: InvalidateCall,
+    18: InvalidateEndpoint,
+    19: Error,
+}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_message(message: Message) -> tuple[int, bytes]:
+    """``(kind, body)`` for a frame."""
+    return _NUMBERS[type(message)], _encode(message)
+
+
+def decode_message(frame: Frame) -> Message:
+    """The message of a frame.
+
+    :raises ProtocolError: for an unknown kind, or a body that is not of its kind.
+    """
+    decoder = _decoders.get(frame.kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message kind {frame.kind}")
+    try:
+        return decoder.decode(frame.body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a {_KINDS[frame.kind].__name__} message cannot be read: {error}") from error

@@ -1,0 +1,40 @@
+"""What is known of an endpoint without its function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared_rpc.memory.segments import Access
+
+__all__ = ["EndpointSpec", "Parameter"]
+
+
+class Parameter(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter: ``kind`` as in :class:`inspect.Parameter`. ``default`` is what a key says of a default value."""
+
+    name: str
+    kind: int
+    required: bool
+    default: str | None = None
+
+
+class EndpointSpec(msgspec.Struct, frozen=True):
+    """What a server knows of an endpoint.
+
+    ``idle_ttl`` is in seconds, None for never. The other options are those of :meth:`Provider.share`.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...] = ()
+    execution: Literal["direct", "task"] = "direct"
+    concurrency: Literal["parallel", "serialized"] = "parallel"
+    cache: bool = True
+    cache_format_key: str | None = None
+    managed: bool = False
+    singleflight: bool = True
+    access: Access = "read_write"
+    idle_ttl: float | None = None
+    is_async: bool = False
+    doc: str = ""

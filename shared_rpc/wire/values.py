@@ -1,0 +1,178 @@
+"""Arguments as typed data: what the server can compare, print and cache by without unpickling anything.
+
+Scalars, bytes, and (nested) lists, tuples and string-keyed dicts travel as MessagePack. What MessagePack lacks has
+an extension type; memory travels as a reference into the call's tensor table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from shared_rpc.errors import CapabilityError, ProtocolError
+
+__all__ = ["DtypeRef", "SkeletonRef", "TensorRef", "canonical", "decode", "encode", "lift", "lower", "lower_call", "refuse"]
+
+#: Nesting deeper than this is refused: it is never meant, and recursion has an end.
+_DEPTH = 64
+
+_TUPLE, _INT, _COMPLEX, _TENSOR, _SKELETON, _DTYPE = range(1, 7)
+
+
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
+    """Tensor number ``number`` of the call's table."""
+
+    number: int
+
+
+class SkeletonRef(msgspec.Struct, frozen=True, array_like=True):
+    """Skeleton number ``number`` of the call: a module, or a tensor that is not a plain strided one."""
+
+    number: int
+
+
+class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
+    """A ``torch.dtype`` by name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+Leaf = Callable[[Any, str], Any]
+
+
+def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
+    """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes, complex):
+        return value
+    if depth > _DEPTH:
+        raise CapabilityError(f"{path} is nested deeper than {_DEPTH} levels")
+    if kind is list or kind is tuple:
+        return kind(lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                raise CapabilityError(f"{path} has the key {key!r}: the keys of a dict in a call are strings")
+        return {key: lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
+    return leaf(value, path)
+
+
+def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
+    """:func:`lower` for all arguments of a call."""
+    return (
+        [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
+        {name: lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
+    )
+
+
+def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The inverse of :func:`lower`: references replaced by what ``leaf(reference)`` returns."""
+    kind = type(value)
+    if kind in (TensorRef, SkeletonRef, DtypeRef):
+        return leaf(value)
+    if kind is list or kind is tuple:
+        return kind(lift(item, leaf) for item in value)
+    if kind is dict:
+        return {key: lift(item, leaf) for key, item in value.items()}
+    return value
+
+
+def refuse(value: Any, path: str) -> NoReturn:
+    """The leaf for calls that can carry plain data only."""
+    raise CapabilityError(
+        f"{path} is a {type(value).__module__}.{type(value).__name__}; a call takes None, bool, int, float, complex, str, "
+        f"bytes, torch.dtype, tensors and modules, and lists, tuples and string-keyed dicts of them"
+    )
+
+
+def canonical(value: Any) -> str | None:
+    """One text for equal values, None for a value that is or holds memory.
+
+    The type counts: ``1``, ``1.0`` and ``True`` differ. The order of a dict does not.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return repr(value)
+    if kind is DtypeRef:
+        return str(value)
+    if kind is dict:
+        pairs = [(key, canonical(item)) for key, item in sorted(value.items())]
+        return None if any(text is None for _, text in pairs) else "{%s}" % ", ".join(f"{k!r}: {t}" for k, t in pairs)
+    if kind is list or kind is tuple:
+        texts = [canonical(item) for item in value]
+        known = [text for text in texts if text is not None]
+        if len(known) < len(texts):
+            return None
+        return "[%s]" % ", ".join(known) if kind is list else "(%s)" % "".join(f"{text}, " for text in known).rstrip()
+    return None
+
+
+def encode(value: Any) -> Any:
+    """A lowered value in terms of MessagePack."""
+    kind = type(value)
+    if kind is int and not -(1 << 63) <= value < (1 << 64):
+        return _ext(_INT, str(value).encode())
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind is dict:
+        return {key: encode(item) for key, item in value.items()}
+    if kind is tuple:
+        return _ext(_TUPLE, msgspec.msgpack.encode([encode(item) for item in value]))
+    if kind is complex:
+        return _ext(_COMPLEX, msgspec.msgpack.encode((value.real, value.imag)))
+    if kind in _REFERENCES:
+        return _ext(_REFERENCES[kind], msgspec.msgpack.encode(value))
+    return value
+
+
+def _ext(code: int, data: bytes) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, data)
+
+
+_REFERENCES: dict[type, int] = {TensorRef: _TENSOR, SkeletonRef: _SKELETON, DtypeRef: _DTYPE}
+_references = {code: msgspec.msgpack.Decoder(kind) for kind, code in _REFERENCES.items()}
+_pairs = msgspec.msgpack.Decoder(tuple[float, float])
+
+
+def decode(value: Any, depth: int = 0) -> Any:
+    """The lowered value that :func:`encode` wrote.
+
+    :raises ProtocolError: for anything that :func:`encode` does not write.
+    """
+    if depth > _DEPTH:
+        raise ProtocolError(f"an argument is nested deeper than {_DEPTH} levels")
+    if isinstance(value, msgspec.msgpack.Ext):
+        return _decode_ext(value, depth)
+    if isinstance(value, list):
+        return [decode(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise ProtocolError("an argument has a dict with keys that are not strings")
+        return {key: decode(item, depth + 1) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise ProtocolError(f"an argument is a {type(value).__name__}")
+
+
+def _decode_ext(ext: msgspec.msgpack.Ext, depth: int) -> Any:
+    data = bytes(ext.data)
+    try:
+        if ext.code == _TUPLE:
+            items = msgspec.msgpack.decode(data)
+            if not isinstance(items, list):
+                raise ProtocolError("a tuple argument does not hold a list")
+            return tuple(decode(item, depth + 1) for item in items)
+        if ext.code == _INT:
+            return int(data)
+        if ext.code == _COMPLEX:
+            return complex(*_pairs.decode(data))
+        if ext.code in _references:
+            return _references[ext.code].decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"an argument cannot be read: {error}") from error
+    raise ProtocolError(f"an argument has the unknown extension type {ext.code}")

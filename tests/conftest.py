@@ -1,0 +1,81 @@
+"""Fixtures: a server of its own for every test, and nothing left behind by any."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.processes import Child, open_fds
+
+
+@pytest.fixture
+def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A private base path, for this process and for its children."""
+    path = str(tmp_path / "s")
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", path)
+    for name in ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    tmp_path.chmod(0o700)
+    return path
+
+
+@pytest.fixture
+def provider(base_path: str) -> Provider:
+    """A provider on host memory, with no endpoint yet."""
+    return Provider(base_path, device="cpu")
+
+
+@pytest.fixture
+def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
+    """``serve(**options)`` starts a server for ``provider``; it is stopped at the end."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Server:
+            server = Server(provider, **options)
+            return stack.enter_context(server)
+
+        yield start
+
+
+@pytest.fixture
+def connect(base_path: str) -> Iterator[Callable[..., Client]]:
+    """``connect(**options)`` makes a client of that server; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> Client:
+            return stack.enter_context(
+                Client(base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 0.0, **options})
+            )
+
+        yield make
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    """Append children here; those that still run at the end are killed."""
+    started: list[Child] = []
+    yield started
+    for child in started:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.process.communicate()
+
+
+@pytest.fixture
+def no_leaks() -> Iterator[None]:
+    """Fails the test if it leaves descriptors or mappings behind. Request it before what opens them."""
+    gc.collect()
+    MAPPINGS.drain()
+    fds, mappings = open_fds(), len(MAPPINGS)
+    yield
+    gc.collect()
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == mappings, f"{len(MAPPINGS) - mappings} mappings left"
+    assert open_fds() <= fds, f"{open_fds() - fds} descriptors left"
