@@ -122,7 +122,16 @@ def _signature(parameters: tuple[Parameter, ...]) -> inspect.Signature:
     )
 
 
-_KIND = {int(kind): kind for kind in type(inspect.Parameter.POSITIONAL_ONLY)}
+_KIND = {
+    int(kind): kind
+    for kind in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+}
 
 
 def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -124,9 +124,11 @@ class StaleHandleError(SharedRPCError):
 
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> StaleHandleError:
+        """See :meth:`SharedRPCError.restore`."""
         return cls(message, reason=detail.get("reason", "object_gone"))
 
     def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
         return {"reason": self.reason}
 
 
@@ -146,9 +148,11 @@ class RemoteError(SharedRPCError):
 
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> RemoteError:
+        """See :meth:`SharedRPCError.restore`."""
         return cls(message, type_name=detail.get("type_name", "Exception"), traceback=detail.get("traceback", ""))
 
     def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
         return {"type_name": self.type_name, "traceback": self.traceback}
 
 

@@ -18,9 +18,9 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
-from shared_rpc.settings import Role, resolve_role
 from shared_rpc.server import Server
 from shared_rpc.server.server import wait_for_signal
+from shared_rpc.settings import Role, resolve_role
 
 __all__ = ["Provider", "SharedFunction", "end_now_if_busy"]
 
@@ -257,7 +257,7 @@ class _ManagedDecorator(Protocol):
     """What ``share(managed=True)`` returns."""
 
     @overload
-    def __call__(
+    def __call__(  # type: ignore[overload-overlap]
         self, function: Callable[P, Coroutine[Any, Any, R]], /
     ) -> SharedFunction[P, Coroutine[Any, Any, Handle[R]]]: ...
 

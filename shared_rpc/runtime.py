@@ -299,8 +299,8 @@ class ServerRuntime:
         """
         if self.server.on_loop():
             raise ConfigurationError(
-                f"{endpoint}() was called on the server's event loop, by an async endpoint perhaps: make {endpoint!r} an async def "
-                f"and await it, or call it with anyio.to_thread.run_sync"
+                f"{endpoint}() was called on the server's event loop, by an async endpoint perhaps: make {endpoint!r} an "
+                f"async def and await it, or call it with anyio.to_thread.run_sync"
             )
         future = self._submit(endpoint, args, kwargs)
         with self.server.lend_thread() if CHAIN.get() else nullcontext():

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -270,10 +271,8 @@ class Client:
         connection.close()
 
     def _replace(self, connection: Connection) -> None:
-        try:
+        with suppress(SharedRPCError):  # no server: no session to save
             self._put_back(self._connect(time.monotonic() + 1.0, 0))
-        except SharedRPCError:
-            pass  # no server: no session to save
         self._drop(connection)
 
     def _connect(self, deadline: float, patience: float) -> Connection:

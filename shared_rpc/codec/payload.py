@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from shared_rpc.errors import CapabilityError
 
@@ -73,7 +74,7 @@ def wrong_device(path: str, device: torch.device, kind: str) -> str:
 
 
 def _add(tensor: torch.Tensor, storages: dict[int, int]) -> None:
-    if tensor.layout is torch.strided and not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if tensor.layout is torch.strided and not isinstance(tensor, UninitializedTensorMixin):
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage.nbytes()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
 
 from shared_rpc.codec.paths import locate
@@ -111,7 +112,7 @@ class Scan:
             TensorEntry(
                 storage=storage,
                 dtype=str(tensor.dtype).removeprefix("torch."),
-                offset=tensor.storage_offset(),
+                offset=int(tensor.storage_offset()),
                 shape=tuple(tensor.shape),
                 strides=tuple(tensor.stride()),
                 parameter=type(tensor) is torch.nn.Parameter,
@@ -129,7 +130,7 @@ class Scan:
         if id(tensor) in self._met:
             return
         self._met[id(tensor)] = tensor
-        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):  # type: ignore[no-untyped-call]
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             return  # its inner tensors are met on their own
         if tensor.layout is torch.strided and not tensor.is_quantized:
             self.strided.append((tensor, self.storage(tensor.untyped_storage())))
@@ -139,7 +140,7 @@ class Scan:
             self.composite.append((tensor, buffer.getvalue()))
 
     def _check_tensor(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedTensorMixin):
             raise Refused("is a lazy parameter without a shape: run the module once before it is shared")
         distributed = sys.modules.get("torch.distributed.tensor")
         if distributed is not None and isinstance(tensor, distributed.DTensor):
@@ -164,7 +165,7 @@ _LAYOUTS = {
 }
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, scan: Scan, opened: torch.Tensor | None = None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._scan = scan
@@ -246,4 +247,6 @@ class SkeletonUnpickler(pickle.Unpickler):
             return self._tensors[pid]
         number, dtype = pid
         storage = self._storages[number]
-        return storage if dtype is None else torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        if dtype is None:
+            return storage
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -22,7 +23,9 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over mapped bytes; it keeps the mapping while it, or any tensor or autograd graph over it, lives."""
-    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes)
+    storage = cast(
+        "torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes)
+    )
     MAPPINGS.lend(mapping, storage)
     return storage
 
@@ -53,7 +56,7 @@ def _storage(
     entry: StorageEntry, mappings: Sequence[Mapping], devices: Sequence[torch.device], table: TensorTable
 ) -> torch.UntypedStorage:
     if entry.segment < 0:
-        return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))
+        return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))  # type: ignore[no-untyped-call]
     mapping = mappings[entry.segment]
     if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
         raise CodecError(f"a storage of {entry.nbytes} bytes at {entry.offset} leaves its segment of {mapping.info.nbytes}")

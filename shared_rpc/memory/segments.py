@@ -69,6 +69,12 @@ class Segment:
         if fd >= 0:
             os.close(fd)
 
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __del__(self) -> None:
         if self._fd >= 0:
             warnings.warn(f"segment {self.info.id} was dropped with its fd {self._fd} open", ResourceWarning, stacklevel=2)

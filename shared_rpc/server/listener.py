@@ -72,7 +72,8 @@ def _check_directory(directory: str) -> None:
         )
     if status.st_mode & 0o022:
         raise ConfigurationError(
-            f"the socket directory {directory} has mode {stat.S_IMODE(status.st_mode):04o}, others can write to it: chmod 700, or {advice}"
+            f"the socket directory {directory} has mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"others can write to it: chmod 700, or {advice}"
         )
 
 

@@ -18,12 +18,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.abc
 
-from shared_rpc.endpoints import Endpoint, Registry
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy
 from shared_rpc.memory.devices import device_kind, device_tag
 from shared_rpc.server.core import Core, Delivery, Waiter
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from shared_rpc.provider import Provider
 
 __all__ = ["Server", "wait_for_signal"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -135,12 +136,12 @@ class Server:
         running.post(lambda: running.core.call(waiter, endpoint, lowered, (args, kwargs), chain))
         return future
 
-    def ask(self, question: Any) -> Any:
+    def ask(self, question: Callable[[Core], T]) -> T:
         """``question(core)``, evaluated on the server's loop."""
         running = self._need_running()
         if running.here():
             return question(running.core)
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def answer() -> None:
             try:
@@ -308,7 +309,7 @@ class _Running:
                 continue
             sock.setblocking(False)
             peer = peer_of(sock)
-            connection = Connection(sock, peer, self.core, self._sessions, self.facts, tasks.start_soon)
+            connection = Connection(sock, peer, self.core, self._sessions, self.facts, tasks)
             if peer.uid not in self._uids:
                 _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
                 connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))

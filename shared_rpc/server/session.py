@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 import msgspec
 
@@ -111,7 +112,7 @@ class Connection:
         core: Core,
         sessions: Sessions,
         facts: Callable[[], dict[str, Any]],
-        spawn: Callable[[Callable[[], Awaitable[None]]], object],
+        tasks: anyio.abc.TaskGroup,
     ) -> None:
         self.peer = peer
         self.session: Session | None = None
@@ -119,7 +120,7 @@ class Connection:
         self._core = core
         self._sessions = sessions
         self._facts = facts
-        self._spawn = spawn
+        self._tasks = tasks
         self._waiters: dict[int, Waiter] = {}
         self._drained: anyio.Event | None = None
         self._closed = False
@@ -201,7 +202,7 @@ class Connection:
         try:
             if not self._socket.flush():
                 self._drained = anyio.Event()
-                self._spawn(self._drain)
+                self._tasks.start_soon(self._drain)
         except ConnectionClosed:
             return  # the reading side sees it too, and ends the connection
 

@@ -15,7 +15,7 @@ from shared_rpc.wire.specs import EndpointSpec
 __all__ = ["Message", "decode_message", "encode_message"]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The base of all messages."""
 
 

@@ -135,7 +135,9 @@ def _ext(code: int, data: bytes) -> msgspec.msgpack.Ext:
 
 
 _REFERENCES: dict[type, int] = {TensorRef: _TENSOR, SkeletonRef: _SKELETON, DtypeRef: _DTYPE}
-_references = {code: msgspec.msgpack.Decoder(kind) for kind, code in _REFERENCES.items()}
+_references: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    code: msgspec.msgpack.Decoder(kind) for kind, code in _REFERENCES.items()
+}
 _pairs = msgspec.msgpack.Decoder(tuple[float, float])
 
 

@@ -1,0 +1,243 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared_rpc import __version__
+from shared_rpc.cli.discovery import live_servers, the_server
+from shared_rpc.cli.rendering import ago, as_json, size, table
+from shared_rpc.errors import ConfigurationError, SharedRPCError
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    name="shared-rpc",
+    help="Share GPU models between the processes of this host.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+BasePath = Annotated[str | None, typer.Option("--base-path", help="Where the sockets are; SHARED_TENSOR_BASE_PATH by default.")]
+Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, where several are alive.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line; an error of the library is one line on standard error and exit code 1."""
+    try:
+        app()
+    except SharedRPCError as error:
+        print(f"shared-rpc: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def serve(
+    target: Annotated[str, typer.Argument(help="app.py, package.module, or either with :provider")],
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
+    base_path: BasePath = None,
+    socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="Threads that run endpoints.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20G.")] = None,
+) -> None:
+    """Serve the providers of an app until SIGINT or SIGTERM."""
+    import os
+
+    # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
+    os.environ["SHARED_TENSOR_ROLE"] = "server"
+    os.environ.pop("SHARED_TENSOR_ENABLED", None)
+    from shared_rpc.cli.loading import load_providers
+    from shared_rpc.provider import end_now_if_busy
+    from shared_rpc.server import Server
+    from shared_rpc.server.server import wait_for_signal
+
+    budget = _bytes(max_bytes)
+    servers = []
+    try:
+        for provider in load_providers(target):
+            provider.base_path = base_path if base_path is not None else provider.base_path
+            provider.device = device if device is not None else provider.device
+            server = Server(provider, socket_path=socket, max_workers=max_workers, max_bytes=budget)
+            servers.append(server.start())
+            names = ", ".join(provider.list_endpoints()) or "no endpoints"
+            print(f"serving {names} at {server.socket_path}", flush=True)
+        wait_for_signal()
+    finally:
+        for server in servers:
+            server.stop()
+    end_now_if_busy(servers)
+
+
+@app.command("ls")
+def list_servers(base_path: BasePath = None, json: Json = False) -> None:
+    """List the live servers of this user."""
+    with live_servers(base_path) as clients:
+        infos = [client.get_server_info() for client in clients]
+    if json:
+        as_json(infos)
+        return
+    if not infos:
+        print("no server is alive")
+        return
+    table(
+        "",
+        ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "sessions>", "up"],
+        [
+            (
+                info["socket_path"],
+                info["pid"],
+                info["device"],
+                ", ".join(info["endpoints"]),
+                info["objects"],
+                size(info["nbytes"]),
+                info["leases"],
+                info["sessions"],
+                ago(info["started_at"]),
+            )
+            for info in infos
+        ],
+    )
+
+
+@app.command()
+def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
+    """Show a server and its endpoints."""
+    with the_server(socket, base_path) as client:
+        facts = client.get_server_info()
+        endpoints = client.list_endpoints()
+    if json:
+        as_json({"server": facts, "endpoints": endpoints})
+        return
+    shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago"}
+    table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
+    table(
+        "\nendpoints",
+        ["name", "managed", "cached by", "concurrency", "access", "idle_ttl", "what it does"],
+        [
+            (
+                name,
+                "yes" if spec["managed"] else "no",
+                (spec["cache_format_key"] or "all arguments") if spec["cache"] else "-",
+                spec["concurrency"],
+                spec["access"],
+                "never" if spec["idle_ttl"] is None else f"{spec['idle_ttl']:g} s",
+                spec["doc"],
+            )
+            for name, spec in endpoints.items()
+        ],
+    )
+
+
+@app.command()
+def objects(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
+    """List the objects of a server, and which processes hold them."""
+    with the_server(socket, base_path) as client:
+        items = client.list_objects()
+    if json:
+        as_json(items)
+        return
+    table(
+        "",
+        ["object", "of", "size>", "device", "generation>", "cached", "held by", "age>", "last used>"],
+        [
+            (
+                item["object_id"],
+                item["cache_key"] or item["endpoint"],
+                size(item["nbytes"]),
+                item["device"],
+                item["generation"],
+                "yes" if item["cached"] else "no",
+                ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
+                ago(item["created_at"]),
+                ago(item["last_accessed_at"]),
+            )
+            for item in items
+        ],
+    )
+
+
+@app.command()
+def invalidate(
+    endpoint: str,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="key=value for one call; none for the whole endpoint")
+    ] = None,
+    socket: Socket = None,
+    base_path: BasePath = None,
+    json: Json = False,
+) -> None:
+    """Drop cached results; what clients hold stays with them."""
+    kwargs = dict(_argument(text) for text in arguments or ())
+    with the_server(socket, base_path) as client:
+        count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
+    if json:
+        as_json({"endpoint": endpoint, "invalidated": count})
+    else:
+        print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
+
+
+@app.command()
+def doctor(base_path: BasePath = None, json: Json = False) -> None:
+    """Tell what this machine can share, and what to do about what it cannot. Exit code 1 if it can share nothing."""
+    from shared_rpc.cli.doctor import examine
+
+    findings = examine(base_path)
+    if json:
+        as_json([finding._asdict() for finding in findings])
+    else:
+        table("", ["", "what", "found", "what to do"], [(f.mark, f.what, f.found, f.fix) for f in findings])
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"shared-rpc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Share GPU models between the processes of this host."""
+
+
+def _holder(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return str(pid)
+    return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """``key=value``, the value a Python literal, or else a string."""
+    import ast
+
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigurationError(f"{text!r} is no argument: write key=value")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+_UNITS: dict[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number, factor = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    try:
+        return int(float(number) * factor)
+    except ValueError:
+        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T") from None

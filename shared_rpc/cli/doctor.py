@@ -1,0 +1,137 @@
+"""What this machine can share, and why not, each finding with its fix."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.settings import resolve_base_path, resolve_role
+
+__all__ = ["Finding", "examine"]
+
+_MARKS = {"good": "ok", "limited": "!", "broken": "x"}
+#: Descriptors below which a server serves fewer clients than people expect of it.
+_FEW_FILES = 4096
+
+
+class Finding(NamedTuple):
+    """One line: ``state`` is ``"good"``, ``"limited"`` (works, with less) or ``"broken"`` (nothing can be shared so)."""
+
+    what: str
+    state: Literal["good", "limited", "broken"]
+    found: str
+    fix: str = ""
+
+    @property
+    def mark(self) -> str:
+        """For the table."""
+        return _MARKS[self.state]
+
+
+def examine(base_path: str | None = None) -> list[Finding]:
+    """Look at everything sharing rests on. Creates nothing that stays; loads torch."""
+    return [
+        *_settings(),
+        *_directory(base_path),
+        *_limits(),
+        *_host_memory(),
+        *_torch(),
+        *_gpus(),
+    ]
+
+
+def _settings() -> Iterator[Finding]:
+    try:
+        yield Finding("environment", "good", f"role {resolve_role()}")
+    except SharedRPCError as error:
+        yield Finding("environment", "broken", str(error), "correct the variable, or unset it")
+
+
+def _directory(base_path: str | None) -> Iterator[Finding]:
+    directory = Path(resolve_base_path(base_path)).parent
+    fix = "set SHARED_TENSOR_BASE_PATH to a path in a directory of your own"
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        parent = next(path for path in directory.parents if path.exists())
+        if os.access(parent, os.W_OK):
+            yield Finding("socket directory", "good", f"{directory}, made when a server starts")
+        else:
+            yield Finding("socket directory", "broken", f"{directory} cannot be made: {parent} is not writable", fix)
+        return
+    except OSError as error:
+        yield Finding("socket directory", "broken", f"{directory}: {error}", fix)
+        return
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid():
+        yield Finding("socket directory", "broken", f"{directory} belongs to uid {status.st_uid}", fix)
+    elif mode & 0o022:
+        yield Finding("socket directory", "broken", f"{directory} has mode {mode:04o}", f"chmod 700 {directory}, or {fix}")
+    else:
+        yield Finding("socket directory", "good", f"{directory}, mode {mode:04o}")
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files, {hard} at most; a server raises its own"
+    if hard < _FEW_FILES:
+        yield Finding("limits", "limited", found, "raise the hard limit: ulimit -Hn, or LimitNOFILE= of the service")
+    else:
+        yield Finding("limits", "good", found)
+
+
+def _host_memory() -> Iterator[Finding]:
+    from shared_rpc.memory.memfd import HOST
+
+    try:
+        with HOST.create(1) as segment:
+            address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+            HOST.seal(segment.fileno())
+            HOST.unmap(address, segment.info.nbytes)
+    except (SharedRPCError, OSError) as error:
+        yield Finding(
+            "host memory", "broken", f"memfd: {error}", "Linux 5.1 or later is needed, and a sandbox that allows memfd_create"
+        )
+    else:
+        yield Finding("host memory", "good", "memfd, sealed against writing where access='read'")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch", "broken", str(error), "pip install torch")
+        return
+    if torch.cuda.is_available():
+        yield Finding("torch", "good", f"{torch.__version__}, CUDA {torch.version.cuda}")
+    else:
+        why = "built without CUDA" if torch.version.cuda is None else "finds no usable GPU or driver"
+        fix = "for GPUs install a CUDA build of torch and NVIDIA's driver; host memory works as it is"
+        yield Finding("torch", "limited", f"{torch.__version__}, {why}", fix)
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        from shared_rpc.memory.vmm import peer_capable, supports_vmm, visible_gpus
+    except ImportError as error:
+        yield Finding("CUDA driver", "limited", f"{error}", "pip install 'shared-rpc[cuda]' where there is a GPU")
+        return
+    gpus = visible_gpus()
+    if not gpus:
+        yield Finding("CUDA driver", "limited", "no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES where there is one")
+    for ordinal, uuid in enumerate(gpus):
+        vmm, fds = supports_vmm(ordinal)
+        if vmm and fds:
+            peers = [str(other) for other in range(len(gpus)) if other != ordinal and peer_capable(ordinal, other)]
+            reach = f", peer of GPU {', '.join(peers)}" if peers else ", no peers" if len(gpus) > 1 else ""
+            yield Finding(f"GPU {ordinal}", "good", f"{uuid}, virtual memory exports as descriptors{reach}")
+        else:
+            lacking = "virtual memory management" if not vmm else "export as POSIX descriptors"
+            yield Finding(
+                f"GPU {ordinal}", "limited", f"{uuid} has no {lacking}", "a newer driver or GPU; vGPU and WSL lack it"
+            )

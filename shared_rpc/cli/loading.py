@@ -1,0 +1,59 @@
+"""From what the user typed after ``serve`` to providers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.provider import Provider
+
+__all__ = ["load_providers"]
+
+
+def load_providers(target: str) -> list[Provider]:
+    """The providers of ``app.py``, of ``package.module``, or the one named by ``module:name``.
+
+    The classes of a file travel as code: no client can import a module that has no name.
+
+    :raises ConfigurationError: if there is no such file, module or provider. What the file itself raises passes through.
+    """
+    place, _, name = target.partition(":")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    if name:
+        found = getattr(module, name, None)
+        if not isinstance(found, Provider):
+            raise ConfigurationError(f"{place} has no Provider named {name!r}")
+        return [found]
+    providers = list({id(value): value for value in vars(module).values() if isinstance(value, Provider)}.values())
+    if not providers:
+        raise ConfigurationError(f"{place} has no Provider at its top level: add one, or name it with {place}:name")
+    return providers
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {path}")
+    from shared_rpc.codec import pickle_by_value
+
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    # As for a script: what lies beside it can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
+    pickle_by_value(module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise ConfigurationError(f"there is no module {name!r} here; for a file write {name}.py")
+    return importlib.import_module(name)
