@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -293,6 +295,8 @@ class Client:
                         f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
                     ) from error
                 time.sleep(_RETRY)
+        if "torch" in sys.modules:
+            importlib.import_module("shared_rpc.codec")  # now, rather than while the first call waits for it
         welcome = connection.welcome
         with self._lock:
             if self._closed:

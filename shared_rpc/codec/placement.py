@@ -173,6 +173,7 @@ def _rebind(
     for number in block.storages:
         old = scan.storages[number]
         new = make_storage(mapping, offset + old.data_ptr() - block.address, old.nbytes(), device)
+        MAPPINGS.lend([(mapping, new)])
         scan.storages[number] = new
         for tensor in users[number]:
             _move(tensor, new)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shared_rpc.codec import collector
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.placement import place
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
@@ -34,8 +35,9 @@ def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
     """
     check_result(value, endpoint, kind)
     scan = Scan(kind)
-    skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
-    placement = place(scan, access, rebind=True)
+    with collector.paused():
+        skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
+        placement = place(scan, access, rebind=True)
     return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes)
 
 
@@ -45,7 +47,7 @@ def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequenc
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
-    with MAPPINGS.attach(segments) as mappings:
+    with MAPPINGS.attach(segments) as mappings, collector.paused():
         tensors, storages = tensors_of(_tables.decode(table), mappings)
         try:
             return SkeletonUnpickler(skeleton, tensors, storages).load()

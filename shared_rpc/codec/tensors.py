@@ -22,12 +22,8 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage over mapped bytes; it keeps the mapping while it, or any tensor or autograd graph over it, lives."""
-    storage = cast(
-        "torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes)
-    )
-    MAPPINGS.lend(mapping, storage)
-    return storage
+    """A storage over mapped bytes. It is to be lent the mapping (:meth:`MappingTable.lend`) before the mapping is let go."""
+    return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -44,12 +40,25 @@ def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tens
 
 
 def tensors_of(table: TensorTable, mappings: Sequence[Mapping]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
-    """All tensors and storages of a table, over the segments' mappings."""
+    """All tensors and storages of a table, over the segments' mappings.
+
+    A mapping is kept while a storage over it, or any tensor, view or autograd graph of that, lives.
+
+    :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
+    """
     devices = [torch_device(mapping.info.device) for mapping in mappings]
     # Built under inference mode they could not be used outside it.
     with torch.inference_mode(False), torch.no_grad():
-        storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
-        return [make_tensor(entry, storages[entry.storage]) for entry in table.tensors], storages
+        try:
+            storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
+            MAPPINGS.lend(
+                (mappings[entry.segment], storage)
+                for entry, storage in zip(table.storages, storages, strict=True)
+                if entry.segment >= 0
+            )
+            return [make_tensor(entry, storages[entry.storage]) for entry in table.tensors], storages
+        except (IndexError, AttributeError, TypeError, RuntimeError) as error:
+            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def _storage(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.memory.segments import gpu_support
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +36,8 @@ def device_id(device: str) -> str:
         if device == "auto":
             return "cpu"
         raise CapabilityError(f"device={device!r}, and torch {torch.__version__} finds no CUDA device: use device='cpu'")
-    from shared_rpc.memory.vmm import uuid_of, visible_gpus
-
+    with gpu_support():
+        from shared_rpc.memory.vmm import uuid_of, visible_gpus
     ordinal = int(index) if index else torch.cuda.current_device()
     if ordinal >= len(visible_gpus()):
         raise CapabilityError(f"device={device!r}, and this process sees {len(visible_gpus())} GPUs")
@@ -62,6 +63,6 @@ def torch_device(device: str) -> torch.device:
 
     if device == "cpu":
         return torch.device("cpu")
-    from shared_rpc.memory.vmm import gpu
-
+    with gpu_support():
+        from shared_rpc.memory.vmm import gpu
     return torch.device("cuda", gpu(device).ordinal)

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
@@ -27,7 +28,7 @@ class Mapping:
     none to stay alive. ``sealed`` tells that consumers may only map it for reading.
     """
 
-    __slots__ = ("address", "backend", "info", "sealed", "segment", "users")
+    __slots__ = ("address", "backend", "info", "loans", "pins", "sealed", "segment")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
@@ -35,7 +36,14 @@ class Mapping:
         self.backend = backend
         self.segment = segment
         self.sealed = info.access == "read"
-        self.users = 0
+        self.pins = 0
+        #: By id: a weak reference hashes as what it refers to, and two storages may be equal.
+        self.loans: dict[int, _Loan] = {}
+
+    @property
+    def users(self) -> int:
+        """Blocks that use the mapping now, and objects that live over it."""
+        return self.pins + len(self.loans)
 
     def seal(self) -> None:
         """Refuse later writable mappings of a segment that this process made; its own stays writable."""
@@ -48,6 +56,16 @@ class Mapping:
         return self.backend.view(self.address, self.info.nbytes)
 
 
+class _Loan(weakref.ref[Any]):
+    """An object that lives over a mapping."""
+
+    __slots__ = ("mapping",)
+
+    mapping: Mapping
+
+    # A weak reference takes its attributes after it is made; see MappingTable.lend().
+
+
 class MappingTable:
     """All mappings of this process. Thread-safe."""
 
@@ -55,7 +73,7 @@ class MappingTable:
         self._lock = threading.RLock()
         self._mappings: dict[tuple[str, Access], Mapping] = {}
         self._by_address: list[tuple[int, Mapping]] = []
-        self._gone: queue.SimpleQueue[Mapping] = queue.SimpleQueue()
+        self._gone: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -91,15 +109,15 @@ class MappingTable:
                                 kept.close()
                             raise
                         mapping.segment = kept
-                    mapping.users += 1
+                    mapping.pins += 1
                     mappings.append(mapping)
             except BaseException:
-                self._let_go(mappings)
+                self._unpin(mappings)
                 raise
         try:
             yield mappings
         finally:
-            self._let_go(mappings)
+            self._unpin(mappings)
 
     def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool) -> Mapping:
         address = backend.map(segment.fileno(), info.nbytes, info.access)
@@ -113,22 +131,24 @@ class MappingTable:
     def _pinned(self, mappings: list[Mapping]) -> Iterator[None]:
         with self._lock:
             for mapping in mappings:
-                mapping.users += 1
+                mapping.pins += 1
         try:
             yield
         finally:
-            self._let_go(mappings)
+            self._unpin(mappings)
 
-    def lend(self, mapping: Mapping, user: object) -> None:
-        """Keep ``mapping`` while ``user`` lives. To be called while the mapping is created or attached."""
+    def lend(self, loans: Iterable[tuple[Mapping, object]]) -> None:
+        """Keep each mapping while the object beside it lives. To be called while it is created or attached."""
         REAPER.start()
         with self._lock:
-            mapping.users += 1
-        weakref.finalize(user, self._user_gone, mapping).atexit = False
+            for mapping, user in loans:
+                loan = _Loan(user, self._user_gone)
+                loan.mapping = mapping
+                mapping.loans[id(loan)] = loan
 
-    def _user_gone(self, mapping: Mapping) -> None:
+    def _user_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
-        self._gone.put(mapping)
+        self._gone.put(loan)
         REAPER.submit(self.drain)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
@@ -143,31 +163,33 @@ class MappingTable:
 
     def drain(self) -> None:
         """Unmap what nothing uses any more, after waiting for the device. Never called in a finaliser."""
-        gone: list[Mapping] = []
+        gone: list[_Loan] = []
         while True:
             try:
                 gone.append(self._gone.get_nowait())
             except queue.Empty:
                 break
-        if gone:
-            self._let_go(gone)
+        if not gone:
+            return
+        with self._lock:
+            for loan in gone:
+                del loan.mapping.loans[id(loan)]
+            unused = self._forget_unused({id(loan.mapping): loan.mapping for loan in gone}.values())
+        _unmap(unused)
 
-    def _let_go(self, mappings: list[Mapping]) -> None:
-        unused: list[Mapping] = []
+    def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
             for mapping in mappings:
-                mapping.users -= 1
-                if mapping.users == 0:
-                    del self._mappings[mapping.info.id, mapping.info.access]
-                    self._by_address.remove((mapping.address, mapping))
-                    unused.append(mapping)
-        # Outside the lock: a kernel that still runs must not hold up other threads.
-        for backend in {id(mapping.backend): mapping.backend for mapping in unused}.values():
-            backend.synchronize()
+                mapping.pins -= 1
+            unused = self._forget_unused({id(mapping): mapping for mapping in mappings}.values())
+        _unmap(unused)
+
+    def _forget_unused(self, mappings: Iterable[Mapping]) -> list[Mapping]:
+        unused = [mapping for mapping in mappings if mapping.users == 0]
         for mapping in unused:
-            mapping.backend.unmap(mapping.address, mapping.info.nbytes)
-            if mapping.segment is not None:
-                mapping.segment.close()
+            del self._mappings[mapping.info.id, mapping.info.access]
+            self._by_address.remove((mapping.address, mapping))
+        return unused
 
     def __len__(self) -> int:
         return len(self._mappings)
@@ -180,6 +202,16 @@ class MappingTable:
             if mapping.segment is not None:
                 mapping.segment.close()
                 mapping.segment = None
+
+
+def _unmap(unused: list[Mapping]) -> None:
+    # Not under the table's lock: a kernel that still runs must not hold up other threads.
+    for backend in {id(mapping.backend): mapping.backend for mapping in unused}.values():
+        backend.synchronize()
+    for mapping in unused:
+        mapping.backend.unmap(mapping.address, mapping.info.nbytes)
+        if mapping.segment is not None:
+            mapping.segment.close()
 
 
 MAPPINGS = MappingTable()

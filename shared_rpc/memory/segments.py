@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import msgspec
 
-__all__ = ["Access", "Backend", "Segment", "SegmentInfo", "backend_for", "new_segment_id"]
+from shared_rpc.errors import CapabilityError
+
+__all__ = ["Access", "Backend", "Segment", "SegmentInfo", "backend_for", "gpu_support", "new_segment_id"]
 
 Access = Literal["read_write", "read"]
 
@@ -119,6 +123,15 @@ class Backend(Protocol):
         """The mapped bytes as an object with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""
 
 
+@contextmanager
+def gpu_support() -> Iterator[None]:
+    """Around an import of :mod:`shared_rpc.memory.vmm`: what is missing is told as what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise CapabilityError(f"GPU memory needs cuda-bindings ({error}): pip install 'shared-rpc[cuda]'") from error
+
+
 def backend_for(device: str) -> Backend:
     """The backend of a device id, ``"cpu"`` or a GPU's UUID.
 
@@ -128,6 +141,6 @@ def backend_for(device: str) -> Backend:
         from shared_rpc.memory.memfd import HOST
 
         return HOST
-    from shared_rpc.memory.vmm import gpu
-
+    with gpu_support():
+        from shared_rpc.memory.vmm import gpu
     return gpu(device)

@@ -1,0 +1,163 @@
+"""Runs semantic_search.py as a server, two clients and alone, checks what they do, and kills two of them.
+
+Exits with 1 where a check fails. Real processes, real weights, real kills.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shared_rpc import Client
+
+APP = Path(__file__).with_name("semantic_search.py")
+QUESTIONS = ("Which animal communicates by moving?", "How hot is a flash in a storm?", "What can you bake with microbes?")
+
+console = Console(width=110)
+failures: list[str] = []
+
+
+def check(what: str, good: bool) -> None:
+    """Print one checked fact."""
+    console.print(f"  [{'green' if good else 'red'}]{'ok  ' if good else 'FAIL'}[/] {what}", highlight=False)
+    if not good:
+        failures.append(what)
+
+
+class App:
+    """One process that runs the app in a role."""
+
+    def __init__(self, role: str, environ: dict[str, str]) -> None:
+        self.role = role
+        self.process = subprocess.Popen(
+            [sys.executable, str(APP)],
+            env={**environ, "SHARED_TENSOR_ROLE": role},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        ready = self.read()
+        match = re.search(r"after ([\d.]+) s", ready)
+        if match is None:
+            raise SystemExit(f"the {role} did not get ready: {ready!r}")
+        self.seconds = float(match[1])
+
+    def read(self) -> str:
+        """Its next line."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        """Its answer to a line."""
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+        return self.read()
+
+    def memory(self) -> tuple[int, int]:
+        """``(private, shared)`` bytes, from smaps_rollup."""
+        rollup = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
+        sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB", rollup, re.MULTILINE)}
+        return (
+            sizes["Private_Clean"] + sizes["Private_Dirty"],
+            sizes["Shared_Clean"] + sizes["Shared_Dirty"],
+        )
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> None:
+        """Close its input, which ends its main code, and ask a server to stop."""
+        if self.process.poll() is None:
+            self.process.communicate(timeout=60) if self.role != "server" else self.kill()
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> float | None:
+    """The seconds until ``condition`` holds, None if it does not in time."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < seconds:
+        if condition():
+            return time.monotonic() - begin
+        time.sleep(0.002)
+    return None
+
+
+def demo(directory: str) -> None:
+    environ = {
+        **os.environ,
+        "SHARED_TENSOR_BASE_PATH": f"{directory}/demo",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environ.pop("SHARED_TENSOR_ENABLED", None)
+    console.rule("one file, three roles")
+    alone = App("local", environ)
+    server = App("server", environ)
+    first, second = App("client", environ), App("client", environ)
+    apps = {"alone": alone, "server": server, "client 1": first, "client 2": second}
+    try:
+        answers = {name: [app.ask(question) for question in QUESTIONS] for name, app in apps.items()}
+        for question, answer in zip(QUESTIONS, answers["client 1"], strict=True):
+            console.print(f"  [bold]{question}[/]\n    {answer}", highlight=False)
+        check("both clients, the server and the unshared run give the same answers", len({*map(tuple, answers.values())}) == 1)
+
+        table = Table("process", "model ready after", "private memory", "shared memory", title="\ncost of a process", box=None)
+        for app in apps.values():
+            app.ask("!scale 1")  # so that every process has read all its weights
+        memory = {name: app.memory() for name, app in apps.items()}
+        for name, app in apps.items():
+            private, shared = memory[name]
+            table.add_row(name, f"{app.seconds * 1000:,.0f} ms", f"{private >> 20} MiB", f"{shared >> 20} MiB")
+        console.print(table)
+        model = _model_bytes(directory)
+        console.print(f"  the model has {model >> 20} MiB; attaching took {alone.seconds / first.seconds:.0f} times less than loading")
+        check("attaching is faster than loading", max(first.seconds, second.seconds) < server.seconds)
+        saved = memory["alone"][0] - max(memory["client 1"][0], memory["client 2"][0])
+        check(f"a client has less private memory than the unshared run, by most of the model ({saved >> 20} MiB)", saved > model * 0.5)
+
+        console.rule("one memory")
+        before = first.ask("!scale 1")
+        written = server.ask("!scale 2")
+        check(f"a write of the server ({before.split()[-1]} to {written.split()[-1]}) is seen by both clients, without a call",
+              first.ask("!scale 1") == second.ask("!scale 1") == written != before)  # fmt: skip
+        server.ask("!scale 0.5")
+
+        console.rule("kill -9")
+        with Client(f"{directory}/demo", device="cpu") as client:
+            leases = lambda: client.list_objects()[0]["leases"]  # noqa: E731
+            check(f"{leases()} processes hold the model", leases() == 3)
+            second.kill()
+            took = within(1.0, lambda: leases() == 2)
+            check(f"client 2 was killed, and its lease is gone after {(took or 0) * 1000:.0f} ms", took is not None)
+        server.kill()
+        after = [first.ask(question) for question in QUESTIONS]
+        check("the server was killed, and client 1 goes on answering as before", after == answers["alone"])
+    finally:
+        for app in apps.values():
+            app.end()
+
+
+def _model_bytes(directory: str) -> int:
+    with Client(f"{directory}/demo", device="cpu") as client:
+        return int(client.list_objects()[0]["nbytes"])
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        demo(scratch)
+    if failures:
+        raise SystemExit(f"{len(failures)} checks failed: {'; '.join(failures)}")
+    console.print("\n[green]all checks passed[/]")

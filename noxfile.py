@@ -1,0 +1,41 @@
+"""Everything a contributor runs: ``python3 -m nox -s lint types tests demo``."""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests", "demo"]
+nox.options.reuse_existing_virtualenvs = True
+# pip sees where a CPU build of torch may lie; other installers may not look there.
+nox.options.default_venv_backend = "virtualenv"
+
+CONSTRAINTS = ("-c", "constraints.txt")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format."""
+    session.install("ruff>=0.14,<0.16")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """The package strictly, and the public types as a user sees them."""
+    session.install("torch", "-e", ".[test]", "mypy>=1.18", *CONSTRAINTS)
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests that need no GPU; ``nox -s tests -- -m gpu`` for the others."""
+    session.install("torch", "-e", ".[test,examples,bench]", *CONSTRAINTS)
+    session.run("pytest", *(session.posargs or ("-m", "not gpu")))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job on real weights: examples/semantic_search.py as a server, two clients, and unshared."""
+    session.install("torch", "-e", ".[examples]", *CONSTRAINTS)
+    session.run("python", "examples/semantic_search_demo.py", *session.posargs)
