@@ -13,17 +13,19 @@ import hashlib
 import inspect
 import re
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
 from shared_rpc.wire.specs import EndpointSpec, Parameter
-from shared_rpc.wire.values import DtypeRef, canonical
+from shared_rpc.wire.values import DtypeRef, canonical, lower
 
 __all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+#: Characters of an unknown name that an error shows.
+_SHOWN = 100
 #: A key longer than this is replaced by its digest.
 _KEY_LIMIT = 512
 
@@ -45,7 +47,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
     chosen = name if name is not None else getattr(function, "__name__", "")
     if not _NAME.fullmatch(chosen):
         raise ConfigurationError(f"{chosen!r} cannot name an endpoint: use letters, digits, '_', '.' and '-'")
-    unknown = set(options) - set(EndpointSpec.__struct_fields__)
+    unknown = set(options) - _OPTIONS
     if unknown:
         raise TypeError(f"share() got an unexpected option {sorted(unknown)[0]!r}")
     parameters = tuple(_parameter(parameter) for parameter in inspect.signature(function).parameters.values())
@@ -57,12 +59,13 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
         **options,
     )
     for option, allowed in _ALLOWED.items():
-        if getattr(spec, option) not in allowed:
-            raise ConfigurationError(
-                f"endpoint {chosen!r}: {option}={getattr(spec, option)!r}; use {' or '.join(map(repr, allowed))}"
-            )
-    if spec.idle_ttl is not None and not spec.idle_ttl >= 0:
-        raise ConfigurationError(f"endpoint {chosen!r}: idle_ttl={spec.idle_ttl!r}; use seconds, or None for never")
+        value = getattr(spec, option)
+        # By type too: 1 is no True on the wire.
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise ConfigurationError(f"endpoint {chosen!r}: {option}={value!r}; use {' or '.join(map(repr, allowed))}")
+    ttl = spec.idle_ttl
+    if ttl is not None and (type(ttl) not in (int, float) or not ttl >= 0):
+        raise ConfigurationError(f"endpoint {chosen!r}: idle_ttl={ttl!r}; use seconds, or None for never")
     _check_template(spec)
     return spec
 
@@ -75,6 +78,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "managed": (True, False),
     "singleflight": (True, False),
 }
+_OPTIONS = {*_ALLOWED, "cache_format_key", "idle_ttl"}
 
 
 def _parameter(parameter: inspect.Parameter) -> Parameter:
@@ -83,8 +87,16 @@ def _parameter(parameter: inspect.Parameter) -> Parameter:
         return Parameter(parameter.name, int(parameter.kind), required=not variadic)
     # A default that is no plain data has no canonical text of its own; within one server it stands for itself.
     default = parameter.default
-    known = canonical(DtypeRef(str(default)[6:]) if type(default).__module__ == "torch" else default)
+    try:
+        known = canonical(lower(default, parameter.name, _dtype_by_name))
+    except CapabilityError:
+        known = None
     return Parameter(parameter.name, int(parameter.kind), required=False, default=known or f"<{default!r}>")
+
+
+def _dtype_by_name(value: Any, path: str) -> Any:
+    is_dtype = (type(value).__module__, type(value).__qualname__) == ("torch", "dtype")
+    return DtypeRef(str(value).removeprefix("torch.")) if is_dtype else value
 
 
 def _check_template(spec: EndpointSpec) -> None:
@@ -93,18 +105,32 @@ def _check_template(spec: EndpointSpec) -> None:
     names = {parameter.name for parameter in spec.parameters}
     open_ended = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in spec.parameters)
     where = f"endpoint {spec.name!r}: cache_format_key={spec.cache_format_key!r}"
+    if not isinstance(spec.cache_format_key, str):
+        raise ConfigurationError(f"{where}; use a format string, or None")
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(spec.cache_format_key) if field is not None]
+        fields = list(_fields(spec.cache_format_key))
     except ValueError as error:
         raise ConfigurationError(f"{where} is not a format string: {error}") from error
-    for field in fields:
-        name = re.split(r"[.\[]", field, maxsplit=1)[0]
+    for name in fields:
         if not name or name.isdecimal():
             raise ConfigurationError(f"{where} has a field without a name: name the argument, as in '{{hidden_size}}'")
         if name not in names and not open_ended:
             raise ConfigurationError(
                 f"{where} names {name!r}, which is none of its arguments ({', '.join(sorted(names)) or 'none'})"
             )
+
+
+def _fields(template: str) -> Iterator[str]:
+    """The names in a template, those in format specs (``{x:{width}}``) too.
+
+    :raises ValueError: if it is no format string.
+    """
+    for _, field, spec, conversion in string.Formatter().parse(template):
+        if field is not None:
+            if conversion not in (None, "r", "s", "a"):
+                raise ValueError(f"unknown conversion {conversion!r}, use 'r', 's' or 'a'")
+            yield re.split(r"[.\[]", field, maxsplit=1)[0]
+            yield from _fields(spec or "")
 
 
 class _Default(str):
@@ -177,9 +203,8 @@ def _fill(spec: EndpointSpec, bound: dict[str, Any]) -> str:
     for parameter in spec.parameters:
         if parameter.kind == inspect.Parameter.VAR_KEYWORD:
             values = {**bound.get(parameter.name, {}), **values}
-    named = {re.split(r"[.\[]", field, maxsplit=1)[0] for _, field, _, _ in string.Formatter().parse(template) if field}
-    for name in sorted(named & set(values)):
-        if not isinstance(values[name], (str, DtypeRef)) and canonical(values[name]) is None:
+    for name in sorted(set(_fields(template)) & set(values)):
+        if canonical(values[name]) is None:
             raise CapabilityError(
                 f"endpoint {spec.name!r}: cache_format_key={template!r} names {name!r}, which is a tensor or a module in this "
                 f"call: leave it out, or pass what distinguishes it beside it"
@@ -192,10 +217,17 @@ def _fill(spec: EndpointSpec, bound: dict[str, Any]) -> str:
         ) from error
 
 
+_NO_LITERALS = {text: float(text) for text in ("nan", "inf", "-inf")}
+
+
 def _unquoted(value: Any) -> Any:
     """A default as its value would print; texts lose the quotes that :func:`canonical` gave them."""
+    if type(value) is DtypeRef:
+        return str(value)
     if type(value) is not _Default:
         return value
+    if value in _NO_LITERALS:
+        return _NO_LITERALS[value]
     try:
         return ast.literal_eval(str(value))
     except (ValueError, SyntaxError):
@@ -235,6 +267,7 @@ class Registry:
         """
         spec = self._specs.get(name)
         if spec is None:
+            name = name[:_SHOWN]  # the time to find what is near grows with it
             near = difflib.get_close_matches(name, self._specs, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(sorted(self._specs)) or 'none'}"
             raise EndpointNotFound(f"the server has no endpoint {name!r}: {hint}")

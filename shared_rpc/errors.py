@@ -21,6 +21,7 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 __all__ = [
@@ -53,6 +54,11 @@ class SharedRPCError(Exception):
     def detail(self) -> dict[str, str]:
         """What this class carries beside its message."""
         return {}
+
+    def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
+        # An exception with keyword-only arguments would break the pool that brings it from a child process.
+        _, message, detail = _parts(self)
+        return type(self).restore, (message, detail)
 
 
 class ConfigurationError(SharedRPCError):
@@ -179,14 +185,39 @@ _BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPC
 
 
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
-    """``(code, message, detail)`` of an error that the library itself raised."""
+    """``(code, message, detail)`` of an error that the library itself raised. Never raises."""
+    code, message, detail = _parts(error)
+    return code, _sendable(message), {name: _sendable(text) for name, text in detail.items()}
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, also of an error whose ``__str__`` fails, be it with SystemExit."""
+    try:
+        return str(error)
+    except BaseException as problem:
+        return f"<its __str__ raised {type(problem).__name__}>"
+
+
+#: Characters. A longer text is cut in the middle: it must fit a frame, and somebody must read it.
+_TEXT_LIMIT = 1 << 16
+
+
+def _sendable(text: str) -> str:
+    if len(text) > _TEXT_LIMIT:
+        half = _TEXT_LIMIT // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+    # A file name that is not UTF-8 has surrogates (PEP 383), and MessagePack takes none.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _parts(error: BaseException) -> tuple[str, str, dict[str, str]]:
     if isinstance(error, RemoteError):
         return error.code, error.message, error.detail()
     if isinstance(error, SharedRPCError):
-        return error.code, str(error), error.detail()
+        return error.code, text_of(error), error.detail()
     if isinstance(error, TypeError):
-        return "signature", str(error), {}
-    return SharedRPCError.code, f"{type(error).__name__}: {error}", {}
+        return "signature", text_of(error), {}
+    return SharedRPCError.code, f"{type(error).__name__}: {text_of(error)}", {}
 
 
 def from_wire(code: str, message: str, detail: dict[str, str]) -> Exception:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime"]
 
 _LOCAL = "local"
+
+T = TypeVar("T")
 
 
 class Runtime(Protocol):
@@ -140,10 +142,10 @@ class LocalRuntime:
         """See :class:`Runtime`. The endpoint runs on the caller's loop."""
         ticket = self._enter(endpoint, args, kwargs)
         if not ticket.leads:
-            return await anyio.to_thread.run_sync(ticket.future.result, abandon_on_cancel=True)
+            return await _waited_for(ticket.future)
         lock = self._turn(ticket.spec)
         if lock is not None:
-            await anyio.to_thread.run_sync(lock.acquire)
+            await anyio.to_thread.run_sync(lock.acquire, limiter=anyio.CapacityLimiter(1))
         try:
             with self._leading(ticket):
                 ticket.value = await self._provider.endpoints[endpoint].function(*args, **kwargs)
@@ -303,20 +305,30 @@ class ServerRuntime:
                 f"async def and await it, or call it with anyio.to_thread.run_sync"
             )
         future = self._submit(endpoint, args, kwargs)
-        with self.server.lend_thread() if CHAIN.get() else nullcontext():
+        with self._wanted(future), self.server.lend_thread() if CHAIN.get() else nullcontext():
             return self._hand(future.result())
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`."""
         future = self._submit(endpoint, args, kwargs)
-        if self.server.on_loop():
-            return self._hand(await asyncio.wrap_future(future))
-        return self._hand(await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True))
+        with self._wanted(future):
+            if self.server.on_loop():
+                return self._hand(await asyncio.wrap_future(future))
+            return self._hand(await _waited_for(future))
 
     def _submit(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> concurrent.futures.Future[Delivery]:
         from shared_rpc.codec import lower_arguments
 
         return self.server.call(endpoint, lower_arguments(args, kwargs), args, kwargs)
+
+    @contextmanager
+    def _wanted(self, future: concurrent.futures.Future[Delivery]) -> Iterator[None]:
+        """A caller that is cancelled or interrupted leaves no lease behind: its handle is made, and dropped."""
+        try:
+            yield
+        except BaseException:
+            future.add_done_callback(lambda done: done.exception() or self._hand(done.result()))
+            raise
 
     def _hand(self, delivery: Delivery) -> Any:
         if not delivery.managed or delivery.stored is None:
@@ -357,6 +369,11 @@ class ServerRuntime:
             self.object_info(handle.object_id)
         except ConnectionClosed as error:
             raise StaleHandleError(str(error), reason="server_unreachable") from error
+
+
+async def _waited_for(future: concurrent.futures.Future[T]) -> T:
+    # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
+    return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
 
 
 def _handle(issuer: LocalRuntime | ServerRuntime, value: Any, stored: StoredObject) -> Handle[Any]:

@@ -84,7 +84,7 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
     ``/tmp/shared-tensor-<uid>/shared-tensor``.
     """
     environ = os.environ if environ is None else environ
-    chosen = os.fspath(base_path) if base_path is not None else environ.get(_BASE_PATH, "")
+    chosen = os.fspath(base_path) if base_path else environ.get(_BASE_PATH, "")
     if chosen:
         return os.path.abspath(os.path.expanduser(chosen))
     runtime = environ.get("XDG_RUNTIME_DIR", "")

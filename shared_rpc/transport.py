@@ -9,9 +9,11 @@ from __future__ import annotations
 import array
 import os
 import socket
+import stat
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
@@ -36,6 +38,20 @@ class Peer(NamedTuple):
 def peer_of(sock: socket.socket) -> Peer:
     """SO_PEERCRED: who called connect(2), or listen(2) on the server's side. See unix(7)."""
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def _refuse_sockets(fds: Iterable[int]) -> None:
+    """Memory is what travels here. Whoever held the other end of its own connection would never see that end.
+
+    :raises ProtocolError: if there is a socket among the descriptors, which stay the caller's to close.
+    """
+    sockets = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
+    for fd in sockets:
+        # Or close(2) may wait, for as long as the sender chose, for somebody who never reads.
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+    if sockets:
+        raise ProtocolError("a socket came where descriptors of memory are expected")
 
 
 class FrameSocket:
@@ -81,6 +97,7 @@ class FrameSocket:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
         self._decoder.feed(data, fds)
+        _refuse_sockets(fds)
         if flags & socket.MSG_CTRUNC:
             raise ProtocolError(
                 "file descriptors were lost on the way: this process is at its limit of open files (RLIMIT_NOFILE, ulimit -n)"
@@ -136,6 +153,9 @@ class FrameSocket:
             except TimeoutError:
                 raise
             except OSError as error:
+                # Some failures, as too many descriptors in flight, the other direction would not notice.
+                with suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
             for fd in fds:
                 os.close(fd)

@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from shared_rpc.client.operations import Reply, Request
@@ -28,6 +29,8 @@ __all__ = ["Connection", "raise_error"]
 
 #: Seconds a server has for the handshake, and for answering a cancellation.
 _PROMPT = 5.0
+#: Request ids have 32 bits, begin again after the last one, and 0 is the server's own.
+_IDS = (1 << 32) - 1
 
 
 class Connection:
@@ -40,7 +43,7 @@ class Connection:
         self.path = path
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket = FrameSocket(sock)
-        self._ids = itertools.count(1)
+        self._ids = itertools.count()
         self._usable = True
         try:
             sock.settimeout(min(timeout, _PROMPT))
@@ -95,7 +98,7 @@ class Connection:
         :raises DeadlineExceeded: in time; the connection stays good, because the server was told and has answered.
         :raises ConnectionClosed: if the server goes away.
         """
-        number = next(self._ids)
+        number = next(self._ids) % _IDS + 1
         sock = self._socket.sock
         self._usable = False
         try:
@@ -157,8 +160,13 @@ class Connection:
             return False
         return False
 
+    def hang_up(self) -> None:
+        """End the connection under a thread that waits on it, whose it is to :meth:`close` it."""
+        with suppress(OSError):  # the server was first
+            self._socket.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Hang up."""
+        """Hang up, and give up the descriptor."""
         self._socket.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
@@ -174,7 +174,7 @@ def call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str
     result: Result = yield from fetch(endpoint, args, kwargs, device)
     try:
         value = yield Work(lambda: _rebuild(result))
-    except SharedRPCError:
+    except (Exception, KeyboardInterrupt):
         if result.message.managed:
             yield from release([result.message.object_id])
         raise

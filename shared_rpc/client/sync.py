@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -183,11 +184,13 @@ class Client:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
         with self._lock:
             self._closed = True
-            self._idle.clear()
-            connections, self._connections = self._connections, set()
+            idle, self._idle = self._idle, []
+            waiting, self._connections = self._connections.difference(idle), set()
             self._session = None
-        for connection in connections:
+        for connection in idle:
             connection.close()
+        for connection in waiting:
+            connection.hang_up()  # the thread that waits on it is woken by that, and closes it
 
     def __enter__(self) -> Client:
         return self
@@ -215,21 +218,22 @@ class Client:
 
     def _run(self, operation: Operation[T], connect_timeout: float | None = None) -> T:
         deadline = time.monotonic() + (self._timeout if self._timeout is not None else 10 * 365 * 86400)
+        advance = functools.partial(operation.send, None)
         try:
-            step = operation.send(None)
             while True:
-                if isinstance(step, Work):
-                    try:
-                        outcome: Any = step.function()
-                    except SharedRPCError as error:
-                        step = operation.throw(error)
-                        continue
-                else:
-                    outcome = self._exchange(step, deadline, connect_timeout)
-                step = operation.send(outcome)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+                # Around this alone: an endpoint may raise StopIteration too.
+                try:
+                    step = advance()
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                if not isinstance(step, Work):
+                    advance = functools.partial(operation.send, self._exchange(step, deadline, connect_timeout))
+                    continue
+                try:
+                    advance = functools.partial(operation.send, step.function())
+                except BaseException as error:
+                    advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
 
@@ -237,14 +241,18 @@ class Client:
         connection = self._acquire(deadline, connect_timeout)
         try:
             reply = connection.exchange(request, deadline)
-        except BaseException:
-            if not connection.usable:
+        except BaseException as error:
+            if self._closed and isinstance(error, ConnectionClosed):
+                raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
+            if not connection.usable and not self._closed:
                 # Interrupted between request and reply: the session must outlive the connection.
                 self._replace(connection)
             raise
         finally:
             if connection.usable:
                 self._put_back(connection)
+            elif self._closed:
+                self._drop(connection)
         return reply
 
     def _acquire(self, deadline: float, connect_timeout: float | None) -> Connection:

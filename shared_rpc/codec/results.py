@@ -35,6 +35,7 @@ def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
     """
     check_result(value, endpoint, kind)
     scan = Scan(kind)
+    MAPPINGS.drain()
     with collector.paused():
         skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
         placement = place(scan, access, rebind=True)
@@ -47,6 +48,7 @@ def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequenc
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
+    MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
     with MAPPINGS.attach(segments) as mappings, collector.paused():
         tensors, storages = tensors_of(_tables.decode(table), mappings)
         try:

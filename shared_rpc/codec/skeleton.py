@@ -6,6 +6,7 @@ sparse, quantised) is taken apart by torch's own reduction, and only its storage
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import sys
@@ -190,6 +191,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
         if isinstance(obj, torch.nn.Module) and "parametrizations" in obj.__dict__.get("_modules", ()):
             return _reduce_parametrized(obj)
+        if isinstance(obj, torch.nn.Module) and _restores_plainly(type(obj)):
+            return copyreg.__newobj__, (type(obj),), obj.__dict__, None, None, _set_dict  # type: ignore[attr-defined]
         return super().reducer_override(obj)
 
 
@@ -209,7 +212,32 @@ def _make_parametrized(base: type[torch.nn.Module], names: tuple[str, ...]) -> t
 
 
 def _set_dict(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    module.__dict__.update(state)
+    # What nn.Module.__setstate__ comes to, at a tenth of its time, where both sides have the same attributes.
+    if state.keys() >= _MODULE_ATTRIBUTES:
+        module.__dict__.update(state)
+    else:
+        torch.nn.Module.__setstate__(module, state)  # type: ignore[no-untyped-call]
+
+
+_MODULE_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
+
+
+def _restores_plainly(kind: type) -> bool:
+    """Whether pickling a module of that class comes to its ``__dict__``."""
+    own = {name for base in kind.__mro__ if base not in (torch.nn.Module, object) for name in base.__dict__}
+    return not own & _PICKLING
+
+
+_PICKLING = {
+    "__getnewargs__",
+    "__getnewargs_ex__",
+    "__getstate__",
+    "__new__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__setstate__",
+    "__slots__",
+}
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:

@@ -35,7 +35,7 @@ def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tens
     if entry.neg:
         tensor = torch._neg_view(tensor)
     if entry.parameter:
-        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+        return torch.Tensor._make_subclass(torch.nn.Parameter, tensor, entry.requires_grad)
     return tensor.requires_grad_() if entry.requires_grad else tensor
 
 

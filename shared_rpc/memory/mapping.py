@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,9 @@ class MappingTable:
         self._mappings: dict[tuple[str, Access], Mapping] = {}
         self._by_address: list[tuple[int, Mapping]] = []
         self._gone: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
+        self._draining = threading.Lock()
+        #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
+        self._unused: list[Mapping] = []
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -96,25 +99,16 @@ class MappingTable:
         publish the memory again.
         """
         mappings: list[Mapping] = []
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 for segment in segments:
                     mapping = self._mappings.get((segment.info.id, segment.info.access))
                     if mapping is None:
-                        kept = segment.duplicate() if keep else None
-                        try:
-                            mapping = self._add(segment.info, backend_for(segment.info.device), segment, keep=False)
-                        except BaseException:
-                            if kept is not None:
-                                kept.close()
-                            raise
-                        mapping.segment = kept
+                        mapping = self._add(segment.info, backend_for(segment.info.device), segment, keep=False)
                     mapping.pins += 1
                     mappings.append(mapping)
-            except BaseException:
-                self._unpin(mappings)
-                raise
-        try:
+                    if keep and mapping.segment is None:
+                        mapping.segment = segment.duplicate()
             yield mappings
         finally:
             self._unpin(mappings)
@@ -149,7 +143,7 @@ class MappingTable:
     def _user_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._gone.put(loan)
-        REAPER.submit(self.drain)
+        REAPER.submit(self._drain_in_background)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """The mapping that holds ``address`` and the offset in it, in bytes."""
@@ -162,56 +156,74 @@ class MappingTable:
             return (mapping, offset) if offset < mapping.info.nbytes else None
 
     def drain(self) -> None:
-        """Unmap what nothing uses any more, after waiting for the device. Never called in a finaliser."""
+        """Unmap what nothing uses any more, after waiting for the device: a safe point. Never called in a finaliser.
+
+        What a device does not let itself be waited for stays until the next safe point.
+        """
+        self._drain(lambda backend: backend.synchronize())
+
+    def _drain_in_background(self) -> None:
+        self._drain(lambda backend: backend.unmaps_in_background)
+
+    def _drain(self, may_unmap: Callable[[Backend], bool]) -> None:
+        # One at a time, so that whoever drains finds the memory gone when it returns.
+        with self._draining:
+            self._settle()
+            self._unmap(may_unmap)
+
+    def _settle(self) -> None:
+        """End the loans of the objects that are gone."""
         gone: list[_Loan] = []
         while True:
             try:
                 gone.append(self._gone.get_nowait())
             except queue.Empty:
                 break
-        if not gone:
-            return
         with self._lock:
             for loan in gone:
                 del loan.mapping.loans[id(loan)]
-            unused = self._forget_unused({id(loan.mapping): loan.mapping for loan in gone}.values())
-        _unmap(unused)
+            self._forget_unused({id(loan.mapping): loan.mapping for loan in gone}.values())
 
     def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
             for mapping in mappings:
                 mapping.pins -= 1
-            unused = self._forget_unused({id(mapping): mapping for mapping in mappings}.values())
-        _unmap(unused)
+            self._forget_unused({id(mapping): mapping for mapping in mappings}.values())
+        if self._unused:
+            self.drain()
 
-    def _forget_unused(self, mappings: Iterable[Mapping]) -> list[Mapping]:
-        unused = [mapping for mapping in mappings if mapping.users == 0]
+    def _forget_unused(self, mappings: Iterable[Mapping]) -> None:
+        for mapping in mappings:
+            if mapping.users == 0:
+                del self._mappings[mapping.info.id, mapping.info.access]
+                self._by_address.remove((mapping.address, mapping))
+                self._unused.append(mapping)
+
+    def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
+        # Not under the table's lock: a kernel that still runs must not hold up other threads.
+        with self._lock:
+            unused, self._unused = self._unused, []
+        ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
+        with self._lock:
+            self._unused += [mapping for mapping in unused if mapping.backend not in ready]
         for mapping in unused:
-            del self._mappings[mapping.info.id, mapping.info.access]
-            self._by_address.remove((mapping.address, mapping))
-        return unused
+            if mapping.backend in ready:
+                mapping.backend.unmap(mapping.address, mapping.info.nbytes)
+                if mapping.segment is not None:
+                    mapping.segment.close()
 
     def __len__(self) -> int:
-        return len(self._mappings)
+        return len(self._mappings) + len(self._unused)
 
     def _after_fork(self) -> None:
         # Another thread may have held the lock. Host mappings are inherited and stay; their descriptors need not.
         self._lock = threading.RLock()
         self._gone = queue.SimpleQueue()
+        self._draining = threading.Lock()
         for mapping in self._mappings.values():
             if mapping.segment is not None:
                 mapping.segment.close()
                 mapping.segment = None
-
-
-def _unmap(unused: list[Mapping]) -> None:
-    # Not under the table's lock: a kernel that still runs must not hold up other threads.
-    for backend in {id(mapping.backend): mapping.backend for mapping in unused}.values():
-        backend.synchronize()
-    for mapping in unused:
-        mapping.backend.unmap(mapping.address, mapping.info.nbytes)
-        if mapping.segment is not None:
-            mapping.segment.close()
 
 
 MAPPINGS = MappingTable()

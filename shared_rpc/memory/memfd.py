@@ -73,8 +73,11 @@ class MemfdBackend:
         """Refuse later writable mappings (F_SEAL_FUTURE_WRITE, Linux 5.1)."""
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
 
-    def synchronize(self) -> None:
+    unmaps_in_background = True
+
+    def synchronize(self) -> bool:
         """Nothing is queued on the host."""
+        return True
 
     def unmap(self, address: int, nbytes: int) -> None:
         """munmap(2)."""

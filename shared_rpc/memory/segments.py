@@ -113,8 +113,15 @@ class Backend(Protocol):
     def seal(self, fd: int) -> None:
         """Refuse every later writable mapping, where the device can; mappings that exist stay as they are."""
 
-    def synchronize(self) -> None:
-        """Wait until no queued work can touch mapped memory; required before :meth:`unmap`."""
+    @property
+    def unmaps_in_background(self) -> bool:
+        """Whether a thread of the library may unmap at any time. On a GPU that would disturb what the process does there."""
+
+    def synchronize(self) -> bool:
+        """Wait until no queued work can touch mapped memory; required before :meth:`unmap`.
+
+        :returns: False if the device must not be waited for now, because it would break a CUDA graph's capture.
+        """
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Undo :meth:`map`. The memory goes back to the system with its last mapping and descriptor."""

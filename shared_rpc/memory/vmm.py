@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ _ACCESS = {
     "read_write": driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
     "read": driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
 }
+
+
+#: Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp).
+_TORCH_POOL = 32
 
 
 class _DriverError(RuntimeError):
@@ -113,6 +118,7 @@ class VmmBackend:
     def __init__(self, uuid: str, ordinal: int) -> None:
         self.uuid = uuid
         self.ordinal = ordinal
+        self._pool: tuple[int, ...] = ()
         self._device = _check(driver.cuDeviceGet(ordinal))
         # Retained for the life of the process: it is the context torch uses, and mappings need one to be current.
         self._context = _check(driver.cuDevicePrimaryCtxRetain(self._device))
@@ -198,10 +204,43 @@ class VmmBackend:
     def seal(self, fd: int) -> None:
         """CUDA has no seal: a consumer maps read-only because it was told to."""
 
-    def synchronize(self) -> None:
-        """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access."""
-        with self._current():
-            _check(driver.cuCtxSynchronize())
+    unmaps_in_background = False
+
+    def synchronize(self) -> bool:
+        """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access.
+
+        Waiting for a context while one of its streams is being captured fails and invalidates the capture, whichever
+        thread waits (measured on CUDA 13, in every capture mode). So torch's streams are looked at first.
+        """
+        try:
+            with self._current():
+                if any(self._captures(stream) for stream in self._torch_streams()):
+                    return False
+                _check(driver.cuCtxSynchronize())
+        except _DriverError:
+            return False  # the context is broken, by a kernel of the user's perhaps: its memory goes with the process
+        return True
+
+    @staticmethod
+    def _captures(stream: int) -> bool:
+        none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return bool(_check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none)
+
+    def _torch_streams(self) -> tuple[int, ...]:
+        """The handles of torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return ()
+        if not self._pool:
+            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was.
+            lowest, highest = torch.cuda.Stream.priority_range()
+            self._pool = tuple(
+                torch.cuda.Stream(self.ordinal, priority=priority).cuda_stream
+                for priority in range(highest, lowest + 1)
+                for _ in range(_TORCH_POOL)
+            )
+        current = torch.cuda.current_stream(self.ordinal).cuda_stream
+        return (*self._pool, current) if current else self._pool
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmap and give the address range back."""

@@ -86,6 +86,7 @@ class Core:
         self._serialized: dict[str, anyio.Lock] = {}
         self._scopes: dict[Flight[Waiter], anyio.CancelScope] = {}
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._stopped = False
         self._wake_sweeper = anyio.Event()
 
     async def run(self, *, started: anyio.Event) -> None:
@@ -99,7 +100,8 @@ class Core:
             self.stop()
 
     def stop(self) -> None:
-        """Release every waiter and drop every object."""
+        """Release every waiter and drop every object. Calls that come later are refused."""
+        self._stopped = True
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
         for flight in self.calls:
             self._close(flight, gone)
@@ -121,6 +123,8 @@ class Core:
         """
         self.counters["calls"] += 1
         try:
+            if self._stopped:
+                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
             spec = self.registry.get(endpoint)
             key = cache_key(spec, bind(spec, *lowered))
             check_chain(spec, key, chain)
@@ -133,7 +137,7 @@ class Core:
         if stored is not None:
             _close_arguments(arguments)
             self.counters["cache_hits"] += 1
-            self._deliver(waiter, spec, stored.record, stored.live, stored)
+            self._deliver([waiter], spec, stored.record, stored.live, stored)
             return
         waiter.flight = self.calls.join(key, waiter) if spec.singleflight else None
         if waiter.flight is not None:
@@ -249,30 +253,29 @@ class Core:
         waiters = self.calls.close(flight)
         record = outcome.record
         if record is None or (key is None and not (spec.managed and waiters)):
-            for waiter in waiters:
-                self._deliver(waiter, spec, record, outcome.live, None)
+            self._deliver(waiters, spec, record, outcome.live, None)
             if record is not None:
                 record.close()
             return
         stored = self.objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
-        for waiter in waiters:
-            self._deliver(waiter, spec, record, outcome.live, stored)
+        self._deliver(waiters, spec, record, outcome.live, stored)
         self._settle(stored.object_id)
 
     def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
         for waiter in self.calls.close(flight):
             self.counters["failures"] += 1
-            waiter.flight = None
-            waiter.deliver(failure)
+            _tell(waiter, failure)
 
     def _deliver(
-        self, waiter: Waiter, spec: EndpointSpec, record: Record | None, live: Any, stored: StoredObject | None
+        self, waiters: Sequence[Waiter], spec: EndpointSpec, record: Record | None, live: Any, stored: StoredObject | None
     ) -> None:
-        waiter.flight = None
         managed = spec.managed and stored is not None
         if managed and stored is not None:
-            self.leases.grant(waiter.session, stored.object_id)
-        waiter.deliver(Delivery(record, live, stored, managed))
+            # All of them before anybody is told: one who gives its lease back at once must not end the others'.
+            for waiter in waiters:
+                self.leases.grant(waiter.session, stored.object_id)
+        for waiter in waiters:
+            _tell(waiter, Delivery(record, live, stored, managed))
 
     def _settle(self, object_id: str) -> None:
         self.objects.settle(object_id)
@@ -281,6 +284,7 @@ class Core:
     def _dropped(self, stored: StoredObject) -> None:
         stored.record.close()
         stored.live = None
+        self._executor.reclaim()
         _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
 
     async def _sweep(self) -> None:
@@ -289,6 +293,15 @@ class Core:
             pause = self.objects.expire()
             with anyio.move_on_after(pause if pause is not None else float("inf")):
                 await self._wake_sweeper.wait()
+
+
+def _tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
+    """What goes wrong with one waiter must not reach the next, and not end the server."""
+    waiter.flight = None
+    try:
+        waiter.deliver(outcome)
+    except Exception:
+        _log.exception("a waiter of session %s could not be told", waiter.session)
 
 
 def _close_arguments(arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]) -> None:

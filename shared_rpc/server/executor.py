@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import cloudpickle
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import RemoteError, SharedRPCError, to_wire
+from shared_rpc.errors import RemoteError, SharedRPCError, text_of, to_wire
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.reaper import REAPER
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.threads import WorkerThreads
 
@@ -67,19 +69,19 @@ class Failure:
     @classmethod
     def raised(cls, error: BaseException) -> Failure:
         """Of what an endpoint raised."""
-        text = "".join(traceback.format_exception(error))
+        text = _traceback(error)
         name = (
             type(error).__qualname__
             if type(error).__module__ == "builtins"
             else f"{type(error).__module__}.{type(error).__qualname__}"
         )
-        remote = RemoteError(str(error), type_name=name, traceback=text)
+        remote = RemoteError(text_of(error), type_name=name, traceback=text)
         pickled = b""
         # SystemExit and the like end the process that raised them, and must not end the caller's.
         if isinstance(error, Exception):
             try:
                 pickled = cloudpickle.dumps(error)
-            except Exception:
+            except BaseException:  # of its own methods too nothing may get past the waiters
                 pickled = b""
         local = error if isinstance(error, Exception) else remote
         return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
@@ -87,6 +89,9 @@ class Failure:
 
 class Executor(Protocol):
     """Where endpoints run."""
+
+    def reclaim(self) -> None:
+        """An object was dropped: give back the memory that only its live value held. Does not wait."""
 
     async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
         """Run one endpoint; ``begun`` is called when its work starts. Never raises what the endpoint raised.
@@ -117,6 +122,11 @@ class InProcessExecutor:
         """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
         return self._threads.lend()
 
+    def reclaim(self) -> None:
+        """See :class:`Executor`."""
+        REAPER.start()
+        REAPER.submit(MAPPINGS.drain)
+
     def close(self) -> None:
         """Let idle threads end; a thread that runs an endpoint ends with it, or with the process."""
         self._threads.close()
@@ -145,15 +155,11 @@ class InProcessExecutor:
             return loaded
         args, kwargs = loaded.live
         CHAIN.set(invocation.chain)
-        try:
-            value = await endpoint.function(*args, **kwargs)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return Failure.raised(error)
-        except BaseException as error:
-            return Failure.raised(error)
+        # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
+        outcome = await asyncio.create_task(_awaited(endpoint.function(*args, **kwargs)))
+        if isinstance(outcome, Failure):
+            return outcome
+        value = outcome.live
         return await self._threads.run(lambda: _guarded(lambda: self._publish(endpoint, invocation, value)), _nothing)
 
     def _call(self, endpoint: Endpoint, invocation: Invocation) -> Produced:
@@ -176,6 +182,13 @@ class InProcessExecutor:
         return Produced(publish(value, self._kind, endpoint.spec.access, endpoint.spec.name), value)
 
 
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as problem:
+        return f"<the traceback cannot be shown: {type(problem).__name__}>"
+
+
 def _nothing() -> None:
     pass
 
@@ -189,6 +202,16 @@ def _load(invocation: Invocation) -> tuple[Any, Any]:
         return decode_arguments(invocation.arguments)
     finally:
         invocation.arguments.close()
+
+
+async def _awaited(work: Awaitable[Any]) -> Produced | Failure:
+    """:func:`_guarded` for what is awaited. SystemExit would end the loop, and every waiter would hang."""
+    try:
+        return Produced(None, await work)
+    except SharedRPCError as error:
+        return Failure.of(error)
+    except BaseException as error:
+        return Failure.raised(error)
 
 
 def _guarded(work: Callable[[], Produced]) -> Produced | Failure:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy
 from shared_rpc.memory.devices import device_kind, device_tag
@@ -107,9 +108,9 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path = self.socket_path
-        listener = bind_socket(path)
         executor = InProcessExecutor(self._provider.endpoints, device_kind(device), self._max_workers)
         core = Core(self._provider.registry, executor, device, max_bytes=self._max_bytes)
+        listener = bind_socket(path)
         self._running = _Running(core, executor, listener, path, self._uids, self._max_connections)
         self._running.start()
         self._provider.serve_with(self)
@@ -131,6 +132,7 @@ class Server:
         """A call of this process's own: through the cache, and with the live value for a result."""
         running = self._need_running()
         future: concurrent.futures.Future[Delivery] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # a caller that goes away does not keep the lease from being given back
         waiter = Waiter(_LOCAL_SESSION, functools.partial(_settle, future), local=True)
         chain = CHAIN.get()
         running.post(lambda: running.core.call(waiter, endpoint, lowered, (args, kwargs), chain))
@@ -219,6 +221,10 @@ class _Running:
         self._connections: set[Connection] = set()
         self._scope: anyio.CancelScope
         self._posted: deque[Callable[[], object]] = deque()
+        self._posting = threading.Lock()
+        self._ended = False
+        self._removing = threading.Lock()
+        self._removed = False
         self._mail: asyncio.Event
         self._ready = threading.Event()
         self._started = time.monotonic()
@@ -234,32 +240,43 @@ class _Running:
         return threading.current_thread() is self.thread
 
     def post(self, job: Callable[[], object]) -> None:
-        """Have the loop run ``job``, which must not raise; from any thread.
+        """Have the loop run ``job``, which must not raise; from any thread. One that was taken is run, come what may.
 
         :raises ConnectionClosed: if the loop has ended.
         """
-        self._posted.append(job)
-        try:
+        with self._posting:
+            if self._ended:
+                raise ConnectionClosed(f"the server of this process at {self._path} was stopped")
+            self._posted.append(job)
+        with suppress(RuntimeError):  # the loop was closed just now: what it left is run after it
             self.loop.call_soon_threadsafe(self._mail.set)
-        except RuntimeError as error:
-            raise ConnectionClosed(f"the server of this process at {self._path} was stopped") from error
 
-    async def _run_posted(self) -> None:
+    async def _answer_posts(self) -> None:
         while True:
             await self._mail.wait()
             self._mail.clear()
-            while self._posted:
-                self._posted.popleft()()
+            self._run_posted()
+
+    def _run_posted(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
 
     def stop(self) -> None:
         if self.pid != os.getpid():
             return
+        self._remove_socket()
         with suppress(ConnectionClosed):
             self.post(self._scope.cancel)
         if not self.here():
             self.thread.join(_STOP_TIMEOUT)
-        remove_socket(self._path, self._inode)
         self.executor.close()
+
+    def _remove_socket(self) -> None:
+        # Once, and while it still listens: the next server's socket may get the same path and the same inode number.
+        with self._removing:
+            if not self._removed:
+                self._removed = True
+                remove_socket(self._path, self._inode)
 
     def facts(self) -> dict[str, Any]:
         return self.core.info() | {
@@ -277,6 +294,9 @@ class _Running:
         except BaseException:
             _log.exception("the server at %s failed", self._path)
         finally:
+            with self._posting:
+                self._ended = True
+            self._run_posted()
             self._ready.set()
 
     async def _main(self) -> None:
@@ -287,7 +307,7 @@ class _Running:
                 running = anyio.Event()
                 tasks.start_soon(functools.partial(self.core.run, started=running))
                 await running.wait()
-                tasks.start_soon(self._run_posted)
+                tasks.start_soon(self._answer_posts)
                 self._ready.set()
                 try:
                     await self._accept(tasks)
@@ -297,6 +317,8 @@ class _Running:
 
     async def _accept(self, tasks: anyio.abc.TaskGroup) -> None:
         while True:
+            # However many connect, those who are connected have their turn.
+            await anyio.lowlevel.checkpoint()
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
 from shared_rpc.server.core import Core, Delivery, Waiter
@@ -37,6 +38,8 @@ _log = logging.getLogger("shared_rpc.server")
 _HANDSHAKE_TIMEOUT = 10.0
 #: Bytes of replies a client may leave unread before the server stops reading its requests.
 _BACKPRESSURE = 1 << 20
+#: Calls of one connection that may be under way at once; each costs the server some kilobytes.
+_MAX_CALLS = 10_000
 #: Requests of one connection after which the others have their turn.
 _TURN = 64
 
@@ -187,24 +190,24 @@ class Connection:
             if drained is not None:
                 drained.set()
 
-    def _reply(self, request_id: int, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """Queue a reply, and write as much as goes at once. Never waits, never raises."""
+    def _reply(self, request_id: int, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+        """Queue a reply, and write as much as goes at once. Never waits, never raises; False if an error went instead."""
         if self._closed:
-            return
+            return False
+        sent = True
         try:
             self._socket.queue(message, request_id, payload, fds)
         except (OSError, ProtocolError) as error:
             _log.error("a reply to pid %d cannot be sent: %s", self.peer.pid, error)
             text = f"the server cannot send the reply: {error}"
             self._socket.queue(m.Error(CapabilityError.code, text), request_id)
-        if self._drained is not None:
-            return
-        try:
-            if not self._socket.flush():
+            sent = False
+        # Where the connection broke, the reading side sees it too, and ends it.
+        with suppress(ConnectionClosed):
+            if self._drained is None and not self._socket.flush():
                 self._drained = anyio.Event()
                 self._tasks.start_soon(self._drain)
-        except ConnectionClosed:
-            return  # the reading side sees it too, and ends the connection
+        return sent
 
     def _welcome(self, frame: Frame) -> None:
         try:
@@ -252,6 +255,8 @@ class Connection:
         assert self.session is not None, "a call before the handshake"
         if frame.request_id in self._waiters:
             raise ProtocolError(f"request id {frame.request_id} is in use")
+        if len(self._waiters) >= _MAX_CALLS:
+            raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
         args = [decode(value) for value in message.args]
         kwargs = {name: decode(value) for name, value in message.kwargs.items()}
         if (
@@ -279,18 +284,16 @@ class Connection:
             return
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a call from another process needs a record"
-        self._reply(
-            request_id,
-            m.Result(
-                object_id=stored.object_id if stored is not None else "",
-                generation=stored.generation if stored is not None else 1,
-                managed=outcome.managed,
-                table=msgspec.Raw(record.table),
-                segments=[segment.info for segment in record.segments],
-            ),
-            record.skeleton,
-            tuple(segment.fileno() for segment in record.segments),
+        message = m.Result(
+            object_id=stored.object_id if stored is not None else "",
+            generation=stored.generation if stored is not None else 1,
+            managed=outcome.managed,
+            table=msgspec.Raw(record.table),
+            segments=[segment.info for segment in record.segments],
         )
+        fds = tuple(segment.fileno() for segment in record.segments)
+        if not self._reply(request_id, message, record.skeleton, fds) and outcome.managed and self.session is not None:
+            self._core.release(self.session.session_id, [message.object_id])
 
     def _cancel(self, frame: Frame, message: m.Cancel) -> None:
         waiter = self._waiters.pop(frame.request_id, None)

@@ -131,6 +131,8 @@ class ObjectStore:
         if stored is not None:
             # The time a session held it was no idle time.
             stored.last_accessed_at = self._now()
+            if stored.listed and stored.cache_key is not None:
+                self._by_key.move_to_end(stored.cache_key)
             self._drop_if_unkept(stored)
         self._keep_to_budget()
 

@@ -43,10 +43,13 @@ MAX_FDS = 4 * FDS_PER_MESSAGE
 
 @dataclass(frozen=True)
 class Limits:
-    """What a frame may announce, in bytes. Checked on the header, before anything is buffered."""
+    """What a frame may announce, in bytes. Checked on the header, before anything is buffered, and by the sender."""
 
     body: int = 64 << 20
     payload: int = 512 << 20
+
+
+_LIMITS = Limits()
 
 
 @dataclass
@@ -73,10 +76,15 @@ class Frame:
 def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
     """The buffers of a frame, to be sent in order; ``fds`` is the number of descriptors that go with it.
 
-    :raises ProtocolError: if it needs more descriptors than a frame can carry.
+    :raises ProtocolError: if the other side would refuse it: too many descriptors or bytes. The connection stays good.
     """
     if fds > MAX_FDS:
         raise ProtocolError(f"a frame with {fds} file descriptors; the protocol allows {MAX_FDS}")
+    if len(body) > _LIMITS.body or len(payload) > _LIMITS.payload:
+        raise ProtocolError(
+            f"a frame of {len(body)} + {len(payload)} bytes; the limits are {_LIMITS.body} + {_LIMITS.payload}: "
+            f"large data travels as tensors"
+        )
     header = _HEADER.pack(MAGIC, VERSION, kind, fds, request_id, len(body), len(payload))
     return [header + body, payload] if payload else [header + body]
 
@@ -88,7 +96,7 @@ class FrameDecoder:
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or _LIMITS
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
         self._header: tuple[int, int, int, int, int] | None = None

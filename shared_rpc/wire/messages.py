@@ -170,8 +170,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_message(message: Message) -> tuple[int, bytes]:
-    """``(kind, body)`` for a frame."""
-    return _NUMBERS[type(message)], _encode(message)
+    """``(kind, body)`` for a frame.
+
+    :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
+    """
+    try:
+        return _NUMBERS[type(message)], _encode(message)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise ProtocolError(f"a {type(message).__name__} message cannot be written: {error}") from error
 
 
 def decode_message(frame: Frame) -> Message:

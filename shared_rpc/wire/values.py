@@ -18,6 +18,9 @@ __all__ = ["DtypeRef", "SkeletonRef", "TensorRef", "canonical", "decode", "encod
 #: Nesting deeper than this is refused: it is never meant, and recursion has an end.
 _DEPTH = 64
 
+#: Integers of more bits are written in hexadecimal: Python refuses to write long ones in decimal, and is slow at it.
+_DECIMAL_BITS = 256
+
 _TUPLE, _INT, _COMPLEX, _TENSOR, _SKELETON, _DTYPE = range(1, 7)
 
 
@@ -38,7 +41,7 @@ class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"torch.{self.name}"
 
 
@@ -48,9 +51,11 @@ Leaf = Callable[[Any, str], Any]
 def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
     """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes, complex):
+    if value is None or kind in (bool, int, float, bytes, complex):
         return value
-    if depth > _DEPTH:
+    if kind is str:
+        return _text(value, path)
+    if kind in (list, tuple, dict) and depth >= _DEPTH:
         raise CapabilityError(f"{path} is nested deeper than {_DEPTH} levels")
     if kind is list or kind is tuple:
         return kind(lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
@@ -58,15 +63,27 @@ def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
         for key in value:
             if type(key) is not str:
                 raise CapabilityError(f"{path} has the key {key!r}: the keys of a dict in a call are strings")
+            _text(key, f"a key of {path}")
         return {key: lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
     return leaf(value, path)
+
+
+def _text(value: str, path: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise CapabilityError(
+                f"{path} is no text: {value!r} has a surrogate at position {error.start}; pass os.fsencode(...) of a file name"
+            ) from None
+    return value
 
 
 def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
     """:func:`lower` for all arguments of a call."""
     return (
         [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
-        {name: lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
+        {_text(name, "an argument's name"): lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
     )
 
 
@@ -96,6 +113,8 @@ def canonical(value: Any) -> str | None:
     The type counts: ``1``, ``1.0`` and ``True`` differ. The order of a dict does not.
     """
     kind = type(value)
+    if kind is int and value.bit_length() > _DECIMAL_BITS:
+        return hex(value)
     if value is None or kind in (bool, int, float, complex, str, bytes):
         return repr(value)
     if kind is DtypeRef:
@@ -116,7 +135,7 @@ def encode(value: Any) -> Any:
     """A lowered value in terms of MessagePack."""
     kind = type(value)
     if kind is int and not -(1 << 63) <= value < (1 << 64):
-        return _ext(_INT, str(value).encode())
+        return _ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
     if kind is list:
         return [encode(item) for item in value]
     if kind is dict:
@@ -146,35 +165,43 @@ def decode(value: Any, depth: int = 0) -> Any:
 
     :raises ProtocolError: for anything that :func:`encode` does not write.
     """
-    if depth > _DEPTH:
-        raise ProtocolError(f"an argument is nested deeper than {_DEPTH} levels")
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
     if isinstance(value, msgspec.msgpack.Ext):
         return _decode_ext(value, depth)
+    _check_depth(depth)
     if isinstance(value, list):
         return [decode(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise ProtocolError("an argument has a dict with keys that are not strings")
         return {key: decode(item, depth + 1) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
     raise ProtocolError(f"an argument is a {type(value).__name__}")
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= _DEPTH:
+        raise ProtocolError(f"an argument is nested deeper than {_DEPTH} levels")
 
 
 def _decode_ext(ext: msgspec.msgpack.Ext, depth: int) -> Any:
     data = bytes(ext.data)
     try:
         if ext.code == _TUPLE:
+            _check_depth(depth)
             items = msgspec.msgpack.decode(data)
             if not isinstance(items, list):
                 raise ProtocolError("a tuple argument does not hold a list")
             return tuple(decode(item, depth + 1) for item in items)
         if ext.code == _INT:
-            return int(data)
+            return int.from_bytes(data, "big", signed=True)
         if ext.code == _COMPLEX:
             return complex(*_pairs.decode(data))
         if ext.code in _references:
-            return _references[ext.code].decode(data)
+            reference = _references[ext.code].decode(data)
+            if isinstance(reference, DtypeRef) and not reference.name.isidentifier():
+                raise ProtocolError(f"{reference.name!r} cannot name a dtype")
+            return reference
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"an argument cannot be read: {error}") from error
     raise ProtocolError(f"an argument has the unknown extension type {ext.code}")

@@ -1,0 +1,96 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(name="benchmarks", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Where to write the numbers; benchmarks/results/<name>.json.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Shape = Annotated[str | None, typer.Option(help="llama-3-8b (on a GPU by default), small (on the host by default) or tiny.")]
+
+
+@app.command()
+def attach(
+    shape: Shape = None,
+    device: Device = "auto",
+    fresh: Annotated[int, typer.Option(help="Fresh processes that attach, of each kind.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Later attaches in each process, held and released.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Processes that go through the sweeps; 0 for no sweeps.")] = 2,
+    tensors: Annotated[str, typer.Option(help="The sweep over tensors.")] = "10,100,1000,10000",
+    megabytes: Annotated[str | None, typer.Option(help="The sweep over megabytes; up to 100 on the host, 10000 on a GPU.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Load the model from a file that is written to this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """A module of many tensors: the first attach of a process, later ones, and what they cost in memory."""
+    from benchmarks.attach import Settings, run
+
+    run(
+        Settings(
+            device=device,
+            shape=shape,
+            fresh=fresh,
+            repeats=repeats,
+            rounds=rounds,
+            tensors=_numbers(tensors),
+            megabytes=_numbers(megabytes) if megabytes is not None else None,
+            checkpoint=checkpoint,
+        ),
+        json,
+    )
+
+
+@app.command()
+def rpc(
+    cuda: Annotated[bool, typer.Option("--cuda", help="Tensors on the GPU, beside shared-tensor.")] = False,
+    rounds: Annotated[int, typer.Option(help="Turns that each side has.")] = 10,
+    calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 300,
+    processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
+    megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
+    json: Json = None,
+) -> None:
+    """Round trips: ping, direct and managed calls, a large argument; import and command line."""
+    from benchmarks.rpc import run
+
+    run(cuda=cuda, rounds=rounds, calls=calls, processes=processes, mebibytes=megabytes, path=json)
+
+
+@app.command()
+def scale(
+    idle: Annotated[str, typer.Option(help="Idle connections, ascending.")] = "0,100,1000",
+    rounds: Annotated[int, typer.Option(help="Turns at each number of idle connections.")] = 5,
+    calls: Annotated[int, typer.Option(help="Pings in a turn.")] = 300,
+    clients: Annotated[int | None, typer.Option(help="Processes that attach at once; one a core by default, 8 at most.")] = None,
+    killed: Annotated[int, typer.Option(help="Light clients killed with SIGKILL.")] = 200,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a server that does not answer.")] = 1.0,
+    shape: Shape = None,
+    json: Json = None,
+) -> None:
+    """Many clients: idle ones, those that attach at once, those that are killed. On host memory."""
+    from benchmarks.scale import run
+
+    run(
+        idle=_numbers(idle),
+        rounds=rounds,
+        calls=calls,
+        clients=clients,
+        killed=killed,
+        patience=patience,
+        shape=shape or "small",
+        path=json,
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: use numbers with commas between them, such as 10,100") from None
+
+
+if __name__ == "__main__":
+    app()

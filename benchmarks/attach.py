@@ -1,0 +1,228 @@
+"""Attaching a module: what the first client process and every later call pays, in time and in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.echo import Echo
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer, missing
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers, Started
+from benchmarks.stats import Sample
+from benchmarks.targets import GOALS, Goal
+
+__all__ = ["Settings", "run"]
+
+#: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
+_TENSOR_BYTES, _TENSORS = 4096, 100
+#: The module that the goals in milliseconds are about.
+_GOAL_SHAPE = "llama-3-8b"
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and how often. ``device`` may be ``"auto"``; None is what suits the device."""
+
+    device: str
+    shape: str | None
+    fresh: int
+    repeats: int
+    rounds: int
+    tensors: list[int]
+    megabytes: list[int] | None
+    checkpoint: Path | None
+
+
+def run(settings: Settings, path: Path | None) -> None:
+    """Measure, print, write."""
+    device = _resolve(settings.device)
+    shape = settings.shape or (_GOAL_SHAPE if device == "cuda" else "small")
+    absent = missing(tensors=device)
+    names = [Echo.name, *([Peer.name] if absent is None else []), Ours.name]
+    report = Report("attach", f"Attaching a module ({shape}) on {device} (× raw echo)", names)
+    report.note(absent)
+    sizes = settings.megabytes or [1, 10, 100, *([1000, 10000] if device == "cuda" else [])]
+    sweeps = [["chain", count, count * _TENSOR_BYTES] for count in settings.tensors]
+    sweeps += [["chain", _TENSORS, size * 10**6] for size in sizes]
+    with Servers(device, settings.checkpoint) as servers:
+        build = [["model", shape], *(sweeps if settings.rounds else [])]
+        started = {Ours.name: servers.ours(build)}
+        if absent is None:
+            started[Peer.name] = servers.peer(build)
+        clients = _Clients(servers, started, servers.echo().address, device)
+        _model_rows(report, clients, settings, ["model", shape], judge=device == "cuda" and shape == _GOAL_SHAPE)
+        _server_rows(report, started, settings.checkpoint)
+        if settings.rounds:
+            _sweep_rows(report, clients, settings, sweeps)
+    report.finish(path)
+
+
+def _resolve(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class _Clients:
+    """Fresh client processes, one after the other."""
+
+    def __init__(self, servers: Servers, started: dict[str, Started], echo: str, device: str) -> None:
+        self._servers = servers
+        self._started = started
+        self._echo = echo
+        self._device = device
+        #: Those who take part, and the round trips that their processes measured beside.
+        self.names = [name for name in (Peer.name, Ours.name) if name in started]
+        self.echoes: list[list[float]] = []
+
+    def measure(self, who: str, cases: list[list[Any]], repeats: int, *, preload: bool = False) -> list[Result]:
+        """One process: all cases, in order."""
+        process = self._servers.client(
+            "attach_client",
+            who=who,
+            socket=self._started[who].address,
+            echo=self._echo,
+            device=self._device,
+            cases=cases,
+            repeats=repeats,
+            preload=preload,
+            hold=False,
+        )
+        process.read()
+        answer = process.ask(go=True)
+        process.close()
+        self.echoes.append(answer["echo"])
+        results: list[Result] = answer["results"]
+        return results
+
+    def echo(self) -> dict[str, Sample]:
+        """All round trips so far, by name."""
+        return {Echo.name: Sample(self.echoes)}
+
+
+def _model_rows(report: Report, clients: _Clients, settings: Settings, call: list[Any], *, judge: bool) -> None:
+    results: dict[str, list[Result]] = {name: [] for name in clients.names}
+    preloaded: list[Result] = []
+    for _ in range(settings.fresh):
+        for name in clients.names:
+            results[name] += clients.measure(name, [call], settings.repeats)
+        preloaded += clients.measure(Ours.name, [call], 0, preload=True)
+    results = {name: _good(report, name, "the model", taken) for name, taken in results.items()}
+
+    def row(name: str, samples: dict[str, Sample], goal: str) -> None:
+        ours = samples[Ours.name].p50 if judge else None
+        report.sampled(name, clients.echo() | samples, GOALS[goal], ours)
+
+    row("first attach of a process", _sampled(results, lambda result: [result["first"]]), "attach_first")
+    lazy = Sample([[result["first"] for result in preloaded]])
+    row("… with our lazy imports done before", {Ours.name: lazy}, "attach_first")
+    row("again, while held", _sampled(results, lambda result: result["held"]), "attach_again")
+    row("again, after release", _sampled(results, lambda result: result["released"]), "attach_again")
+    facts = results[Ours.name][0]
+    report.note(f"the model has {facts['tensors']} tensors, {facts['nbytes'] / 1e9:.2f} GB")
+    _memory_rows(report, results)
+
+
+def _memory_rows(report: Report, results: dict[str, list[Result]]) -> None:
+    titles = {
+        "private": "host memory a client adds of its own",
+        "device": "GPU memory a client adds beside its context",
+        "nvml": "… as NVML tells",
+    }
+    for key in results[Ours.name][0]["grown"]:
+        values = {
+            name: float(Sample([[result["grown"][key] for result in taken if key in result["grown"]]]).p50)
+            for name, taken in results.items()
+            if any(key in result["grown"] for result in taken)
+        }
+        goal = GOALS["client_memory"]
+        report.add(
+            Row(titles[key], values, "bytes", goal=goal, judged=values[Ours.name] if key != "private" else None)
+        )
+
+
+def _server_rows(report: Report, started: dict[str, Started], checkpoint: Path | None) -> None:
+    built = {name: server.facts["built"][0] for name, server in started.items()}
+    source = "from a file" if checkpoint is not None else "allocated and filled: no file"
+    report.add(Row(f"for comparison: loading it anew ({source})", {name: facts["load"] for name, facts in built.items()}))
+    ours = built[Ours.name]
+    report.add(Row("publishing it, once", {Ours.name: ours["publish"]}))
+    peak, largest = ours["publish_peak"], ours["largest_storage"]
+    goal = GOALS["publish_peak"]
+    report.add(
+        Row(
+            "memory that publishing adds at its peak",
+            {Ours.name: peak},
+            "bytes",
+            goal=goal,
+            judged=max(peak - largest, 0),
+            extra={"largest_storage": largest},
+        )
+    )
+    report.note(f"the largest tensor has {largest / (1 << 20):.0f} MiB; it is taken off the peak that is held against the goal")
+
+
+def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: list[list[Any]]) -> None:
+    results: dict[str, list[list[Result]]] = {name: [] for name in clients.names}
+    for _ in range(settings.rounds):
+        for name in clients.names:
+            # The first case of a process is not like the others.
+            results[name].append(clients.measure(name, [sweeps[0], *sweeps], max(settings.repeats // 2, 1))[1:])
+    by_bytes: list[Sample] = []
+    for number, (_, count, nbytes) in enumerate(sweeps):
+        what = f"{count:,} tensors, {nbytes / 1e6:,.3g} MB"
+        taken = {
+            name: _good(report, name, what, [result[number] for result in rounds]) for name, rounds in results.items()
+        }
+        samples = _sampled(taken, lambda result: result["released"])
+        held = _sampled(taken, lambda result: result["held"])
+        each = samples[Ours.name].p50 / count
+        over_tensors = number < len(settings.tensors)
+        # With few tensors the fixed cost of a call is all there is.
+        goal: Goal | None = GOALS["attach_tensor"] if over_tensors and count >= 100 else None
+        report.add(
+            Row(
+                f"after release: {what}",
+                {name: sample.p50 for name, sample in (clients.echo() | samples).items()},
+                goal=goal,
+                judged=each if goal is not None else None,
+                samples=samples,
+                extra={
+                    "tensors": count,
+                    "nbytes": nbytes,
+                    "seconds_per_tensor": each,
+                    "held": {name: sample.as_json() for name, sample in held.items()},
+                },
+            )
+        )
+        if not over_tensors:
+            by_bytes.append(samples[Ours.name])
+    if len(by_bytes) > 1:
+        ratio = by_bytes[-1].p50 / by_bytes[0].p50
+        name = f"the most bytes over the fewest, {_TENSORS} tensors"
+        report.add(Row(name, {Ours.name: ratio}, "ratio", goal=GOALS["attach_bytes"], judged=ratio))
+
+
+def _sampled(results: dict[str, list[Result]], times: Any) -> dict[str, Sample]:
+    return {name: Sample([times(result) for result in taken]) for name, taken in results.items() if taken}
+
+
+def _good(report: Report, name: str, what: str, taken: list[Result]) -> list[Result]:
+    """Those that worked; the others become notes, and fail the run where they are ours."""
+    good = []
+    for result in taken:
+        error = result.get("error") or (None if result["right"] else "the last tensor has another value")
+        if error is None:
+            good.append(result)
+        elif name == Ours.name:
+            raise RuntimeError(f"{name}, {what}: {error}")
+        else:
+            report.note(f"{name}, {what}: {error}")
+    return good

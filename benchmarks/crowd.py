@@ -1,0 +1,127 @@
+"""Many clients in one process: idle connections, and light clients, forked without torch, that hold a model."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from typing import Any
+
+from benchmarks.processes import configuration, next_command, say
+from shared_rpc import Client
+from shared_rpc.client import operations
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.operations import Result, Work
+from shared_rpc.memory.mapping import MAPPINGS
+
+__all__: list[str] = []
+
+#: Seconds that everything here may take.
+_TIMEOUT = 60.0
+
+
+def fetch(connection: Connection, endpoint: str, *args: Any) -> Result:
+    """Call an endpoint and take its memory, without torch."""
+    operation = operations.fetch(endpoint, args, {}, "cpu")
+    step = operation.send(None)
+    try:
+        while True:
+            if isinstance(step, Work):
+                step = operation.send(step.function())
+            else:
+                step = operation.send(connection.exchange(step, time.monotonic() + _TIMEOUT))
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+
+
+class Idlers:
+    """Clients that are connected and say nothing."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._clients: list[Client] = []
+
+    def keep(self, count: int) -> int:
+        """Have that many, more or fewer than now."""
+        while len(self._clients) > count:
+            self._clients.pop().close()
+        while len(self._clients) < count:
+            client = Client(socket_path=self._path)
+            client.ping()
+            self._clients.append(client)
+        return len(self._clients)
+
+
+class Flock:
+    """Forked clients that hold a lease on a model, and its memory mapped, until they are killed."""
+
+    def __init__(self, path: str, call: list[Any]) -> None:
+        self._path = path
+        self._call = call
+        self._pids: list[int] = []
+        # A child reads from it to its end; only this process holds the other side, so it ends with this process.
+        self._leash, self._hand = os.pipe()
+
+    def grow(self, count: int) -> int:
+        """Fork that many, and wait until each of them has the memory."""
+        ready, tell = os.pipe()
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                os.close(ready)
+                os.close(self._hand)
+                self._live(tell)
+            self._pids.append(pid)
+        os.close(tell)
+        told = 0
+        while data := os.read(ready, 4096):
+            told += len(data)
+        os.close(ready)
+        return told
+
+    def _live(self, tell: int) -> None:
+        try:
+            connection = Connection(self._path, "", _TIMEOUT)
+            result = fetch(connection, *self._call)
+            with MAPPINGS.attach(result.segments) as mappings:
+                result.close()
+                for mapping in mappings:
+                    bytes(memoryview(mapping.view())[:1])  # type: ignore[arg-type]  # a host view has the buffer protocol
+                os.write(tell, b".")
+                os.close(tell)
+                os.read(self._leash, 1)
+        finally:
+            os._exit(0)
+
+    def kill(self) -> int:
+        """SIGKILL for all of them; how many were still alive."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        killed = sum(os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in self._pids)
+        self._pids.clear()
+        return killed
+
+
+def main() -> None:
+    """Configuration: ``socket``, ``call``. Commands: ``{"idle": n}``, ``{"attach": n}``, ``{"kill": true}``."""
+    config = configuration()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    idlers = Idlers(config["socket"])
+    flock = Flock(config["socket"], config["call"])
+    say(ready=True)
+    while (command := next_command()) is not None:
+        if "idle" in command:
+            say(idle=idlers.keep(command["idle"]))
+        elif "attach" in command:
+            say(attached=flock.grow(command["attach"]))
+        else:
+            say(killed=flock.kill())
+    idlers.keep(0)
+    flock.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""How much memory there is in use: of a GPU, or of a process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Watermark", "gpu_bytes_of_process", "private_bytes", "process_counts", "used"]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+#: Seconds between two readings.
+_PERIOD = 5e-4
+
+
+def used(device: str) -> int:
+    """Bytes in use: of the whole GPU, as the driver tells, or this process's resident memory, shared memory included."""
+    if device == "cpu":
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def private_bytes(pid: int | str = "self") -> int:
+    """Bytes of host memory that a process shares with nobody."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(kib) * 1024 for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE))
+
+
+def process_counts(pid: int) -> dict[str, int]:
+    """``fds``, ``threads``, ``private`` and ``shared`` (resident bytes, its own and of shared memory) of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    sizes = {key: int(value) for key, value in re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", status, re.MULTILINE)}
+    return {
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": sizes["Threads"],
+        "private": sizes["RssAnon"] * 1024,
+        "shared": sizes["RssShmem"] * 1024,
+    }
+
+
+def gpu_bytes_of_process() -> int | None:
+    """What NVML says this process uses on its GPU, its context included; None where NVML is not there or does not tell."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        uuid = _gpu_uuid()
+        handle = next(
+            handle
+            for handle in (nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount()))
+            if uuid in str(nvml.nvmlDeviceGetUUID(handle))
+        )
+        sizes = {process.pid: process.usedGpuMemory for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except Exception:  # NVML has an error for every way in which a driver can be incomplete
+        return None
+    return sizes.get(os.getpid())
+
+
+def _gpu_uuid() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+class Watermark:
+    """The most memory in use while the block runs, read by a thread; :meth:`reset` begins anew."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from what is in use now."""
+        self.baseline = self._peak = used(self._device)
+
+    @property
+    def rise(self) -> int:
+        """Bytes by which the peak is above the baseline."""
+        return self._peak - self.baseline
+
+    def _read(self) -> None:
+        self._peak = max(self._peak, used(self._device))
+
+    def _watch(self) -> None:
+        while not self._done.wait(_PERIOD):
+            self._read()
+
+    def __enter__(self) -> Watermark:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+        self._read()

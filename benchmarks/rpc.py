@@ -1,0 +1,145 @@
+"""Round trips, in turns: the raw echo, shared-tensor, and we."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.echo import Echo
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer, missing
+from benchmarks.processes import environ
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers
+from benchmarks.stats import Sample, interleaved, timed
+from benchmarks.subjects import Subject
+from benchmarks.targets import GOALS, Goal
+
+__all__ = ["run"]
+
+#: Prints the seconds that a package takes to import where torch is there already.
+_IMPORT = """
+import time, torch
+begin = time.perf_counter()
+import {package}
+for name in getattr({package}, "__all__", ()):
+    getattr({package}, name)
+print(time.perf_counter() - begin)
+"""
+
+Actions = dict[str, Callable[[], object]]
+
+
+def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, path: Path | None) -> None:
+    """Measure, print, write.
+
+    :param cuda: tensors on the GPU; shared-tensor takes part in all rows then, else in those without tensors.
+    """
+    device = "cuda" if cuda else "cpu"
+    pings, tensors = missing(), missing(tensors=device)
+    names = [Echo.name, *([Peer.name] if pings is None else []), Ours.name]
+    report = Report("rpc", f"Round trips, tensors on {device} (× raw echo)", names)
+    report.note(pings if pings is not None else tensors)
+    with Servers(device) as servers:
+        echo = Echo(servers.echo().address)
+        ours = Ours(servers.ours().address)
+        peer = Peer(servers.peer().address) if pings is None else None
+        turns = _Turns(report, echo, ours, peer, rounds, calls)
+        turns.pings()
+        turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)
+        _cold_starts(report, servers.base_path, processes, peer is not None)
+        for client in (ours, peer, echo):
+            if client is not None:
+                client.close()
+    report.finish(path)
+
+
+class _Turns:
+    """The rows that are measured over open connections."""
+
+    def __init__(self, report: Report, echo: Echo, ours: Ours, peer: Peer | None, rounds: int, calls: int) -> None:
+        self._report = report
+        self._echo = echo
+        self._ours = ours
+        self._peer = peer
+        self._rounds = rounds
+        self._calls = calls
+
+    def _measure(self, action: Callable[[Subject], object], peer: Peer | None, calls: int | None = None) -> dict[str, Sample]:
+        actions: Actions = {Echo.name: self._echo.ping}
+        actions |= {subject.name: partial(action, subject) for subject in (peer, self._ours) if subject is not None}
+        return interleaved(actions, rounds=self._rounds, calls=calls or self._calls)
+
+    def pings(self) -> None:
+        """Ping: medians, and what one call in a hundred takes."""
+        samples = self._measure(lambda subject: subject.ping(), self._peer)
+        ratio = samples[Ours.name].p50 / samples[Echo.name].p50
+        self._report.add(
+            Row(
+                "ping, p50",
+                {name: sample.p50 for name, sample in samples.items()},
+                goal=GOALS["ping"],
+                judged=ratio,
+                judged_unit="ratio",
+                samples=samples,
+            )
+        )
+        self._report.add(Row("ping, p99", {name: sample.p99 for name, sample in samples.items()}))
+
+    def calls_with_tensors(self, peer: Peer | None, device: str, mebibytes: int) -> None:
+        """Direct calls, a managed one, and one with a large argument."""
+
+        def row(
+            name: str, action: Callable[[Subject], object], goal: Goal | None = None, *, judge: bool, calls: int | None = None
+        ) -> None:
+            samples = self._measure(action, peer, calls)
+            self._report.sampled(name, samples, goal, samples[Ours.name].p50 if goal is not None and judge else None)
+
+        on_gpu = device == "cuda"
+        row("direct call, 4 KiB tensor, cached", lambda subject: subject.call("small"), GOALS["small_tensor"], judge=on_gpu)
+        row("direct call, 4 KiB tensor, new", lambda subject: subject.call("fresh"), GOALS["small_tensor"], judge=on_gpu)
+        if peer is not None:
+            peer.attach("kept")  # one reference that stays, or every release would have it built anew
+        row("managed call and release, 4 KiB", lambda subject: subject.attach("kept").release(), judge=False)
+
+        import torch
+
+        argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
+        row(
+            f"echo of a {mebibytes} MiB tensor argument",
+            lambda subject: subject.call("echo", argument),
+            GOALS["large_argument"],
+            judge=on_gpu and mebibytes == 64,
+            calls=max(self._calls // 30, 1),
+        )
+
+
+def _cold_starts(report: Report, base_path: str, processes: int, peer: bool) -> None:
+    packages = {Ours.name: "shared_rpc"} | ({Peer.name: "shared_tensor"} if peer else {})
+    imports: dict[str, list[float]] = {name: [] for name in packages}
+    listings: list[float] = []
+    starts: list[float] = []
+    for _ in range(processes):
+        for name, package in packages.items():
+            imports[name].append(float(_python("-c", _IMPORT.format(package=package)).splitlines()[-1]))
+        listings.append(timed(lambda: _list(base_path)))
+        starts.append(timed(lambda: _python("-c", "pass")))
+    samples = {name: Sample([times]) for name, times in imports.items()}
+    report.sampled("import of every public name, beyond torch", samples, GOALS["import"], samples[Ours.name].p50)
+    listing = Sample([listings])
+    report.sampled("shared-rpc ls --json, as a process", {Ours.name: listing}, GOALS["ls"], listing.p50)
+    report.note(f"Python itself takes {Sample([starts]).p50 * 1e3:.0f} ms to start and end")
+
+
+def _list(base_path: str) -> None:
+    answer = _python("-m", "shared_rpc.cli", "ls", "--json", "--base-path", base_path)
+    if base_path not in answer:
+        raise RuntimeError(f"'shared-rpc ls' does not see the server at {base_path}: {answer}")
+
+
+def _python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=True, env=environ())
+    return done.stdout

@@ -1,0 +1,200 @@
+"""Many clients: connections that idle, processes that attach at once, clients that are killed. On host memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.echo import Echo
+from benchmarks.memory import process_counts
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer, missing
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers, Started
+from benchmarks.stats import Sample, interleaved, timed
+from benchmarks.targets import GOALS
+from shared_rpc import Client
+
+__all__ = ["run"]
+
+#: Connections that shared-tensor's default of four workers can hold.
+_PEER_IDLE = 4
+#: Seconds within which a server has let go of clients that were killed; longer is reported as it is.
+_SETTLED = 10.0
+
+
+def run(
+    *,
+    idle: list[int],
+    rounds: int,
+    calls: int,
+    clients: int | None,
+    killed: int,
+    patience: float,
+    shape: str,
+    path: Path | None,
+) -> None:
+    """Measure, print, write."""
+    clients = clients or min(8, len(os.sched_getaffinity(0)))
+    absent = missing()
+    report = Report("scale", "Many clients", [Echo.name, *([Peer.name] if absent is None else []), Ours.name])
+    report.note(absent)
+    with Servers("cpu") as servers:
+        echo, ours = servers.echo(), servers.ours([["model", shape]])
+        _idle_rows(report, servers, echo, ours, idle, rounds, calls)
+        if absent is None:
+            _peer_row(report, servers, calls, patience)
+        _together_rows(report, servers, echo, ours, clients, shape)
+        _killed_rows(report, servers, ours, killed, shape)
+    report.finish(path)
+
+
+def _idle_rows(
+    report: Report, servers: Servers, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int
+) -> None:
+    crowd = servers.client("crowd", socket=ours.address, call=[])
+    crowd.read()
+    floor, client = Echo(echo.address), Ours(ours.address)
+    times: dict[int, dict[str, list[list[float]]]] = {level: {Echo.name: [], Ours.name: []} for level in levels}
+    for _ in range(rounds):
+        for level in levels:
+            crowd.ask(idle=level)
+            actions = {Echo.name: floor.ping, Ours.name: client.ping}
+            for name, sample in interleaved(actions, rounds=1, calls=calls).items():
+                times[level][name] += sample.rounds
+        crowd.ask(idle=0)
+    none = Sample(times[levels[0]][Ours.name]).p50
+    for level in levels:
+        samples = {name: Sample(taken) for name, taken in times[level].items()}
+        goal = GOALS["idle"] if level != levels[0] else None
+        report.add(
+            Row(
+                f"ping, p50, beside {level:,} idle connections",
+                {name: sample.p50 for name, sample in samples.items()},
+                goal=goal,
+                judged=samples[Ours.name].p50 / none if goal is not None else None,
+                judged_unit="ratio",
+                samples=samples,
+                extra={"idle": level},
+            )
+        )
+    client.close()
+    floor.close()
+    crowd.close()
+
+
+def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> None:
+    client = Peer(servers.peer().address, timeout=patience)
+    before = interleaved({Peer.name: client.ping}, rounds=1, calls=calls)[Peer.name]
+    report.sampled("shared-tensor alone: ping, p50", {Peer.name: before})
+    idlers = [socket.socket(socket.AF_UNIX) for _ in range(_PEER_IDLE)]
+    for idler in idlers:
+        idler.connect(servers.socket_of_peer())
+    try:
+        values = {Peer.name: timed(client.ping)}
+        texts = {}
+    except TimeoutError:
+        values, texts = {}, {Peer.name: f"no answer in {patience:g} s"}
+    for idler in idlers:
+        idler.close()
+    name = f"shared-tensor: one ping beside {_PEER_IDLE} idle connections"
+    report.add(Row(name, values, texts=texts, extra={"idle": _PEER_IDLE, "answered": bool(values)}))
+
+
+def _together_rows(report: Report, servers: Servers, echo: Started, ours: Started, count: int, shape: str) -> None:
+    """Processes that attach at the same moment."""
+    settings: dict[str, Any] = {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True, "device": "cpu"}
+    clients = [
+        servers.client("attach_client", servers.cores, who=Ours.name, socket=ours.address, echo=echo.address, **settings)
+        for _ in range(count)
+    ]
+    for client in clients:
+        client.read()
+    for client in clients:
+        client.tell(go=True)
+    results = [client.read()["results"][0] for client in clients]
+    for result in results:
+        if "error" in result:
+            raise RuntimeError(f"a client could not attach: {result['error']}")
+    with Client(socket_path=ours.address) as asking:
+        leases = asking.get_server_info()["leases"]
+    for client in clients:
+        client.close()
+    first = Sample([[result["first"] for result in results]])
+    grown = Sample([[result["grown"]["private"] for result in results]])
+    nbytes = results[0]["nbytes"]
+    name = f"{count} processes attach {nbytes / 1e6:,.3g} MB at once, p50"
+    report.add(Row(name, {Ours.name: first.p50}, samples={Ours.name: first}, extra={"clients": count, "nbytes": nbytes}))
+    report.add(Row("… the slowest of them", {Ours.name: max(first.rounds[0])}))
+    report.add(Row("… leases while they hold it", {Ours.name: leases}, "number", extra={"clients": count}))
+    report.add(
+        Row(
+            "… host memory each adds of its own",
+            {Ours.name: grown.p50},
+            "bytes",
+            goal=GOALS["one_copy"] if nbytes >= 10**8 else None,
+            judged=grown.p50 / nbytes,
+            judged_unit="ratio",
+        )
+    )
+
+
+def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
+    """Clients that hold the model and are killed: what the server has before, with them, and after."""
+    crowd = servers.client("crowd", socket=ours.address, call=["model", shape])
+    crowd.read()
+    with Client(socket_path=ours.address) as asking:
+        _wave(crowd, asking, ours, count)  # the allocator's and the loop's first growth is no leak
+        before, during, after, seconds = _wave(crowd, asking, ours, count)
+    crowd.close()
+    for key in ("leases", "sessions", "fds", "threads"):
+        lost = abs(after[key] - before[key])
+        report.add(_before_during_after(f"{count} clients killed: {key}", key, before, during, after, lost))
+    grown = max(after["private"] - before["private"], 0) + max(after["shared"] - before["shared"], 0)
+    memory = {key: sizes["private"] + sizes["shared"] for key, sizes in zip("bda", (before, during, after), strict=True)}
+    text = " → ".join(f"{memory[key] / (1 << 20):,.1f}" for key in "bda") + " MiB"
+    report.add(
+        Row(
+            f"{count} clients killed: the server's memory",
+            {},
+            "bytes",
+            goal=GOALS["killed_memory"],
+            judged=grown,
+            texts={Ours.name: text},
+            extra={"before": before, "during": during, "after": after},
+        )
+    )
+    report.add(Row(f"{count} clients killed: until all is back", {Ours.name: seconds}))
+
+
+Counts = dict[str, int]
+
+
+def _wave(crowd: Any, asking: Client, ours: Started, count: int) -> tuple[Counts, Counts, Counts, float]:
+    """Attach that many, kill them, and wait: the server's counts before, during and after, and the seconds back."""
+    before = _counts(asking, ours)
+    attached = crowd.ask(attach=count)["attached"]
+    if attached != count:
+        raise RuntimeError(f"{attached} of {count} light clients could attach; see above")
+    during = _counts(asking, ours)
+    begin = time.monotonic()
+    crowd.ask(kill=True)
+    while True:
+        after = _counts(asking, ours)
+        seconds = time.monotonic() - begin
+        if all(after[key] == before[key] for key in ("leases", "sessions", "fds")) or seconds > _SETTLED:
+            return before, during, after, seconds
+        time.sleep(0.001)
+
+
+def _counts(asking: Client, ours: Started) -> Counts:
+    info = asking.get_server_info()
+    return {key: info[key] for key in ("leases", "sessions", "connections", "objects")} | process_counts(ours.process.pid)
+
+
+def _before_during_after(name: str, key: str, before: Counts, during: Counts, after: Counts, lost: int) -> Row:
+    text = f"{before[key]} → {during[key]} → {after[key]}"
+    return Row(name, {}, "number", goal=GOALS["killed"], judged=lost, texts={Ours.name: text})

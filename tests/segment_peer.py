@@ -1,0 +1,95 @@
+"""The process at the other end of a segment: it maps what it is sent and does what it is told, line by line.
+
+``python -m tests.segment_peer <socket path>`` connects; the descriptor comes over SCM_RIGHTS with the segment's info as
+its bytes. Commands on standard input, one answer on standard output each::
+
+    create <device> <nbytes>    make a segment and send it
+    receive                     take a descriptor; nothing is mapped yet
+    map <access>                map it
+    read <offset> <nbytes>      print the bytes, in hex
+    write <offset> <hex>        write them
+    fds                         print how many descriptors are open
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import msgspec
+
+from shared_rpc.memory.segments import Backend, Segment, SegmentInfo, backend_for
+from tests.processes import open_fds
+
+
+def load(backend: Backend, address: int, nbytes: int) -> bytes:
+    """Bytes of mapped memory, whatever it is made of."""
+    view = backend.view(address, nbytes)
+    if isinstance(view, memoryview):
+        return bytes(view)
+    return _tensor(backend, address, nbytes).cpu().numpy().tobytes()
+
+
+def store(backend: Backend, address: int, data: bytes) -> None:
+    """Write ``data`` there; on a GPU it is there when this returns."""
+    view = backend.view(address, len(data))
+    if isinstance(view, memoryview):
+        view[:] = data
+        return
+    import torch
+
+    _tensor(backend, address, len(data)).copy_(torch.tensor(list(data), dtype=torch.uint8))
+    backend.synchronize()
+
+
+def _tensor(backend, address, nbytes):
+    import torch
+
+    from shared_rpc.codec.tensors import bytes_at
+
+    return bytes_at(address, nbytes, torch.device("cuda", backend.ordinal))
+
+
+def send(sock: socket.socket, segment: Segment) -> None:
+    """Send a segment; the descriptor is borrowed."""
+    socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno()])
+
+
+def receive(sock: socket.socket) -> Segment:
+    """The segment that was sent; the caller owns it."""
+    body, fds, _, _ = socket.recv_fds(sock, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+    return Segment(msgspec.json.decode(body, type=SegmentInfo), fds[0])
+
+
+def main(path: str) -> None:
+    """Obey until standard input ends."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        segment: Segment | None = None
+        address = 0
+        for line in sys.stdin:
+            match line.split():
+                case ["create", device, nbytes]:
+                    segment = backend_for(device).create(int(nbytes))
+                    send(sock, segment)
+                    answer = "created"
+                case ["receive"]:
+                    segment = receive(sock)
+                    answer = "received"
+                case ["map", access]:
+                    address = backend_for(segment.info.device).map(segment.fileno(), segment.info.nbytes, access)
+                    answer = "mapped"
+                case ["read", offset, nbytes]:
+                    answer = load(backend_for(segment.info.device), address + int(offset), int(nbytes)).hex()
+                case ["write", offset, data]:
+                    store(backend_for(segment.info.device), address + int(offset), bytes.fromhex(data))
+                    answer = "written"
+                case ["fds"]:
+                    answer = str(open_fds())
+            print("answer:", answer)
+        if segment is not None:
+            segment.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,348 @@
+"""Frames out of bytes and descriptors, however these arrive. The descriptors are real, and are counted."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import ProtocolError
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import (
+    FDS_PER_MESSAGE,
+    HEADER_SIZE,
+    MAX_FDS,
+    VERSION,
+    Frame,
+    FrameDecoder,
+    Limits,
+    encode_frame,
+)
+from shared_rpc.wire.messages import encode_message
+from tests.processes import open_fds
+
+
+@dataclass
+class Plan:
+    """A frame to be sent; its ``fds`` descriptors go with the pieces of it that begin at ``cuts``."""
+
+    kind: int
+    request_id: int
+    body: bytes
+    payload: bytes
+    fds: int = 0
+    cuts: list[int] = field(default_factory=list)
+
+    def encode(self) -> bytes:
+        """Its bytes."""
+        return b"".join(encode_frame(self.kind, self.request_id, self.body, self.payload, self.fds))
+
+
+plans = st.builds(
+    Plan,
+    kind=st.integers(0, 255),
+    request_id=st.integers(0, 2**32 - 1),
+    body=st.binary(max_size=30),
+    payload=st.binary(max_size=30),
+    fds=st.integers(0, 3),
+    cuts=st.lists(st.integers(0, HEADER_SIZE - 1), max_size=2),
+)
+
+
+def new_fd() -> int:
+    """A descriptor of a file that no other descriptor is of."""
+    return os.memfd_create("frame", os.MFD_CLOEXEC)
+
+
+def file_of(fd: int) -> int:
+    """What a descriptor is of, whatever its number."""
+    return os.fstat(fd).st_ino
+
+
+@contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """Fails where descriptors are left open, or too many were closed."""
+    before = open_fds()
+    yield
+    assert open_fds() == before
+
+
+def header(
+    *, magic: bytes = b"sRPC", version: int = VERSION, kind: int = 3, fds: int = 0, body: int = 0, payload: int = 0
+) -> bytes:
+    """A header as the docstring of the module lays it out."""
+    return struct.pack("!4sBBHIIQ", magic, version, kind, fds, 7, body, payload)
+
+
+@given(st.lists(plans, max_size=5), st.data())
+def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObject) -> None:
+    """Wherever the stream is cut, frames and descriptors come out as they went in."""
+    with nothing_leaks():
+        stream, arrivals, files = b"", [], []
+        for plan in sent:
+            fds = [new_fd() for _ in range(plan.fds)]
+            files.append([file_of(fd) for fd in fds])
+            # Each sendmsg(2) has its own bytes and descriptors; these arrive with the first of its bytes at the latest.
+            starts = sorted({0, *plan.cuts})
+            while fds:
+                start = starts.pop(0) if len(starts) > 1 else starts[0]
+                take = data.draw(st.integers(0, len(fds))) if len(starts) > 1 else len(fds)
+                arrivals.append((len(stream) + start, fds[:take]))
+                fds = fds[take:]
+            stream += plan.encode()
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=12)) | {len(stream)})
+        decoder, frames, begin = FrameDecoder(), [], 0
+        for end in cuts:
+            decoder.feed(stream[begin:end], [fd for at, fds in arrivals if begin <= at < end for fd in fds])
+            while (frame := decoder.next_frame()) is not None:
+                frames.append(frame)
+            begin = end
+        assert [(f.kind, f.request_id, f.body, f.payload) for f in frames] == [
+            (p.kind, p.request_id, p.body, p.payload) for p in sent
+        ]
+        assert [[file_of(fd) for fd in frame.fds] for frame in frames] == files
+        assert decoder.pending == 0
+        for frame in frames:
+            frame.close()
+        decoder.close()
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_a_unix_socket_delivers_what_was_queued(counts: list[int], sizes: list[int]) -> None:
+    """The kernel's own way of handing out descriptors is one that the decoder follows, for reads of any size."""
+    with nothing_leaks():
+        ours, theirs = socket.socketpair()
+        sender, decoder, frames, files = FrameSocket(ours), FrameDecoder(), [], []
+        for number, count in enumerate(counts):
+            fds = [new_fd() for _ in range(count)]
+            files.append([file_of(fd) for fd in fds])
+            sender.queue(m.Release(["x" * number]), number, b"payload" * number, fds)
+            for fd in fds:
+                os.close(fd)
+        sender.flush()
+        turn = 0
+        while len(frames) < len(counts):
+            data, fds, _, _ = socket.recv_fds(theirs, sizes[turn % len(sizes)], 8)
+            turn += 1
+            decoder.feed(data, fds)
+            while (frame := decoder.next_frame()) is not None:
+                frames.append(frame)
+        assert [frame.request_id for frame in frames] == list(range(len(counts)))
+        assert [[file_of(fd) for fd in frame.fds] for frame in frames] == files
+        for frame in frames:
+            frame.close()
+        sender.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("cut", range(HEADER_SIZE + 5 + 3))
+def test_a_truncated_frame_is_no_frame(cut: int) -> None:
+    """A stream that ends in mid-frame gives nothing, and its descriptors are closed with the decoder."""
+    plan = Plan(3, 1, b"body5", b"pay", fds=2)
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        decoder.feed(plan.encode()[:cut], [new_fd(), new_fd()] if cut else [])
+        assert decoder.next_frame() is None
+        assert decoder.pending == cut
+        decoder.close()
+
+
+def test_frames_come_one_by_one_from_one_read() -> None:
+    """Descriptors that came with bytes of an earlier frame go to the frame that announces them."""
+    with nothing_leaks():
+        fd, decoder = new_fd(), FrameDecoder()
+        file = file_of(fd)
+        decoder.feed(Plan(1, 1, b"first", b"").encode() + Plan(2, 2, b"second", b"", fds=1).encode()[:10], [fd])
+        first = decoder.next_frame()
+        assert first is not None and first.body == b"first" and first.fds == []
+        assert decoder.next_frame() is None
+        decoder.feed(Plan(2, 2, b"second", b"", fds=1).encode()[10:])
+        second = decoder.next_frame()
+        assert second is not None and [file_of(fd) for fd in second.fds] == [file]
+        second.close()
+
+
+def test_the_descriptors_of_a_frame_have_one_owner() -> None:
+    """Who takes them closes them; who does not leaves that to the frame, which closes them once."""
+    with nothing_leaks():
+        kept, dropped = Frame(1, 1, b"", fds=[new_fd()]), Frame(1, 1, b"", fds=[new_fd()])
+        taken = kept.take_fds()
+        kept.close()
+        dropped.close()
+        dropped.close()
+        assert kept.fds == dropped.fds == []
+        os.fstat(taken[0])
+        os.close(taken[0])
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (header(magic=b"HTTP"), r"not a shared_rpc frame: it begins with b'HTTP'"),
+        (b"G", r"not a shared_rpc frame: it begins with b'G'"),
+        (b"sRPD", r"it begins with b'sRPD'"),
+        (header(version=VERSION + 1), rf"speaks protocol {VERSION + 1} and this one {VERSION}: use the same release"),
+        (header(fds=MAX_FDS + 1), rf"announces {MAX_FDS + 1} file descriptors; the limit is {MAX_FDS}"),
+        (header(body=101), r"announces 101 \+ 0 bytes; the limits are 100 \+ 200"),
+        (header(payload=201), r"announces 0 \+ 201 bytes; the limits are 100 \+ 200"),
+        (header(body=2**32 - 1, payload=2**64 - 1), r"announces 4294967295 \+ 18446744073709551615 bytes"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused_at_once(first: bytes, message: str) -> None:
+    """Before anything it announces is waited for; nothing after it is taken for a frame, and descriptors are closed."""
+    with nothing_leaks():
+        decoder = FrameDecoder(Limits(body=100, payload=200))
+        decoder.feed(first, [new_fd()])
+        with pytest.raises(ProtocolError, match=message):
+            decoder.next_frame()
+        decoder.feed(Plan(1, 1, b"", b"").encode())
+        with pytest.raises(ProtocolError):
+            decoder.next_frame()
+        decoder.close()
+
+
+def test_a_frame_at_its_limits_passes() -> None:
+    """The limits are what a frame may have, not one byte less."""
+    decoder = FrameDecoder(Limits(body=100, payload=200))
+    decoder.feed(header(body=100, payload=200) + bytes(300))
+    frame = decoder.next_frame()
+    assert frame is not None and (len(frame.body), len(frame.payload)) == (100, 200)
+
+
+def test_fewer_descriptors_than_announced() -> None:
+    """A whole frame without its descriptors never gets them."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        decoder.feed(Plan(8, 1, b"body", b"", fds=3).encode(), [new_fd(), new_fd()])
+        with pytest.raises(ProtocolError, match="2 file descriptors came with a frame that announced 3"):
+            decoder.next_frame()
+        decoder.close()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "incomplete"])
+def test_more_descriptors_than_announced(whole: bool) -> None:
+    """Descriptors that no frame has announced are not carried along."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        data = Plan(8, 1, b"body", b"", fds=1).encode()
+        decoder.feed(data if whole else data[:-1], [new_fd(), new_fd()])
+        with pytest.raises(ProtocolError, match="2 file descriptors came with a frame that announced 1"):
+            decoder.next_frame()
+        decoder.close()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process may open some thousand files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_flood_of_descriptors_is_bounded() -> None:
+    """A header that never ends cannot collect descriptors without limit."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        with pytest.raises(ProtocolError, match=f"file descriptors for frames of at most {MAX_FDS}"):
+            for byte in header():
+                decoder.feed(bytes([byte]), [os.open("/dev/null", os.O_RDONLY) for _ in range(FDS_PER_MESSAGE)])
+                assert decoder.next_frame() is None
+        decoder.close()
+
+
+@pytest.mark.usefixtures("many_files")
+def test_as_many_descriptors_as_a_frame_may_have() -> None:
+    """They arrive in several messages, and in order."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        data = Plan(9, 1, b"", b"", fds=MAX_FDS).encode()
+        fds = [new_fd() for _ in range(MAX_FDS)]
+        files = [file_of(fd) for fd in fds]
+        for index, start in enumerate(range(0, MAX_FDS, FDS_PER_MESSAGE)):
+            assert decoder.next_frame() is None
+            decoder.feed(data[index : index + 1], fds[start : start + FDS_PER_MESSAGE])
+        decoder.feed(data[len(range(0, MAX_FDS, FDS_PER_MESSAGE)) :])
+        frame = decoder.next_frame()
+        assert frame is not None and [file_of(fd) for fd in frame.fds] == files
+        frame.close()
+
+
+@given(st.lists(st.tuples(st.binary(max_size=60), st.integers(0, 2)), max_size=6))
+def test_garbage_is_a_protocol_error_or_waits(chunks: list[tuple[bytes, int]]) -> None:
+    """Whatever arrives, nothing but ProtocolError is raised and every descriptor is closed."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        try:
+            for data, count in chunks:
+                decoder.feed(data, [new_fd() for _ in range(count)])
+                while (frame := decoder.next_frame()) is not None:
+                    frame.close()
+        except ProtocolError:
+            pass
+        decoder.close()
+
+
+@given(st.lists(plans, min_size=1, max_size=3), st.data())
+def test_a_damaged_stream_is_a_protocol_error_or_other_frames(sent: list[Plan], data: st.DataObject) -> None:
+    """A flipped byte in the middle of good frames does no more harm than garbage, and memory stays within what came."""
+    with nothing_leaks():
+        stream = bytearray(b"".join(plan.encode() for plan in sent))
+        stream[data.draw(st.integers(0, len(stream) - 1))] ^= data.draw(st.integers(1, 255))
+        decoder = FrameDecoder(Limits(body=1000, payload=1000))
+        decoder.feed(bytes(stream), [new_fd() for _ in range(sum(plan.fds for plan in sent))])
+        try:
+            while (frame := decoder.next_frame()) is not None:
+                frame.close()
+        except ProtocolError:
+            pass
+        assert decoder.pending <= len(stream)
+        decoder.close()
+
+
+def test_the_header_is_as_documented() -> None:
+    """Other releases read these bytes; a change of them is a change of the version."""
+    assert b"".join(encode_frame(3, 0x01020304, b"ab", b"cde", 1)) == (
+        b"sRPC\x01\x03\x00\x01" + b"\x01\x02\x03\x04" + b"\x00\x00\x00\x02" + b"\x00\x00\x00\x00\x00\x00\x00\x03" + b"abcde"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "payload", "fds", "message"),
+    [
+        (0, 0, MAX_FDS + 1, rf"{MAX_FDS + 1} file descriptors; the protocol allows {MAX_FDS}"),
+        (Limits.body + 1, 0, 0, rf"a frame of {Limits.body + 1} \+ 0 bytes; the limits are {Limits.body} \+"),
+        (0, Limits.payload + 1, 0, rf"a frame of 0 \+ {Limits.payload + 1} bytes; .*: large data travels as tensors"),
+    ],
+    ids=["fds", "body", "payload"],
+)
+def test_what_the_other_side_would_refuse_is_not_sent(body: int, payload: int, fds: int, message: str) -> None:
+    """The sender is told, where the message is made, instead of losing its connection."""
+    with pytest.raises(ProtocolError, match=message):
+        encode_frame(8, 1, bytes(body), bytes(payload), fds)
+
+
+def test_a_message_that_is_refused_leaves_the_socket_good() -> None:
+    """What cannot be sent is not sent in part: the next message arrives."""
+    with nothing_leaks():
+        ours, theirs = socket.socketpair()
+        sender, receiver = FrameSocket(ours), FrameSocket(theirs)
+        with pytest.raises(ProtocolError):
+            sender.queue(m.Ping(), 1, bytes(Limits.payload + 1), [0])
+        sender.queue(m.Ping(), 2)
+        sender.flush()
+        receiver.receive()
+        frame = receiver.next_frame()
+        assert frame is not None and (frame.kind, frame.request_id) == (encode_message(m.Ping())[0], 2)
+        sender.close()
+        receiver.close()

@@ -1,0 +1,152 @@
+"""Segments on the host and on a GPU: one contract, see tests/conformance.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+
+import pytest
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.memfd import HOST, MemfdBackend
+from shared_rpc.memory.segments import Backend, backend_for
+from tests.conformance import BackendConformance
+from tests.processes import Child, python
+
+
+class TestHost(BackendConformance):
+    """Host memory."""
+
+    seals = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Anonymous files."""
+        return MemfdBackend()
+
+    def footprint(self, backend: Backend) -> int:
+        """Mappings of segments, as the kernel lists them."""
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:shared-rpc-" in line for line in maps)
+
+    def assert_died_of_write(self, code: int, errors: str) -> None:
+        """By signal, at the very instruction."""
+        assert code == -signal.SIGSEGV
+
+
+@pytest.mark.gpu
+class TestVmm(BackendConformance):
+    """The memory of one GPU."""
+
+    seals = False
+    slack = 1 << 20
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        from shared_rpc.memory.vmm import gpu, visible_gpus
+
+        return gpu(visible_gpus()[0])
+
+    def footprint(self, backend: Backend) -> int:
+        """Bytes in use on the GPU, by whatever process; a segment has 2 MiB at least."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(backend.ordinal)
+        return total - free
+
+    def assert_died_of_write(self, code: int, errors: str) -> None:
+        """By an error of the driver that names it."""
+        assert code != 0
+        assert "illegal memory access" in errors
+
+    def test_unknown_gpu_cannot_allocate(self, backend: Backend) -> None:
+        """A GPU that this process does not see is reached through one that it sees, and not to allocate."""
+        elsewhere = "GPU-00000000-0000-0000-0000-000000000000"
+        with pytest.raises(CapabilityError, match=f"{elsewhere} is not visible"):
+            backend_for(elsewhere).create(1)
+
+    def test_no_gpu_in_sight(self, device: str, children: list[Child]) -> None:
+        """A process that sees no GPU is told which one the memory is on, and where to look."""
+        child = python(
+            f"""
+            from shared_rpc.errors import CapabilityError
+            from shared_rpc.memory.segments import backend_for
+            try:
+                backend_for({device!r})
+            except CapabilityError as error:
+                print("refused:", error)
+            """,
+            environ={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        children.append(child)
+        line = child.expect("refused:")
+        assert device in line
+        assert "CUDA_VISIBLE_DEVICES" in line
+
+
+def test_host_size_is_fixed() -> None:
+    """Nobody who holds the descriptor can cut the memory off under a reader, which would end it with SIGBUS."""
+    with closing(HOST.create(1)) as segment:
+        for nbytes in (0, 2 * segment.info.nbytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.fileno(), nbytes)
+        assert os.fstat(segment.fileno()).st_size == segment.info.nbytes
+
+
+def test_host_seal_refuses_other_ways_to_write() -> None:
+    """After a seal, neither a new description of the file nor write(2) changes the memory."""
+    with closing(HOST.create(1)) as segment:
+        HOST.seal(segment.fileno())
+        again = os.open(f"/proc/self/fd/{segment.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with pytest.raises(CapabilityError, match="access='read'"):
+                HOST.map(again, segment.info.nbytes, "read_write")
+            with pytest.raises(PermissionError):
+                os.write(again, b"x")
+        finally:
+            os.close(again)
+
+
+def test_host_seals_are_final() -> None:
+    """Nobody who is sent a sealed segment can add a seal that its maker would meet."""
+    with closing(HOST.create(1)) as segment:
+        HOST.seal(segment.fileno())
+        with pytest.raises(PermissionError):
+            HOST.seal(segment.fileno())
+
+
+def test_gpu_memory_without_cuda_bindings(children: list[Child]) -> None:
+    """Where the bindings are missing, the error says what to install."""
+    child = python(
+        """
+        import sys
+        sys.modules["cuda.bindings"] = None
+        from shared_rpc.errors import CapabilityError
+        from shared_rpc.memory.segments import backend_for
+        try:
+            backend_for("GPU-00000000-0000-0000-0000-000000000000")
+        except CapabilityError as error:
+            print("refused:", error)
+        """
+    )
+    children.append(child)
+    assert "pip install 'shared-rpc[cuda]'" in child.expect("refused:")
+
+
+def test_host_memory_needs_no_torch(children: list[Child]) -> None:
+    """A process makes, maps and holds host memory without loading torch."""
+    child = python(
+        """
+        import sys
+        from shared_rpc.memory.segments import backend_for
+        backend = backend_for("cpu")
+        segment = backend.create(1)
+        backend.unmap(backend.map(segment.fileno(), segment.info.nbytes, "read_write"), segment.info.nbytes)
+        segment.close()
+        print("torch loaded:", "torch" in sys.modules)
+        """
+    )
+    children.append(child)
+    assert child.expect("torch loaded:") == "torch loaded: False"
