@@ -22,7 +22,9 @@ def attach(
     repeats: Annotated[int, typer.Option(help="Later attaches in each process, held and released.")] = 20,
     rounds: Annotated[int, typer.Option(help="Processes that go through the sweeps; 0 for no sweeps.")] = 2,
     tensors: Annotated[str, typer.Option(help="The sweep over tensors.")] = "10,100,1000,10000",
-    megabytes: Annotated[str | None, typer.Option(help="The sweep over megabytes; up to 100 on the host, 10000 on a GPU.")] = None,
+    megabytes: Annotated[
+        str | None, typer.Option(help="The sweep over megabytes; up to 100 on the host, 10000 on a GPU.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Load the model from a file that is written to this folder.")] = None,
     json: Json = None,
 ) -> None:
@@ -64,7 +66,9 @@ def scale(
     idle: Annotated[str, typer.Option(help="Idle connections, ascending.")] = "0,100,1000",
     rounds: Annotated[int, typer.Option(help="Turns at each number of idle connections.")] = 5,
     calls: Annotated[int, typer.Option(help="Pings in a turn.")] = 300,
-    clients: Annotated[int | None, typer.Option(help="Processes that attach at once; one a core by default, 8 at most.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Processes that attach at once; one a core by default, 8 at most.")
+    ] = None,
     killed: Annotated[int, typer.Option(help="Light clients killed with SIGKILL.")] = 200,
     patience: Annotated[float, typer.Option(help="Seconds to wait for a server that does not answer.")] = 1.0,
     shape: Shape = None,

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.echo import Echo
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
-from benchmarks.report import Report, Row
+from benchmarks.report import Report, Row, size
 from benchmarks.servers import Servers, Started
 from benchmarks.stats import Sample
 from benchmarks.targets import GOALS, Goal
@@ -44,13 +44,13 @@ def run(settings: Settings, path: Path | None) -> None:
     shape = settings.shape or (_GOAL_SHAPE if device == "cuda" else "small")
     absent = missing(tensors=device)
     names = [Echo.name, *([Peer.name] if absent is None else []), Ours.name]
-    report = Report("attach", f"Attaching a module ({shape}) on {device} (× raw echo)", names)
+    report = Report("attach", f"Attaching a module ({shape}) on {device} (x raw echo)", names)
     report.note(absent)
     sizes = settings.megabytes or [1, 10, 100, *([1000, 10000] if device == "cuda" else [])]
-    sweeps = [["chain", count, count * _TENSOR_BYTES] for count in settings.tensors]
+    sweeps: list[list[Any]] = [["chain", count, count * _TENSOR_BYTES] for count in settings.tensors]
     sweeps += [["chain", _TENSORS, size * 10**6] for size in sizes]
     with Servers(device, settings.checkpoint) as servers:
-        build = [["model", shape], *(sweeps if settings.rounds else [])]
+        build: list[list[Any]] = [["model", shape], *(sweeps if settings.rounds else [])]
         started = {Ours.name: servers.ours(build)}
         if absent is None:
             started[Peer.name] = servers.peer(build)
@@ -126,7 +126,7 @@ def _model_rows(report: Report, clients: _Clients, settings: Settings, call: lis
     row("again, while held", _sampled(results, lambda result: result["held"]), "attach_again")
     row("again, after release", _sampled(results, lambda result: result["released"]), "attach_again")
     facts = results[Ours.name][0]
-    report.note(f"the model has {facts['tensors']} tensors, {facts['nbytes'] / 1e9:.2f} GB")
+    report.note(f"the model has {facts['tensors']} tensors, {size(facts['nbytes'])}")
     _memory_rows(report, results)
 
 
@@ -143,9 +143,7 @@ def _memory_rows(report: Report, results: dict[str, list[Result]]) -> None:
             if any(key in result["grown"] for result in taken)
         }
         goal = GOALS["client_memory"]
-        report.add(
-            Row(titles[key], values, "bytes", goal=goal, judged=values[Ours.name] if key != "private" else None)
-        )
+        report.add(Row(titles[key], values, "bytes", goal=goal, judged=values[Ours.name] if key != "private" else None))
 
 
 def _server_rows(report: Report, started: dict[str, Started], checkpoint: Path | None) -> None:
@@ -166,7 +164,7 @@ def _server_rows(report: Report, started: dict[str, Started], checkpoint: Path |
             extra={"largest_storage": largest},
         )
     )
-    report.note(f"the largest tensor has {largest / (1 << 20):.0f} MiB; it is taken off the peak that is held against the goal")
+    report.note(f"its largest tensor has {size(largest)}, which are taken off the peak that is held against the goal")
 
 
 def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: list[list[Any]]) -> None:
@@ -177,10 +175,8 @@ def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: l
             results[name].append(clients.measure(name, [sweeps[0], *sweeps], max(settings.repeats // 2, 1))[1:])
     by_bytes: list[Sample] = []
     for number, (_, count, nbytes) in enumerate(sweeps):
-        what = f"{count:,} tensors, {nbytes / 1e6:,.3g} MB"
-        taken = {
-            name: _good(report, name, what, [result[number] for result in rounds]) for name, rounds in results.items()
-        }
+        what = f"{count:,} tensors, {size(nbytes)}"
+        taken = {name: _good(report, name, what, [result[number] for result in rounds]) for name, rounds in results.items()}
         samples = _sampled(taken, lambda result: result["released"])
         held = _sampled(taken, lambda result: result["held"])
         each = samples[Ours.name].p50 / count

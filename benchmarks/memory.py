@@ -34,13 +34,13 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """``fds``, ``threads``, ``private`` and ``shared`` (resident bytes, its own and of shared memory) of a process."""
+    """``fds``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory``, all but those of files."""
     status = Path(f"/proc/{pid}/status").read_text()
     sizes = {key: int(value) for key, value in re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", status, re.MULTILINE)}
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": sizes["Threads"],
-        "private": sizes["RssAnon"] * 1024,
+        "memory": (sizes["RssAnon"] + sizes["RssShmem"]) * 1024,
         "shared": sizes["RssShmem"] * 1024,
     }
 

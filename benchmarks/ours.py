@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,12 @@ def main() -> None:
     config = configuration()
     workload = Workload(config["device"], Path(config["checkpoint"]) if config.get("checkpoint") else None)
     provider = Provider(device=config["device"])
-    for function in (workload.model, workload.chain, workload.kept):
+    managed: list[Callable[..., Any]] = [workload.model, workload.chain, workload.kept]
+    for function in managed:
         provider.share(managed=True)(function)
     provider.share(workload.small)
-    for function in (workload.fresh, workload.echo):
-        provider.share(cache=False)(function)
+    provider.share(cache=False)(workload.fresh)
+    provider.share(cache=False)(workload.echo)
     with Server(provider, socket_path=config["socket"]):
         built = []
         for name, *args in config["build"]:

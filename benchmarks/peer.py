@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,26 @@ def socket_of(base_path: str) -> str:
     return f"{base_path}-0.sock"
 
 
+@contextmanager
+def _without_transformers() -> Iterator[None]:
+    """It imports transformers where that is installed, seconds in every process, for models that nobody shares here."""
+    known = sys.modules.get("transformers")
+    sys.modules["transformers"] = known  # type: ignore[assignment]  # None makes an import fail
+    try:
+        yield
+    finally:
+        if known is None:
+            del sys.modules["transformers"]
+
+
 class Peer:
     """A client of its server. It opens a connection for every request."""
 
     name = _NAME
 
     def __init__(self, base_path: str, timeout: float = 600.0) -> None:
-        from shared_tensor import SharedTensorClient
+        with _without_transformers():
+            from shared_tensor import SharedTensorClient
 
         self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
 
@@ -70,7 +86,9 @@ class Peer:
 def main() -> None:
     """Serve until stdin is closed. Configuration: as in :func:`benchmarks.ours.main`, with ``base_path``."""
     from benchmarks.workload import Workload
-    from shared_tensor import SharedTensorProvider, SharedTensorServer
+
+    with _without_transformers():
+        from shared_tensor import SharedTensorProvider, SharedTensorServer
 
     config = configuration()
     workload = Workload(config["device"], Path(config["checkpoint"]) if config.get("checkpoint") else None)
@@ -80,8 +98,8 @@ def main() -> None:
     provider.share(managed=True, cache_format_key="{tensors}:{nbytes}")(workload.chain)
     provider.share(managed=True)(workload.kept)
     provider.share(workload.small)
-    for function in (workload.fresh, workload.echo):
-        provider.share(cache=False)(function)
+    provider.share(cache=False)(workload.fresh)
+    provider.share(cache=False)(workload.echo)
     server = SharedTensorServer(provider, verbose_debug=False)
     server.start(blocking=False)
     built = []

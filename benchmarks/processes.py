@@ -21,6 +21,8 @@ _PATIENCE = 20.0
 def environ() -> dict[str, str]:
     """This process's environment for a child: the package importable, and no role or path from outside."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
+    # An installed package has its bytecode; without it, imports would be compilations.
+    clean.pop("PYTHONDONTWRITEBYTECODE", None)
     clean["PYTHONPATH"] = os.pathsep.join(path for path in (_ROOT, clean.get("PYTHONPATH", "")) if path)
     # shared-tensor logs every start and stop by default.
     clean["SHARED_TENSOR_LOG_LEVEL"] = "ERROR"

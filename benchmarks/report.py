@@ -16,7 +16,7 @@ from benchmarks.facts import facts
 from benchmarks.stats import Sample
 from benchmarks.targets import Goal
 
-__all__ = ["Report", "Row", "shown"]
+__all__ = ["Report", "Row", "Unit", "shown", "size"]
 
 Unit = Literal["s", "bytes", "ratio", "number"]
 
@@ -26,7 +26,7 @@ _WIDTH = 150
 
 
 def shown(value: float, unit: Unit) -> str:
-    """A number for people: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 ×"``."""
+    """A number for people: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``."""
     if unit == "s":
         for scale, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
             if abs(value) >= scale:
@@ -37,7 +37,12 @@ def shown(value: float, unit: Unit) -> str:
             if abs(value) >= 1 << shift:
                 return f"{value / (1 << shift):.1f} {name}"
         return f"{value:.0f} B"
-    return f"{value:.2f} ×" if unit == "ratio" else f"{value:.6g}"
+    return f"{value:.2f} x" if unit == "ratio" else f"{value:.6g}"
+
+
+def size(nbytes: int) -> str:
+    """The size of a model, in decimal units as people give it: ``"16.06 GB"``, ``"0.41 MB"``."""
+    return f"{nbytes / 1e9:.4g} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.3g} MB"
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Row:
         if not echo or subject == ECHO:
             return value
         ratio = self.values[subject] / echo
-        return f"{value} ({ratio:,.0f} ×)" if ratio >= 100 else f"{value} ({ratio:.3g} ×)"
+        return f"{value} ({ratio:,.0f} x)" if ratio >= 100 else f"{value} ({ratio:.3g} x)"
 
     def measured(self) -> str:
         """What is held against the goal."""

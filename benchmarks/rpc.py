@@ -20,17 +20,18 @@ from benchmarks.targets import GOALS, Goal
 
 __all__ = ["run"]
 
-#: Prints the seconds that a package takes to import where torch is there already.
+#: Prints the seconds that the package takes to import where torch is there already.
 _IMPORT = """
 import time, torch
 begin = time.perf_counter()
-import {package}
-for name in getattr({package}, "__all__", ()):
-    getattr({package}, name)
+import shared_rpc
+for name in shared_rpc.__all__:
+    getattr(shared_rpc, name)
 print(time.perf_counter() - begin)
 """
 
-Actions = dict[str, Callable[[], object]]
+#: One slow call for so many quick ones.
+_SLOW = 100
 
 
 def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, path: Path | None) -> None:
@@ -41,7 +42,7 @@ def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, 
     device = "cuda" if cuda else "cpu"
     pings, tensors = missing(), missing(tensors=device)
     names = [Echo.name, *([Peer.name] if pings is None else []), Ours.name]
-    report = Report("rpc", f"Round trips, tensors on {device} (× raw echo)", names)
+    report = Report("rpc", f"Round trips, tensors on {device} (x raw echo)", names)
     report.note(pings if pings is not None else tensors)
     with Servers(device) as servers:
         echo = Echo(servers.echo().address)
@@ -50,7 +51,7 @@ def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, 
         turns = _Turns(report, echo, ours, peer, rounds, calls)
         turns.pings()
         turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)
-        _cold_starts(report, servers.base_path, processes, peer is not None)
+        _cold_starts(report, servers.base_path, processes)
         for client in (ours, peer, echo):
             if client is not None:
                 client.close()
@@ -68,10 +69,12 @@ class _Turns:
         self._rounds = rounds
         self._calls = calls
 
-    def _measure(self, action: Callable[[Subject], object], peer: Peer | None, calls: int | None = None) -> dict[str, Sample]:
-        actions: Actions = {Echo.name: self._echo.ping}
+    def _measure(self, action: Callable[[Subject], object], peer: Peer | None, *, slow: bool = False) -> dict[str, Sample]:
+        actions: dict[str, Callable[[], object]] = {Echo.name: self._echo.ping}
         actions |= {subject.name: partial(action, subject) for subject in (peer, self._ours) if subject is not None}
-        return interleaved(actions, rounds=self._rounds, calls=calls or self._calls)
+        if slow:
+            return interleaved(actions, rounds=self._rounds, calls=max(self._calls // _SLOW, 1), warm_up=1)
+        return interleaved(actions, rounds=self._rounds, calls=self._calls)
 
     def pings(self) -> None:
         """Ping: medians, and what one call in a hundred takes."""
@@ -93,17 +96,17 @@ class _Turns:
         """Direct calls, a managed one, and one with a large argument."""
 
         def row(
-            name: str, action: Callable[[Subject], object], goal: Goal | None = None, *, judge: bool, calls: int | None = None
+            name: str, action: Callable[[Subject], object], goal: Goal | None = None, *, judge: bool = False, slow: bool = False
         ) -> None:
-            samples = self._measure(action, peer, calls)
-            self._report.sampled(name, samples, goal, samples[Ours.name].p50 if goal is not None and judge else None)
+            samples = self._measure(action, peer, slow=slow)
+            self._report.sampled(name, samples, goal, samples[Ours.name].p50 if judge else None)
 
         on_gpu = device == "cuda"
         row("direct call, 4 KiB tensor, cached", lambda subject: subject.call("small"), GOALS["small_tensor"], judge=on_gpu)
         row("direct call, 4 KiB tensor, new", lambda subject: subject.call("fresh"), GOALS["small_tensor"], judge=on_gpu)
         if peer is not None:
             peer.attach("kept")  # one reference that stays, or every release would have it built anew
-        row("managed call and release, 4 KiB", lambda subject: subject.attach("kept").release(), judge=False)
+        row("managed call and release, 4 KiB", lambda subject: subject.attach("kept").release())
 
         import torch
 
@@ -113,23 +116,20 @@ class _Turns:
             lambda subject: subject.call("echo", argument),
             GOALS["large_argument"],
             judge=on_gpu and mebibytes == 64,
-            calls=max(self._calls // 30, 1),
+            slow=True,
         )
 
 
-def _cold_starts(report: Report, base_path: str, processes: int, peer: bool) -> None:
-    packages = {Ours.name: "shared_rpc"} | ({Peer.name: "shared_tensor"} if peer else {})
-    imports: dict[str, list[float]] = {name: [] for name in packages}
+def _cold_starts(report: Report, base_path: str, processes: int) -> None:
+    imports: list[float] = []
     listings: list[float] = []
     starts: list[float] = []
     for _ in range(processes):
-        for name, package in packages.items():
-            imports[name].append(float(_python("-c", _IMPORT.format(package=package)).splitlines()[-1]))
+        imports.append(float(_python("-c", _IMPORT).splitlines()[-1]))
         listings.append(timed(lambda: _list(base_path)))
         starts.append(timed(lambda: _python("-c", "pass")))
-    samples = {name: Sample([times]) for name, times in imports.items()}
-    report.sampled("import of every public name, beyond torch", samples, GOALS["import"], samples[Ours.name].p50)
-    listing = Sample([listings])
+    importing, listing = Sample([imports]), Sample([listings])
+    report.sampled("import of every public name, beyond torch", {Ours.name: importing}, GOALS["import"], importing.p50)
     report.sampled("shared-rpc ls --json, as a process", {Ours.name: listing}, GOALS["ls"], listing.p50)
     report.note(f"Python itself takes {Sample([starts]).p50 * 1e3:.0f} ms to start and end")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from benchmarks.echo import Echo
 from benchmarks.memory import process_counts
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
-from benchmarks.report import Report, Row
+from benchmarks.processes import Process
+from benchmarks.report import Report, Row, Unit, shown, size
 from benchmarks.servers import Servers, Started
 from benchmarks.stats import Sample, interleaved, timed
 from benchmarks.targets import GOALS
@@ -100,7 +102,7 @@ def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> 
         values, texts = {}, {Peer.name: f"no answer in {patience:g} s"}
     for idler in idlers:
         idler.close()
-    name = f"shared-tensor: one ping beside {_PEER_IDLE} idle connections"
+    name = f"shared-tensor beside {_PEER_IDLE} idle ones: ping"
     report.add(Row(name, values, texts=texts, extra={"idle": _PEER_IDLE, "answered": bool(values)}))
 
 
@@ -126,7 +128,7 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
     first = Sample([[result["first"] for result in results]])
     grown = Sample([[result["grown"]["private"] for result in results]])
     nbytes = results[0]["nbytes"]
-    name = f"{count} processes attach {nbytes / 1e6:,.3g} MB at once, p50"
+    name = f"{count} processes attach {size(nbytes)} at once, p50"
     report.add(Row(name, {Ours.name: first.p50}, samples={Ours.name: first}, extra={"clients": count, "nbytes": nbytes}))
     report.add(Row("… the slowest of them", {Ours.name: max(first.rounds[0])}))
     report.add(Row("… leases while they hold it", {Ours.name: leases}, "number", extra={"clients": count}))
@@ -146,47 +148,54 @@ def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, sh
     """Clients that hold the model and are killed: what the server has before, with them, and after."""
     crowd = servers.client("crowd", socket=ours.address, call=["model", shape])
     crowd.read()
+    who = f"{count} clients killed"
     with Client(socket_path=ours.address) as asking:
         _wave(crowd, asking, ours, count)  # the allocator's and the loop's first growth is no leak
-        before, during, after, seconds = _wave(crowd, asking, ours, count)
+        wave = _wave(crowd, asking, ours, count)
+        last = _wave(crowd, asking, ours, count, invalidate=True)
     crowd.close()
     for key in ("leases", "sessions", "fds", "threads"):
-        lost = abs(after[key] - before[key])
-        report.add(_before_during_after(f"{count} clients killed: {key}", key, before, during, after, lost))
-    grown = max(after["private"] - before["private"], 0) + max(after["shared"] - before["shared"], 0)
-    memory = {key: sizes["private"] + sizes["shared"] for key, sizes in zip("bda", (before, during, after), strict=True)}
-    text = " → ".join(f"{memory[key] / (1 << 20):,.1f}" for key in "bda") + " MiB"
-    report.add(
-        Row(
-            f"{count} clients killed: the server's memory",
-            {},
-            "bytes",
-            goal=GOALS["killed_memory"],
-            judged=grown,
-            texts={Ours.name: text},
-            extra={"before": before, "during": during, "after": after},
-        )
-    )
-    report.add(Row(f"{count} clients killed: until all is back", {Ours.name: seconds}))
+        report.add(_row(f"{who}: {key}", wave, key, "killed", abs(wave.after[key] - wave.before[key])))
+    grown = wave.after["memory"] - wave.before["memory"]
+    report.add(_row(f"{who}: the server's memory", wave, "memory", "killed_memory", max(grown, 0)))
+    report.add(Row(f"{who}: until all is back", {Ours.name: wave.seconds}))
+    name = f"{who}, model invalidated: its memory"
+    report.add(_row(name, last, "shared", "given_back", last.after["shared"]))
 
 
 Counts = dict[str, int]
 
 
-def _wave(crowd: Any, asking: Client, ours: Started, count: int) -> tuple[Counts, Counts, Counts, float]:
-    """Attach that many, kill them, and wait: the server's counts before, during and after, and the seconds back."""
+@dataclass(frozen=True)
+class _Wave:
+    """The server's counts before clients came, with them, and after they were killed; the seconds that took."""
+
+    before: Counts
+    during: Counts
+    after: Counts
+    seconds: float
+
+
+def _wave(crowd: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
+    """Attach that many, kill them, and wait.
+
+    :param invalidate: drop the model from the cache meanwhile, so that it goes with its last holder.
+    """
     before = _counts(asking, ours)
     attached = crowd.ask(attach=count)["attached"]
     if attached != count:
         raise RuntimeError(f"{attached} of {count} light clients could attach; see above")
+    if invalidate:
+        asking.invalidate_endpoint_cache("model")
     during = _counts(asking, ours)
     begin = time.monotonic()
     crowd.ask(kill=True)
     while True:
         after = _counts(asking, ours)
         seconds = time.monotonic() - begin
-        if all(after[key] == before[key] for key in ("leases", "sessions", "fds")) or seconds > _SETTLED:
-            return before, during, after, seconds
+        back = after["shared"] == 0 if invalidate else all(after[key] == before[key] for key in ("leases", "sessions", "fds"))
+        if back or seconds > _SETTLED:
+            return _Wave(before, during, after, seconds)
         time.sleep(0.001)
 
 
@@ -195,6 +204,8 @@ def _counts(asking: Client, ours: Started) -> Counts:
     return {key: info[key] for key in ("leases", "sessions", "connections", "objects")} | process_counts(ours.process.pid)
 
 
-def _before_during_after(name: str, key: str, before: Counts, during: Counts, after: Counts, lost: int) -> Row:
-    text = f"{before[key]} → {during[key]} → {after[key]}"
-    return Row(name, {}, "number", goal=GOALS["killed"], judged=lost, texts={Ours.name: text})
+def _row(name: str, wave: _Wave, key: str, goal: str, judged: int) -> Row:
+    unit: Unit = "bytes" if key in ("memory", "shared") else "number"
+    text = " → ".join(shown(counts[key], unit) for counts in (wave.before, wave.during, wave.after))
+    counts = {"before": wave.before, "during": wave.during, "after": wave.after, "seconds": wave.seconds}
+    return Row(name, {}, unit, goal=GOALS[goal], judged=judged, texts={Ours.name: text}, extra=counts)

@@ -63,7 +63,7 @@ class Servers:
 
     def ours(self, build: list[list[Any]] | None = None) -> Started:
         """Our server, with these managed calls made; it listens where ``shared-rpc ls`` looks for :attr:`base_path`."""
-        path = f"{self.base_path}-cpu.sock"
+        path = f"{self.base_path}-bench.sock"
         return self._ready("ours", path, socket=path, build=build or [], **self._workload)
 
     def peer(self, build: list[list[Any]] | None = None) -> Started:

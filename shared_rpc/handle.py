@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from shared_rpc.errors import SharedRPCError, StaleHandleError
+from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
 from shared_rpc.reaper import REAPER
 
 __all__ = ["Handle", "Issuer"]
@@ -105,6 +105,12 @@ class Handle(Generic[T]):
         except SharedRPCError:
             return True
         return False
+
+    def __reduce__(self) -> NoReturn:
+        raise CapabilityError(
+            f"the handle of object {self.object_id} cannot be pickled or copied, because its lease belongs to this process: "
+            f"call the endpoint in the process that needs the object"
+        )
 
     def __enter__(self) -> Handle[T]:
         return self

@@ -8,13 +8,14 @@ import multiprocessing
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 
 from shared_rpc.endpoints import Endpoint, Registry, describe
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
@@ -22,7 +23,7 @@ from shared_rpc.server import Server
 from shared_rpc.server.server import wait_for_signal
 from shared_rpc.settings import Role, resolve_role
 
-__all__ = ["Provider", "SharedFunction", "end_now_if_busy"]
+__all__ = ["Provider", "SharedFunction", "close_all", "end_now_if_busy"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,11 +205,12 @@ class Provider:
         }
 
     def close(self) -> None:
-        """End the role: hang up, or stop serving. Tensors that were handed out stay valid."""
+        """End the role: hang up, or stop serving. Tensors that were handed out stay valid; every later call fails."""
         with self._lock:
             self._closed = True
-            if self._working is not None:
-                self._working.close()
+            working, self._working = self._working, None
+        if working is not None:
+            working.close()
 
     def serve_with(self, server: Server) -> None:
         """Have this process's own calls go through a server that was started for the provider."""
@@ -283,15 +285,29 @@ def _at_end_of_main(provider: Provider) -> None:
 def _serve_to_the_end() -> None:
     if multiprocessing.parent_process() is not None or hasattr(sys, "last_value"):
         return  # a child of the server, or a script that failed: it must end
-    serving = [server for server in (provider._server_at_end() for provider in _providers) if server is not None]
+    try:
+        serving = [server for server in (provider._server_at_end() for provider in _providers) if server is not None]
+    except Exception as error:
+        close_all()
+        print(f"shared_rpc: {error}" if isinstance(error, SharedRPCError) else traceback.format_exc(), file=sys.stderr)
+        _end_now(1)
     if not serving:
         return
-    for server in serving:
-        print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
-    wait_for_signal()
+
+    def announce() -> None:
+        for server in serving:
+            print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
+
+    wait_for_signal(announce)
     for server in serving:
         server.stop()
     end_now_if_busy(serving)
+
+
+def close_all() -> None:
+    """Close every provider of this process, so that none goes on serving when its main code ends."""
+    for provider in _providers:
+        provider.close()
 
 
 def end_now_if_busy(servers: Iterable[Server]) -> None:
@@ -299,6 +315,11 @@ def end_now_if_busy(servers: Iterable[Server]) -> None:
     must not be torn down under it.
     """
     if any(server.busy for server in servers):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _end_now(0)
+
+
+def _end_now(code: int) -> NoReturn:
+    # From an exit callback there is no other way to set the exit code either.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -11,12 +11,14 @@ import concurrent.futures
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 
 from shared_rpc.client import Client
@@ -122,18 +124,20 @@ class LocalRuntime:
         self._leases = LeaseTable()
         self._objects = ObjectStore(self._leases, time.time, _forget_live)
         self._calls: CallTable[_Ticket] = CallTable()
-        self._serialized: dict[str, threading.Lock] = {}
+        self._serialized: dict[str, _Turns] = {}
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`. A follower of a run waits for it; the leader's exception reaches both."""
         ticket = self._enter(endpoint, args, kwargs)
         if not ticket.leads:
             return ticket.future.result()
-        lock = self._turn(ticket.spec)
-        with lock if lock is not None else nullcontext(), self._leading(ticket):
+        with self._leading(ticket) as turn:
+            turn.result()
             function = self._provider.endpoints[endpoint].function
             if ticket.spec.is_async:
-                ticket.value = anyio.run(lambda: function(*args, **kwargs))
+                # A loop in a thread of its own: the caller's thread may run one already, as a notebook's does.
+                with anyio.from_thread.start_blocking_portal() as portal:
+                    ticket.value = portal.call(lambda: function(*args, **kwargs))
             else:
                 ticket.value = function(*args, **kwargs)
         return ticket.future.result()
@@ -143,23 +147,15 @@ class LocalRuntime:
         ticket = self._enter(endpoint, args, kwargs)
         if not ticket.leads:
             return await _waited_for(ticket.future)
-        lock = self._turn(ticket.spec)
-        if lock is not None:
-            await anyio.to_thread.run_sync(lock.acquire, limiter=anyio.CapacityLimiter(1))
-        try:
-            with self._leading(ticket):
-                ticket.value = await self._provider.endpoints[endpoint].function(*args, **kwargs)
-        finally:
-            if lock is not None:
-                lock.release()
+        with self._leading(ticket) as turn:
+            await _waited_for(turn)
+            ticket.value = await self._provider.endpoints[endpoint].function(*args, **kwargs)
         return ticket.future.result()
 
     def _enter(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ticket:
         """Find the cached result, join a run, or lead one."""
-        from shared_rpc.codec import lower_arguments
-
         spec = self._provider.registry.get(endpoint)
-        bound = bind(spec, *lower_arguments(args, kwargs))
+        bound = bind(spec, *_lowered(args, kwargs, self._provider.device_id))
         key = cache_key(spec, bound)
         check_chain(spec, key, CHAIN.get())
         ticket = _Ticket(spec, key)
@@ -173,21 +169,29 @@ class LocalRuntime:
                 self._calls.begin(ticket.flight)
         return ticket
 
-    def _turn(self, spec: EndpointSpec) -> threading.Lock | None:
+    @contextmanager
+    def _turn(self, spec: EndpointSpec) -> Iterator[concurrent.futures.Future[None]]:
         if spec.concurrency == "parallel":
-            return None
+            yield _NOW
+            return
         with self._lock:
-            return self._serialized.setdefault(spec.name, threading.Lock())
+            turns = self._serialized.setdefault(spec.name, _Turns())
+        turn = turns.join()
+        try:
+            yield turn
+        finally:
+            turns.leave(turn)
 
     @contextmanager
-    def _leading(self, ticket: _Ticket) -> Iterator[None]:
-        """Run the body as the leader: whatever ends it, every follower is released."""
+    def _leading(self, ticket: _Ticket) -> Iterator[concurrent.futures.Future[None]]:
+        """Run the body as the leader: whatever ends it, every follower is released. It is to wait for its turn first."""
         from shared_rpc.codec import check_result
 
         assert ticket.flight is not None, "only a leader runs the endpoint"
         chain = CHAIN.set(CHAIN.get() | {ticket.spec.name, ticket.key or ticket.spec.name})
         try:
-            yield
+            with self._turn(ticket.spec) as turn:
+                yield turn
             nbytes = check_result(ticket.value, ticket.spec.name, device_kind(self._provider.device_id))
         except BaseException as error:
             with self._lock:
@@ -224,10 +228,8 @@ class LocalRuntime:
 
     def invalidate_call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """See :meth:`Client.invalidate_call_cache`."""
-        from shared_rpc.codec import lower_arguments
-
         spec = self._provider.registry.get(endpoint)
-        key = cache_key(spec, bind(spec, *lower_arguments(args, kwargs)))
+        key = cache_key(spec, bind(spec, *_lowered(args, kwargs, self._provider.device_id)))
         if key is None:
             return 0
         with self._lock:
@@ -285,6 +287,35 @@ class _Ticket:
         return self.flight is not None
 
 
+class _Turns:
+    """Who runs a serialized endpoint: one at a time, in the order they came. Whoever waits can give up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._line: deque[concurrent.futures.Future[None]] = deque()
+
+    def join(self) -> concurrent.futures.Future[None]:
+        """A place in the line, done when it is the first. It must :meth:`leave`, whether its turn came or not."""
+        turn: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._lock:
+            self._line.append(turn)
+            if self._line[0] is turn:
+                turn.set_result(None)
+        return turn
+
+    def leave(self, turn: concurrent.futures.Future[None]) -> None:
+        """End a turn, or the wait for it."""
+        with self._lock:
+            self._line.remove(turn)
+            turn.cancel()  # of one that gave up: no thread must go on waiting for it
+            if self._line and not self._line[0].done():
+                self._line[0].set_result(None)
+
+
+_NOW: concurrent.futures.Future[None] = concurrent.futures.Future()
+_NOW.set_result(None)
+
+
 class ServerRuntime:
     """Every call goes through the server of this process, and gets the live value that its clients map."""
 
@@ -292,7 +323,9 @@ class ServerRuntime:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.server_id: str = server.info()["server_id"]
+        facts = server.info()
+        self.server_id: str = facts["server_id"]
+        self._device: str = facts["device"]
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`.
@@ -317,9 +350,7 @@ class ServerRuntime:
             return self._hand(await _waited_for(future))
 
     def _submit(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> concurrent.futures.Future[Delivery]:
-        from shared_rpc.codec import lower_arguments
-
-        return self.server.call(endpoint, lower_arguments(args, kwargs), args, kwargs)
+        return self.server.call(endpoint, _lowered(args, kwargs, self._device), args, kwargs)
 
     @contextmanager
     def _wanted(self, future: concurrent.futures.Future[Delivery]) -> Iterator[None]:
@@ -337,9 +368,7 @@ class ServerRuntime:
 
     def invalidate_call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """See :meth:`Client.invalidate_call_cache`."""
-        from shared_rpc.codec import lower_arguments
-
-        lowered = lower_arguments(args, kwargs)
+        lowered = _lowered(args, kwargs, self._device)
         return self.server.ask(lambda core: core.invalidate_call(endpoint, *lowered))
 
     def invalidate_endpoint(self, endpoint: str) -> int:
@@ -372,8 +401,16 @@ class ServerRuntime:
 
 
 async def _waited_for(future: concurrent.futures.Future[T]) -> T:
+    if future.done():
+        return future.result()
     # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
     return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+
+
+def _lowered(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> tuple[list[Any], dict[str, Any]]:
+    from shared_rpc.codec import lower_arguments
+
+    return lower_arguments(args, kwargs, device_kind(device))
 
 
 def _handle(issuer: LocalRuntime | ServerRuntime, value: Any, stored: StoredObject) -> Handle[Any]:

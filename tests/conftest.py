@@ -85,6 +85,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     provider.share("warm")(lambda size: torch.nn.Linear(size, size))
     with Server(provider), Client(path / "s", device="cpu") as client:
         client.call("warm", 2)
+    # What is imported stays: the collector need not look at it in every test.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

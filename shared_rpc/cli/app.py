@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,8 +44,8 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
     base_path: BasePath = None,
     socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
-    max_workers: Annotated[int | None, typer.Option(help="Threads that run endpoints.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20G.")] = None,
+    max_workers: Annotated[int | None, typer.Option(min=1, help="Threads that run endpoints.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM."""
     import os
@@ -53,24 +54,31 @@ def serve(
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
     from shared_rpc.cli.loading import load_providers
-    from shared_rpc.provider import end_now_if_busy
+    from shared_rpc.provider import close_all, end_now_if_busy
     from shared_rpc.server import Server
     from shared_rpc.server.server import wait_for_signal
 
     budget = _bytes(max_bytes)
-    servers = []
+    servers: list[Server] = []
+
+    def announce() -> None:
+        for server in servers:
+            names = ", ".join(server.info()["endpoints"]) or "no endpoints"
+            print(f"serving {names} at {server.socket_path}", flush=True)
+
     try:
-        for provider in load_providers(target):
+        providers = load_providers(target)
+        if socket is not None and len(providers) > 1:
+            raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+        for provider in providers:
             provider.base_path = base_path if base_path is not None else provider.base_path
             provider.device = device if device is not None else provider.device
             server = Server(provider, socket_path=socket, max_workers=max_workers, max_bytes=budget)
             servers.append(server.start())
-            names = ", ".join(provider.list_endpoints()) or "no endpoints"
-            print(f"serving {names} at {server.socket_path}", flush=True)
-        wait_for_signal()
+        wait_for_signal(announce)
     finally:
-        for server in servers:
-            server.stop()
+        # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
+        close_all()
     end_now_if_busy(servers)
 
 
@@ -165,9 +173,7 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
 @app.command()
 def invalidate(
     endpoint: str,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="key=value for one call; none for the whole endpoint")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
     socket: Socket = None,
     base_path: BasePath = None,
     json: Json = False,
@@ -175,7 +181,10 @@ def invalidate(
     """Drop cached results; what clients hold stays with them."""
     kwargs = dict(_argument(text) for text in arguments or ())
     with the_server(socket, base_path) as client:
-        count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
+        try:
+            count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
+        except TypeError as error:
+            raise ConfigurationError(str(error)) from error
     if json:
         as_json({"endpoint": endpoint, "invalidated": count})
     else:
@@ -230,14 +239,15 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-_UNITS: dict[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    number, factor = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
-    try:
-        return int(float(number) * factor)
-    except ValueError:
-        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T") from None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit and unit.upper()])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,16 +21,23 @@ _PATIENCE = 2.0
 
 @contextmanager
 def live_servers(base_path: str | None) -> Iterator[list[Client]]:
-    """Clients of all servers that answer at a socket in the directory of the base path."""
+    """Clients of all servers that answer at a socket in the directory of the base path.
+
+    Dead sockets are passed over; one that is alive and does not answer is told on standard error.
+    """
     directory = Path(resolve_base_path(base_path)).parent
     clients = []
     try:
         for path in sorted(directory.glob("*.sock")):
+            if not _is_ours(path):
+                continue
             client = Client(socket_path=path, timeout=_PATIENCE, connect_timeout=0)
             try:
                 client.ping()
-            except (SharedRPCError, OSError):
+            except (SharedRPCError, OSError) as error:
                 client.close()
+                if _is_alive(path):
+                    print(f"shared-rpc: passed over: {error}", file=sys.stderr)
             else:
                 clients.append(client)
         yield clients
@@ -36,14 +46,24 @@ def live_servers(base_path: str | None) -> Iterator[list[Client]]:
             client.close()
 
 
+def _is_ours(path: Path) -> bool:
+    """A server leaves its lock beside its socket. A directory such as /run/user/1000 has sockets of other programs."""
+    return path.with_name(f"{path.name}.lock").exists()
+
+
+def _is_alive(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)
+
+
 @contextmanager
-def the_server(socket: str | None, base_path: str | None) -> Iterator[Client]:
-    """A client of the server at ``socket``, or of the only one that is alive.
+def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Client]:
+    """A client of the server at ``socket_path``, or of the only one that is alive.
 
     :raises ConfigurationError: if there are none or several to choose from.
     """
-    if socket is not None:
-        with Client(socket_path=socket, timeout=30.0, connect_timeout=0) as client:
+    if socket_path is not None:
+        with Client(socket_path=socket_path, timeout=30.0, connect_timeout=0) as client:
             yield client
         return
     with live_servers(base_path) as clients:

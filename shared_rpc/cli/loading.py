@@ -53,7 +53,12 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _load_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigurationError(f"{name!r} is neither a file nor a module: write app.py, or package.module")
     sys.path.insert(0, "")
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ConfigurationError(f"there is no module {name!r} here; for a file write {name}.py")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not
+        raise ConfigurationError(f"there is no module {error.name!r} here; for a file write {name}.py") from error

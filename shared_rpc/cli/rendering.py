@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from rich.text import Text
 
 __all__ = ["ago", "as_json", "size", "table"]
 
-_console = Console(soft_wrap=False)
+# What reads a pipe wants one line for each row, however long.
+_console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -7,9 +7,12 @@ import itertools
 import os
 import pickle
 import socket
+import sys
 import time
+import weakref
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from shared_rpc.client.operations import Reply, Request
 from shared_rpc.errors import (
@@ -43,6 +46,7 @@ class Connection:
         self.path = path
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket = FrameSocket(sock)
+        _open.add(self)
         self._ids = itertools.count()
         self._usable = True
         try:
@@ -130,7 +134,6 @@ class Connection:
             self._socket.flush()
             frame = self._await_reply(number, prompt)
         except TimeoutError:
-            self.close()
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
         if isinstance(message := decode_message(frame), m.Error) and message.code == DeadlineExceeded.code:
             frame.close()
@@ -170,6 +173,35 @@ class Connection:
         self._socket.close()
 
 
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
+    # connection which another thread was just making.
+    for connection in list(_open):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _native(error: Any) -> Any:
+    """The exception with this process's own class of that name, where the script that defines it runs here as well.
+
+    Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
+    """
+    kind = type(error)
+    script = sys.modules.get("__main__")
+    here = kind.__module__ in ("__main__", Path(getattr(script, "__file__", None) or "").stem)
+    found: Any = script if here else sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if isinstance(found, type) and issubclass(found, Exception) and found is not kind:
+        error.__class__ = found
+    return error
+
+
 def raise_error(message: m.Error, frame: Frame) -> NoReturn:
     """Raise what an error reply stands for: an endpoint's own exception where it can be rebuilt, with the remote
     traceback as its cause; else the library's.
@@ -178,7 +210,7 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
     if message.endpoint_raised:
         try:
-            own = pickle.loads(frame.payload)
+            own = _native(pickle.loads(frame.payload))
         except Exception:
             own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
         if isinstance(own, Exception):

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -65,7 +64,7 @@ class Client:
     ) -> None:
         self._base_path = base_path
         self._device = device
-        self._asked_path = socket_path
+        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._closed = False
@@ -75,6 +74,8 @@ class Client:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
+        #: Unusable, and open to keep the session until another connection does.
+        self._parked: list[Connection] = []
         self._connections: set[Connection] = set()
         self._session: _Session | None = None
 
@@ -83,7 +84,7 @@ class Client:
         """The server's socket."""
         if self._asked_path is None:
             self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
-        return os.fspath(self._asked_path)
+        return self._asked_path
 
     def ping(self) -> float:
         """One round trip; the seconds it took."""
@@ -184,7 +185,7 @@ class Client:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._parked = [*self._idle, *self._parked], [], []
             waiting, self._connections = self._connections.difference(idle), set()
             self._session = None
         for connection in idle:
@@ -281,8 +282,13 @@ class Client:
         connection.close()
 
     def _replace(self, connection: Connection) -> None:
-        with suppress(SharedRPCError):  # no server: no session to save
+        try:
             self._put_back(self._connect(time.monotonic() + 1.0, 0))
+        except SharedRPCError:
+            # If the server is stuck, and not gone, then it keeps the session for as long as this connection is open.
+            with self._lock:
+                self._parked.append(connection)
+            return
         self._drop(connection)
 
     def _connect(self, deadline: float, patience: float) -> Connection:
@@ -310,9 +316,18 @@ class Client:
             if self._closed:
                 connection.close()
                 raise ConnectionClosed("this client is closed")
-            if self._session is None or self._session.token != welcome.token:
+            first = self._session is session
+            if first and (session is None or session.token != welcome.token):
                 self._session = _Session(welcome.server_id, welcome.token, welcome.device)
-            self._connections.add(connection)
+            mine = self._session is not None and self._session.token == welcome.token
+            if mine:
+                self._connections.add(connection)
+            parked, self._parked = self._parked, []
+        for earlier in parked:
+            self._drop(earlier)
+        if not mine:  # another thread began a session meanwhile, and one is enough
+            connection.close()
+            return self._connect(deadline, patience)
         return connection
 
     def _need_session(self) -> _Session:
@@ -324,19 +339,14 @@ class Client:
             raise ConnectionClosed("this client is closed")
         return session
 
-    def _after_fork(self) -> None:
-        # Closing our copies does not end the parent's session, and keeping them would outlive it.
-        for connection in self._connections:
-            connection.close()
-        self._forget()
-
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    # The child's copies of the connections are closed by their own module.
     for client in list(_clients):
-        client._after_fork()
+        client._forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -8,17 +8,16 @@ from typing import Any
 import msgspec
 import torch
 
+from shared_rpc.codec.payload import check_devices
 from shared_rpc.codec.placement import place
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
-from shared_rpc.codec.tensors import tensors_of
+from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.records import Arguments, TensorTable
+from shared_rpc.records import Arguments
 from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
-
-_tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Arguments:
@@ -51,9 +50,10 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> 
     return Arguments(*lowered, msgspec.msgpack.encode(placement.table(scan)), skeletons, placement.segments)
 
 
-def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call within this process, as far as they are plain data; tensors and modules stay as they are.
 
+    :param kind: ``"cpu"`` or ``"cuda"``, the type of device that memory is shared on.
     :raises CapabilityError: for an argument that could not travel, so that a call fails in every role or in none.
     """
 
@@ -61,6 +61,7 @@ def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[A
         if isinstance(value, torch.dtype):
             return DtypeRef(str(value).removeprefix("torch."))
         if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            check_devices(value, path, kind)
             return value
         refuse(value, path)
 
@@ -73,13 +74,13 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     :raises CodecError: if a skeleton cannot be rebuilt here.
     """
     with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
-        tensors, storages = tensors_of(_tables.decode(arguments.table), mappings)
+        tensors, storages = tensors_of(read_table(arguments.table), mappings)
 
         def leaf(reference: Any) -> Any:
             if isinstance(reference, TensorRef):
                 return tensors[reference.number]
             if isinstance(reference, DtypeRef):
-                return getattr(torch, reference.name)
+                return _dtype(reference.name)
             return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
 
         try:
@@ -88,3 +89,10 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
             }
         except Exception as error:
             raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found

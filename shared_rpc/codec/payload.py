@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["check_result", "wrong_device"]
+__all__ = ["check_devices", "check_result", "wrong_device"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
@@ -38,12 +38,12 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
                     f"{where}: {path} carries an autograd graph ({leaf.grad_fn.name()}), which cannot leave the process: "
                     f"return {path}.detach(), or compute under torch.no_grad()"
                 )
-            _check_device(leaf, f"{where}: {path}", kind)
+            check_devices(leaf, f"{where}: {path}", kind)
             _add(leaf, storages)
         elif isinstance(leaf, torch.nn.Module):
             found = True
-            for name, tensor in (*leaf.named_parameters(), *leaf.named_buffers()):
-                _check_device(tensor, f"{where}: {path}.{name}", kind)
+            check_devices(leaf, f"{where}: {path}", kind)
+            for tensor in (*leaf.parameters(), *leaf.buffers()):
                 _add(tensor, storages)
         elif not isinstance(leaf, _SCALARS):
             raise CapabilityError(
@@ -58,9 +58,14 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
     return sum(storages.values())
 
 
-def _check_device(tensor: torch.Tensor, path: str, kind: str) -> None:
-    if tensor.device.type != kind:
-        raise CapabilityError(wrong_device(path, tensor.device, kind))
+def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
+    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != kind:
+            raise CapabilityError(wrong_device(path, value.device, kind))
+        return
+    for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+        check_devices(tensor, f"{path}.{name}", kind)
 
 
 def wrong_device(path: str, device: torch.device, kind: str) -> str:

@@ -11,15 +11,13 @@ from shared_rpc.codec import collector
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.placement import place
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
-from shared_rpc.codec.tensors import tensors_of
+from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.records import Record, TensorTable
+from shared_rpc.records import Record
 
 __all__ = ["decode_result", "publish"]
-
-_tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
@@ -50,7 +48,7 @@ def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequenc
     """
     MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
     with MAPPINGS.attach(segments) as mappings, collector.paused():
-        tensors, storages = tensors_of(_tables.decode(table), mappings)
+        tensors, storages = tensors_of(read_table(table), mappings)
         try:
             return SkeletonUnpickler(skeleton, tensors, storages).load()
         except Exception as error:

@@ -57,6 +57,12 @@ def _registered_by_value() -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
+def dump_exception(error: Exception) -> bytes:
+    """The pickled exception, its class as code where a client could not import it, or only by running a script again."""
+    with _registered_by_value():
+        return bytes(cloudpickle.dumps(error))
+
+
 class Refused(TypeError):
     """Raised inside the pickler; :func:`dump` adds the attribute path."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import msgspec
 import torch
 
 from shared_rpc.errors import CodecError
@@ -12,7 +13,20 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["bytes_at", "make_storage", "make_tensor", "tensors_of"]
+__all__ = ["bytes_at", "make_storage", "make_tensor", "read_table", "tensors_of"]
+
+_tables = msgspec.msgpack.Decoder(TensorTable)
+
+
+def read_table(table: bytes | msgspec.Raw) -> TensorTable:
+    """A table as it came.
+
+    :raises CodecError: if it is none.
+    """
+    try:
+        return _tables.decode(table)
+    except msgspec.DecodeError as error:
+        raise CodecError(f"the tensor table cannot be read: {error}") from error
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

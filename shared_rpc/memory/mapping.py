@@ -224,6 +224,12 @@ class MappingTable:
             if mapping.segment is not None:
                 mapping.segment.close()
                 mapping.segment = None
+            if mapping.info.device != "cpu":
+                mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
+            for loan in mapping.loans.values():
+                if loan() is None:  # the parent's reaper was about to end it
+                    self._gone.put(loan)
+        self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
 
 
 MAPPINGS = MappingTable()

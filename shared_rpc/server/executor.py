@@ -10,8 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import cloudpickle
-
 from shared_rpc.endpoints import Endpoint
 from shared_rpc.errors import RemoteError, SharedRPCError, text_of, to_wire
 from shared_rpc.memory.mapping import MAPPINGS
@@ -80,7 +78,9 @@ class Failure:
         # SystemExit and the like end the process that raised them, and must not end the caller's.
         if isinstance(error, Exception):
             try:
-                pickled = cloudpickle.dumps(error)
+                from shared_rpc.codec import dump_exception
+
+                pickled = dump_exception(error)
             except BaseException:  # of its own methods too nothing may get past the waiters
                 pickled = b""
         local = error if isinstance(error, Exception) else remote

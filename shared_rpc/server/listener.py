@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.transport import peer_of
@@ -28,22 +28,25 @@ def bind_socket(path: str) -> socket.socket:
     :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
         somebody else or is open to others, or if it is no socket.
     """
-    directory = os.path.dirname(path)
-    _check_directory(directory)
-    with _locked(f"{path}.lock"):
-        _make_way(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            # On Linux the file takes the mode of the socket's own inode, so it is never open to others.
-            os.fchmod(listener.fileno(), 0o600)
-            listener.bind(path)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise ConfigurationError(f"cannot listen on {path}: {error}") from error
-        except BaseException:
-            listener.close()
-            raise
+    _check_directory(os.path.dirname(path))
+    try:
+        with _locked(f"{path}.lock"):
+            _make_way(path)
+            return _listen(path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {path}: {error}") from error
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        # On Linux the file takes the mode of the socket's own inode, so it is never open to others.
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -59,7 +62,7 @@ def remove_socket(path: str, inode: int) -> None:
 
 def _check_directory(directory: str) -> None:
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        _make_private(directory)
         status = os.lstat(directory)
     except OSError as error:
         raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
@@ -77,6 +80,15 @@ def _check_directory(directory: str) -> None:
         )
 
 
+def _make_private(directory: str) -> None:
+    """``os.makedirs`` with mode 0700 for the directories above too: who can write to one can replace what is in it."""
+    if os.path.isdir(directory):
+        return
+    _make_private(os.path.dirname(directory))
+    with suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+
+
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -85,6 +97,10 @@ def _locked(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _named(pid: int) -> str:
+    return f"by pid {pid}" if pid != os.getpid() else f"by another provider of this process (pid {pid})"
 
 
 def _make_way(path: str) -> None:
@@ -103,7 +119,7 @@ def _make_way(path: str) -> None:
         if code in (errno.ECONNREFUSED, errno.ENOENT):
             os.unlink(path)
             return
-        owner = f"by pid {peer_of(probe).pid}" if code == 0 else "by a server with a full backlog"
+        owner = _named(peer_of(probe).pid) if code == 0 else "by a server with a full backlog"
     finally:
         probe.close()
     raise ConfigurationError(f"{path} is served {owner}: stop that server first, or choose another base_path")

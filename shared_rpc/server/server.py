@@ -72,7 +72,7 @@ class Server:
     ) -> None:
         self._provider = provider
         self._asked_path = socket_path
-        self._max_workers = max_workers or min(32, (os.cpu_count() or 1) + 4)
+        self._max_workers = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._max_bytes = max_bytes
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
@@ -82,7 +82,7 @@ class Server:
     def socket_path(self) -> str:
         """Where the server listens, or will."""
         if self._asked_path is not None:
-            return os.fspath(self._asked_path)
+            return os.path.abspath(self._asked_path)
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
 
     @property
@@ -370,12 +370,16 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def wait_for_signal() -> None:
-    """Return when this process gets SIGINT or SIGTERM. In the main thread only."""
+def wait_for_signal(announce: Callable[[], object] = lambda: None) -> None:
+    """Return when this process gets SIGINT or SIGTERM. In the main thread only.
+
+    :param announce: called once a signal ends the wait, and no longer the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
     asked = threading.Event()
     with _handlers({number: lambda *_: asked.set() for number in (signal.SIGINT, signal.SIGTERM)}):
+        announce()
         # An untimed wait may hold back the handler on some systems; the period costs nothing.
         while not asked.wait(3600):
             continue

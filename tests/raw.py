@@ -1,0 +1,97 @@
+"""The wire spoken by hand: one end of a connection that says whatever a test wants said."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame, encode_frame
+from shared_rpc.wire.messages import Message, decode_message, encode_message
+
+#: linux/fcntl.h
+_F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
+
+
+def frame_of(message: Message, number: int = 1, payload: bytes = b"", fds: int = 0) -> bytes:
+    """The bytes of a frame that announces ``fds`` descriptors."""
+    kind, body = encode_message(message)
+    return b"".join(encode_frame(kind, number, body, payload, fds))
+
+
+def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
+    """A memfd as a client sends it; the caller closes it."""
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if seals:
+        fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+    return fd
+
+
+class Raw:
+    """One end of a connection; at the end of a ``with`` block it is closed without a word."""
+
+    def __init__(self, end: socket.socket | str, *, hello: bool = True, token: str = "") -> None:
+        if isinstance(end, str):
+            path, end = end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            end.settimeout(20.0)
+            end.connect(path)
+        end.settimeout(20.0)
+        self.sock = end
+        self._frames = FrameSocket(end)
+        self.welcome = m.Welcome("", "", 0, "")
+        if hello:
+            welcome = self.ask(m.Hello(token))
+            assert isinstance(welcome, m.Welcome), welcome
+            self.welcome = welcome
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Bytes as they are, with descriptors at the first of them. A connection that is gone takes anything."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            if fds:
+                sent = socket.send_fds(self.sock, [data], list(fds))
+                data = data[sent:]
+            self.sock.sendall(data)
+
+    def say(self, message: Message, number: int = 1, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """A well-formed frame."""
+        self.send(frame_of(message, number, payload, len(fds)), fds)
+
+    def hear_frame(self) -> Frame:
+        """The next frame, whose descriptors are the caller's."""
+        while (frame := self._frames.next_frame()) is None:
+            self._frames.receive()
+        return frame
+
+    def hear(self, number: int | None = None) -> Message:
+        """The next message, or the next with that request id; descriptors that come with it are closed."""
+        while True:
+            frame = self.hear_frame()
+            frame.close()
+            if number is None or frame.request_id == number:
+                return decode_message(frame)
+
+    def ask(self, message: Message, number: int = 1, payload: bytes = b"", fds: Sequence[int] = ()) -> Message:
+        """Say something and hear the answer."""
+        self.say(message, number, payload, fds)
+        return self.hear(number)
+
+    def hear_end(self) -> None:
+        """Read until the other side hangs up."""
+        with suppress(ConnectionError):
+            while self.sock.recv(1 << 16):
+                continue
+
+    def close(self) -> None:
+        """Hang up."""
+        self._frames.close()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

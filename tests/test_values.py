@@ -1,0 +1,296 @@
+"""Arguments as plain data: there and back again, one text for equal ones, and clear words for what cannot travel."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import itertools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import CapabilityError, ProtocolError
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message, encode_message
+from shared_rpc.wire.values import (
+    DtypeRef,
+    SkeletonRef,
+    TensorRef,
+    canonical,
+    decode,
+    encode,
+    lift,
+    lower,
+    lower_call,
+    refuse,
+)
+
+#: Containers within containers that a call may have.
+DEPTH = 64
+
+
+class Memory:
+    """Stands for a tensor."""
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(2**60, 2**70)
+    | st.integers(-(2**2000), 2**2000)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
+
+
+def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Nested lists, tuples and dicts."""
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.lists(inner, max_size=4).map(tuple)
+            | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+        ),
+        max_leaves=12,
+    )
+
+
+def exact(value: Any) -> Any:
+    """Equal for values of the same types and bits: 1, 1.0 and True differ, nan is itself, dicts have no order."""
+    kind = type(value)
+    if kind is float:
+        return kind, struct.pack("d", value)
+    if kind is complex:
+        return kind, struct.pack("dd", value.real, value.imag)
+    if kind in (list, tuple):
+        return kind, tuple(exact(item) for item in value)
+    if kind is dict:
+        return kind, frozenset((key, exact(item)) for key, item in value.items())
+    return kind, value
+
+
+def travelled(lowered: Any) -> Any:
+    """The argument as the server sees it."""
+    kind, body = encode_message(m.Call("f", [encode(lowered)], {"named": encode(lowered)}))
+    call = decode_message(Frame(kind, 1, body))
+    assert isinstance(call, m.Call)
+    positional, named = decode(call.args[0]), decode(call.kwargs["named"])
+    assert exact(positional) == exact(named)
+    return positional
+
+
+@given(trees(scalars))
+def test_plain_data_round_trips(value: Any) -> None:
+    """Types, signs of zero, nan and large integers included; the order of a dict too."""
+    arrived = lift(travelled(lower(value, "x", refuse)), refuse_reference)
+    assert exact(arrived) == exact(value)
+    assert repr(arrived) == repr(value)
+
+
+def refuse_reference(reference: Any) -> Any:
+    """The leaf of a call without memory."""
+    raise AssertionError(reference)
+
+
+@given(trees(scalars | st.builds(Memory)))
+def test_memory_travels_by_reference(value: Any) -> None:
+    """What is no plain data is replaced by a reference on one side and put back on the other, wherever it is."""
+    sent: list[Any] = []
+
+    def leaf(item: Any, path: str) -> TensorRef | SkeletonRef:
+        sent.append(item)
+        return (TensorRef, SkeletonRef)[len(sent) % 2](len(sent) - 1)
+
+    lowered = lower(value, "x", leaf)
+    arrived = lift(travelled(lowered), lambda reference: sent[reference.number])
+    assert exact(arrived) == exact(value)
+    assert (canonical(travelled(lowered)) is None) == bool(sent)
+
+
+def test_a_dtype_travels_by_name() -> None:
+    """And prints as torch names it."""
+    arrived = travelled(DtypeRef("bfloat16"))
+    assert arrived == DtypeRef("bfloat16")
+    assert str(arrived) == canonical(arrived) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 255, -256])
+def test_integers_of_any_size(value: int) -> None:
+    """Also those that Python does not write in decimal."""
+    assert travelled(value) == value
+    assert canonical(value) != canonical(value + 1)
+
+
+#: Values that are easily taken for one another, and texts that look like the form of another value.
+LOOKALIKES: list[Any] = [
+    None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, 1j, 0j, complex(0.0, -0.0), float("nan"), float("inf"), 2**300, -(2**300),
+    "", "None", "True", "1", "1.0", "nan", "'1'", "1, 1", "[1]", "(1,)", "torch.int8", "a': 1, 'b", hex(2**300),
+    b"", b"1", "b'1'", DtypeRef("int8"), DtypeRef("int16"),
+    [], (), {}, [1], (1,), [1, 1], (1, 1), ["1, 1"], ["1", "1"], [[1], 1], [[1, 1]], [[]], ([],), [()], [None], [True], [1.0],
+    {"": 1}, {"a": 1}, {"a": 1.0}, {"a": True}, {"a": 1, "b": 1}, {"a': 1, 'b": 1}, {"a": [1]}, {"a": (1,)}, {"a": {"b": 1}},
+]  # fmt: skip
+
+
+def test_different_values_have_different_texts() -> None:
+    """By type as well: 1, 1.0 and True differ, as do a list and a tuple."""
+    for one, other in itertools.combinations(LOOKALIKES, 2):
+        assert canonical(one) != canonical(other), (one, other)
+
+
+@given(trees(st.sampled_from(LOOKALIKES)), trees(st.sampled_from(LOOKALIKES)))
+def test_equal_text_means_equal_values(one: Any, other: Any) -> None:
+    """In both directions, for values made of what is easily confused."""
+    assert (canonical(one) == canonical(other)) == (exact(one) == exact(other))
+
+
+@given(trees(scalars))
+def test_the_text_of_a_value_does_not_change_on_the_way(value: Any) -> None:
+    """Both sides compute the same key."""
+    assert canonical(travelled(value)) == canonical(value)
+
+
+@given(st.dictionaries(st.text(max_size=3), scalars, max_size=5), st.randoms(use_true_random=False))
+def test_the_order_of_a_dict_does_not_count(items: dict[str, Any], random: Any) -> None:
+    """At any depth."""
+    shuffled = list(items.items())
+    random.shuffle(shuffled)
+    assert canonical([{"inner": items}]) == canonical([{"inner": dict(shuffled)}])
+
+
+@pytest.mark.parametrize("memory", [TensorRef(0), SkeletonRef(0), object()])
+def test_memory_has_no_text(memory: object) -> None:
+    """Wherever it is, there is no text for the whole."""
+    for value in (memory, [memory], (1, memory), {"a": [{"b": memory}]}):
+        assert canonical(value) is None
+
+
+class Level(enum.IntEnum):
+    """A subclass of int."""
+
+    LOW = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((object(),), {}, r"argument 0 is a builtins\.object; a call takes None, bool, int, .*tensors and modules"),
+        ((1, [2, {"model": {3}}]), {}, r"argument 1\[1\]\['model'\] is a builtins\.set"),
+        ((), {"config": ((), {"when": datetime.datetime(2024, 1, 1)})}, r"argument 'config'\[1\]\['when'\] is a datetime"),
+        ((Level.LOW,), {}, r"argument 0 is a .*\.Level"),
+        ((Point(1, 2),), {}, r"argument 0 is a .*\.Point"),
+        (([bytearray()],), {}, r"argument 0\[0\] is a builtins\.bytearray"),
+        (([{1: 2}],), {}, r"argument 0\[0\] has the key 1: the keys of a dict in a call are strings"),
+        (({Level.LOW: 2},), {}, r"argument 0 has the key <Level\.LOW: 1>"),
+        ((["ok", "\udcff.pt"],), {}, r"argument 0\[1\] is no text: '\\udcff\.pt' has a surrogate at position 0"),
+        (({"\ud800": 1},), {}, r"a key of argument 0 is no text"),
+        ((), {"\ud800": 1}, r"an argument's name is no text"),
+    ],
+)
+def test_a_refusal_names_the_place(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    """The argument, the path in it, what is there, and what could be there."""
+    with pytest.raises(CapabilityError, match=message):
+        lower_call(args, kwargs, refuse)
+
+
+NESTS: list[Callable[[Any], Any]] = [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}]
+
+
+def nested(levels: int, nest: Callable[[Any], Any]) -> Any:
+    """A scalar in ``levels`` containers."""
+    value: Any = 1
+    for _ in range(levels):
+        value = nest(value)
+    return value
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=["list", "tuple", "dict"])
+def test_the_deepest_value_round_trips(nest: Callable[[Any], Any]) -> None:
+    """What the caller may send the server takes, and memory may be at the bottom."""
+    value = nested(DEPTH, nest)
+    assert travelled(lower(value, "x", refuse)) == value
+    assert canonical(value) is not None
+    lower(nested(DEPTH - 1, nest), "x", refuse)
+    assert lower(nest(nested(DEPTH - 1, lambda inner: [Memory()])), "x", lambda item, path: TensorRef(0))
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=["list", "tuple", "dict"])
+def test_a_deeper_value_is_refused_on_both_sides(nest: Callable[[Any], Any]) -> None:
+    """By the caller with the path, and by the server if the caller does not."""
+    value = nested(DEPTH + 1, nest)
+    with pytest.raises(CapabilityError, match=rf"argument 0\[.*\] is nested deeper than {DEPTH} levels"):
+        lower_call([value], {}, refuse)
+    with pytest.raises(ProtocolError, match=f"nested deeper than {DEPTH} levels"):
+        travelled(value)
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    """It has no end."""
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CapabilityError, match="nested deeper"):
+        lower_call([value], {}, refuse)
+
+
+def ext(code: int, data: bytes) -> Any:
+    """An extension value as it comes out of a message."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(code, data)))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1: 2}, "keys that are not strings"),
+        ([{b"k": 2}], "keys that are not strings"),
+        (datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC), "an argument is a datetime"),
+        (ext(99, b""), "unknown extension type 99"),
+        (ext(1, b"\x01"), "a tuple argument does not hold a list"),
+        (ext(1, b""), "cannot be read"),
+        (ext(1, b"\x91\xa1\xff"), "cannot be read"),
+        (ext(1, b"\x91" * 100_000), "cannot be read"),
+        (ext(3, b"\x91\x01"), "cannot be read"),
+        (ext(3, b"\x92\x01\xa1x"), "cannot be read"),
+        (ext(4, b"\x91\xa1x"), "cannot be read"),
+        (ext(5, b"\x90"), "cannot be read"),
+        (ext(6, msgspec.msgpack.encode(["int8, y=2"])), "'int8, y=2' cannot name a dtype"),
+    ],
+)
+def test_what_no_caller_writes_is_refused(value: Any, message: str) -> None:
+    """With a ProtocolError that says what it is."""
+    with pytest.raises(ProtocolError, match=message):
+        decode(value)
+
+
+@given(
+    trees(
+        scalars.filter(lambda value: type(value) not in (int, complex))
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.datetimes(timezones=st.just(datetime.UTC))
+        | st.builds(msgspec.msgpack.Ext, st.integers(-1, 9), st.binary(max_size=12))
+        | st.dictionaries(st.integers(0, 9) | st.binary(max_size=2), st.none(), max_size=2)
+    )
+)
+def test_any_message_pack_is_an_argument_or_a_protocol_error(value: Any) -> None:
+    """Whatever arrives, what comes of it is plain data that has a text or holds a reference."""
+    try:
+        data = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+    except msgspec.DecodeError:
+        return
+    try:
+        decoded = decode(data)
+    except ProtocolError:
+        return
+    assert exact(travelled(decoded)) == exact(decoded)
