@@ -18,6 +18,7 @@ from shared_rpc.endpoints import Endpoint, Registry, describe
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
+from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
 from shared_rpc.server.server import wait_for_signal
@@ -98,6 +99,7 @@ class Provider:
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
+        preload_codec()
         _at_end_of_main(self)
 
     @property

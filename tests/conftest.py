@@ -14,6 +14,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.memory.mapping import MAPPINGS
+from tests.apps import ROLES, App
 from tests.processes import Child, eventually, open_fds
 
 pytest.register_assert_rewrite("tests.conformance")
@@ -63,6 +64,23 @@ def connect(base_path: str) -> Iterator[Callable[..., Client]]:
             )
 
         yield make
+
+
+@pytest.fixture(params=ROLES)
+def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
+    """An app in each role."""
+    app = App(request.param, base_path)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def every_app(base_path: str) -> Iterator[list[App]]:
+    """An app in all roles at once, for what must not differ."""
+    apps = [App(role, f"{base_path}-{role}") for role in ROLES]
+    yield apps
+    for app in apps:
+        app.close()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class Child:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), **(environ or {})},
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Run:
 
     def row(self, beginning: str) -> dict[str, Any]:
         """The only row whose name begins so."""
+        row: dict[str, Any]
         (row,) = (row for row in self.written["rows"] if row["name"].startswith(beginning))
         return row
 
@@ -69,9 +71,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         return done[name]
 
     yield result
-    for process in running.values():
-        if process.poll() is None:
-            process.kill()
+    for name, process in running.items():
+        if name not in done:
+            process.send_signal(signal.SIGINT)  # so that it ends its own servers
             process.communicate()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import types
 import typing
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
@@ -112,8 +113,8 @@ def test_an_unknown_kind_is_named(kind: int) -> None:
     ("body", "reason"),
     [
         (b"", "truncated"),
-        (b"\x80", "Expected `array`, got `object`"),
-        (b"\xc0", "Expected `array`, got `null`"),
+        (b"\x80", "Expected `array`"),
+        (b"\xc0", "Expected `array`"),
         (b"\xdd\xff\xff\xff\xff", ""),
         (b"\x91" * 100_000, ""),
         (b"\x9f" + b"\x81\xa1k" * 100_000, ""),
@@ -161,6 +162,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("kind", "index", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, _, name in FIELDS])
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_field_of_another_type_is_refused(kind: type[Message], index: int, name: str, data: st.DataObject) -> None:
     """No field is converted: nothing but its own type will do."""
@@ -174,19 +176,15 @@ def test_a_field_of_another_type_is_refused(kind: type[Message], index: int, nam
 @given(st.integers(0, 255), st.binary(max_size=60))
 def test_garbage_is_a_protocol_error(kind: int, body: bytes) -> None:
     """Whatever the bytes, a message or ProtocolError comes of them."""
-    try:
+    with suppress(ProtocolError):
         assert type(decode_message(Frame(kind, 1, body))) in KINDS
-    except ProtocolError:
-        pass
 
 
 @given(st.sampled_from(KINDS), st.lists(plain, max_size=6))
 def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
     """The same for well-formed MessagePack."""
-    try:
+    with suppress(ProtocolError):
         assert type(decode_message(Frame(number_of(kind), 1, msgspec.msgpack.encode(items)))) is kind
-    except ProtocolError:
-        pass
 
 
 @given(any_message(), st.data())
@@ -195,10 +193,8 @@ def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data
     kind, body = encode_message(message)
     damaged = bytearray(body)
     damaged[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
+    with suppress(ProtocolError):
         assert type(decode_message(Frame(kind, 1, bytes(damaged)))) is type(message)
-    except ProtocolError:
-        pass
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:

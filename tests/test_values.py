@@ -125,7 +125,7 @@ def test_a_dtype_travels_by_name() -> None:
     assert str(arrived) == canonical(arrived) == "torch.bfloat16"
 
 
-@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 255, -256])
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 255, -256], ids=hex)
 def test_integers_of_any_size(value: int) -> None:
     """Also those that Python does not write in decimal."""
     assert travelled(value) == value

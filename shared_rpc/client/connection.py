@@ -186,19 +186,20 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _native(error: Any) -> Any:
+def _native(error: Any, type_name: str) -> Any:
     """The exception with this process's own class of that name, where the script that defines it runs here as well.
 
     Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
     """
-    kind = type(error)
+    module = type(error).__module__
     script = sys.modules.get("__main__")
-    here = kind.__module__ in ("__main__", Path(getattr(script, "__file__", None) or "").stem)
-    found: Any = script if here else sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
+    here = module in ("__main__", Path(getattr(script, "__file__", None) or "").stem)
+    found: Any = script if here else sys.modules.get(module)
+    for name in type_name.removeprefix(f"{module}.").split("."):
         found = getattr(found, name, None)
-    if isinstance(found, type) and issubclass(found, Exception) and found is not kind:
-        error.__class__ = found
+    if isinstance(found, type) and issubclass(found, Exception) and found is not type(error):
+        with suppress(TypeError):  # another class altogether
+            error.__class__ = found
     return error
 
 
@@ -210,7 +211,7 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
     if message.endpoint_raised:
         try:
-            own = _native(pickle.loads(frame.payload))
+            own = _native(pickle.loads(frame.payload), message.detail["type_name"])
         except Exception:
             own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
         if isinstance(own, Exception):

@@ -8,7 +8,8 @@ shell, not sent here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -146,6 +147,12 @@ class Result:
         for segment in self.segments:
             segment.close()
 
+    def __enter__(self) -> Result:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Result]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments."""
@@ -169,11 +176,20 @@ def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: st
     return Result(reply.message, reply.frame.payload, segments)
 
 
-def call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[tuple[m.Result, Any]]:
-    """Call an endpoint: ``(message, value)``. Where the value cannot be rebuilt, its lease is given back."""
+def call(
+    endpoint: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    values: MutableMapping[str, Any],
+) -> Operation[tuple[m.Result, Any]]:
+    """Call an endpoint: ``(message, value)``. Where the value cannot be rebuilt, its lease is given back.
+
+    :param values: the values that live in this process, by object id.
+    """
     result: Result = yield from fetch(endpoint, args, kwargs, device)
     try:
-        value = yield Work(lambda: _rebuild(result))
+        value = yield Work(lambda: _rebuild(result, values))
     except (Exception, KeyboardInterrupt):
         if result.message.managed:
             yield from release([result.message.object_id])
@@ -181,13 +197,18 @@ def call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str
     return result.message, value
 
 
-def _rebuild(result: Result) -> Any:
+def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec import decode_result
 
-    try:
-        return decode_result(result.skeleton, result.message.table, result.segments)
-    finally:
-        result.close()
+    with result:
+        object_id = result.message.object_id
+        value = values.get(object_id)
+        if value is None:
+            value = decode_result(result.skeleton, result.message.table, result.segments)
+            if object_id:
+                with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
+                    return values.setdefault(object_id, value)
+        return value
 
 
 class _HasMemory(Exception):

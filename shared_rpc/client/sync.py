@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import sys
 import threading
 import time
 import weakref
@@ -20,6 +18,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, St
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.preload import preload_codec
 from shared_rpc.settings import resolve_base_path, socket_path
 
 __all__ = ["Client"]
@@ -69,6 +68,7 @@ class Client:
         self._connect_timeout = connect_timeout
         self._closed = False
         self._forget()
+        preload_codec()
         _clients.add(self)
 
     def _forget(self) -> None:
@@ -78,6 +78,8 @@ class Client:
         self._parked: list[Connection] = []
         self._connections: set[Connection] = set()
         self._session: _Session | None = None
+        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
     @property
     def socket_path(self) -> str:
@@ -107,6 +109,9 @@ class Client:
     def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint: a :class:`Handle` where it is managed, else its result, over the server's own memory.
 
+        While a tensor or module of this call's object lives in this process, the same one is returned again, as it would be
+        without a server.
+
         An exception that the endpoint raised is raised here with its own type, and the remote traceback as its cause.
 
         :raises EndpointNotFound: if the server has none of that name.
@@ -116,7 +121,7 @@ class Client:
         :raises ConnectError: if no server comes up in time.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
-        message, value = self._run(operations.call(endpoint, args, kwargs, self._need_session().device))
+        message, value = self._run(operations.call(endpoint, args, kwargs, self._need_session().device, self._values))
         if not message.managed:
             return value
         session = self._need_session()
@@ -309,8 +314,6 @@ class Client:
                         f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
                     ) from error
                 time.sleep(_RETRY)
-        if "torch" in sys.modules:
-            importlib.import_module("shared_rpc.codec")  # now, rather than while the first call waits for it
         welcome = connection.welcome
         with self._lock:
             if self._closed:

@@ -30,7 +30,7 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
     where = f"endpoint {endpoint!r}"
     storages: dict[int, int] = {}
     found = value is None
-    for path, leaf in _leaves(value, "result"):
+    for path, leaf in _leaves(value, "result", where):
         if isinstance(leaf, torch.Tensor):
             found = True
             if leaf.grad_fn is not None:
@@ -84,15 +84,15 @@ def _add(tensor: torch.Tensor, storages: dict[int, int]) -> None:
         storages[storage._cdata] = storage.nbytes()
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CapabilityError(f"{path} has the key {key!r}: the keys of a shared dict are strings")
-            yield from _leaves(item, f"{path}[{key!r}]")
+                raise CapabilityError(f"{where}: {path} has the key {key!r}: the keys of a shared dict are strings")
+            yield from _leaves(item, f"{path}[{key!r}]", where)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
+            yield from _leaves(item, f"{path}[{index}]", where)
     else:
         yield path, value
 

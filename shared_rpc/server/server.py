@@ -171,7 +171,8 @@ class Server:
 
     def info(self) -> dict[str, Any]:
         """What ``get_server_info`` tells."""
-        return self._need_running().facts()
+        facts = self._need_running().facts
+        return self.ask(lambda _: facts())
 
     def _need_running(self) -> _Running:
         if self._running is None or not self.running:

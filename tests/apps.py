@@ -1,0 +1,72 @@
+"""An app in each role, for behaviours that must be the same in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from shared_rpc import Provider, Server, SharedFunction
+from shared_rpc.runtime import LocalRuntime, ServerRuntime
+
+__all__ = ["ROLES", "App", "at_once", "shares_memory"]
+
+ROLES = ("local", "server", "client")
+
+
+class App:
+    """A script's provider in one role. A client's server is a second provider in this process, with the same endpoints."""
+
+    def __init__(self, role: Any, base_path: str) -> None:
+        self.role = role
+        self.provider = Provider(base_path, execution_mode=role, device="cpu", server_startup_timeout=0)
+        self.owner = self.provider
+        #: The endpoints as other endpoints call them, in the process that runs them.
+        self.inside: dict[str, SharedFunction[..., Any]] = {}
+        if role == "client":
+            self.owner = Provider(base_path, execution_mode="server", device="cpu")
+            Server(self.owner).start()
+
+    def share(self, name: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+        """``Provider.share`` in the script that both run."""
+
+        def decorate(function: Callable[..., Any]) -> Any:
+            inside = self.owner.share(name, **options)(function)
+            self.inside[inside.name] = inside
+            return inside if self.owner is self.provider else self.provider.share(name, **options)(function)
+
+        return decorate
+
+    def waiting(self) -> int:
+        """How many calls wait for a run, those that started one included."""
+        runtime = self.owner._runtime()
+        if isinstance(runtime, LocalRuntime):
+            return sum(len(flight.waiters) for flight in runtime._calls)
+        assert isinstance(runtime, ServerRuntime)
+        return runtime.server.ask(lambda core: sum(len(flight.waiters) for flight in core.calls))
+
+    def close(self) -> None:
+        """End both."""
+        self.provider.close()
+        self.owner.close()
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one tensor is seen in the other."""
+    one.data.fill_(3.0)
+    return bool((other == 3.0).all())
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of calls that run in threads of their own; an exception is a result too."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, calls))
