@@ -22,7 +22,7 @@ Unit = Literal["s", "bytes", "ratio", "number"]
 
 ECHO = "raw echo"
 #: Columns that a table needs where nobody says how wide the screen is.
-_WIDTH = 150
+_WIDTH = 165
 
 
 def shown(value: float, unit: Unit) -> str:
@@ -154,7 +154,7 @@ class Report:
         if not console.is_terminal:
             console = Console(width=_WIDTH)
         table = Table(title=self.title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         for subject in self.subjects:
             table.add_column(subject, justify="right")
         table.add_column("goal")

@@ -239,9 +239,12 @@ class Provider:
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working
 
+    def _serves_at_end(self) -> bool:
+        return not self._closed and self._pid == os.getpid() and self.execution_mode == "server"
+
     def _server_at_end(self) -> Server | None:
         """The server that goes on when the main code has ended: started now, unless it was stopped already."""
-        if self._closed or self._pid != os.getpid() or self.execution_mode != "server":
+        if not self._serves_at_end():
             return None
         runtime = self._runtime()
         return runtime.server if isinstance(runtime, ServerRuntime) and runtime.server.running else None
@@ -287,20 +290,21 @@ def _at_end_of_main(provider: Provider) -> None:
 def _serve_to_the_end() -> None:
     if multiprocessing.parent_process() is not None or hasattr(sys, "last_value"):
         return  # a child of the server, or a script that failed: it must end
+    serving: list[Server] = []
+
+    def begin() -> list[Server] | None:
+        serving.extend(server for server in (provider._server_at_end() for provider in _providers) if server is not None)
+        for server in serving:
+            print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
+        return serving or None
+
     try:
-        serving = [server for server in (provider._server_at_end() for provider in _providers) if server is not None]
+        if any(provider._serves_at_end() for provider in _providers):
+            wait_for_signal(begin)
     except Exception as error:
         close_all()
         print(f"shared_rpc: {error}" if isinstance(error, SharedRPCError) else traceback.format_exc(), file=sys.stderr)
         _end_now(1)
-    if not serving:
-        return
-
-    def announce() -> None:
-        for server in serving:
-            print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
-
-    wait_for_signal(announce)
     for server in serving:
         server.stop()
     end_now_if_busy(serving)

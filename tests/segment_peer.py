@@ -38,8 +38,10 @@ def store(backend: Backend, address: int, data: bytes) -> None:
         return
     import torch
 
-    _tensor(backend, address, len(data)).copy_(torch.tensor(list(data), dtype=torch.uint8))
-    backend.synchronize()
+    target = _tensor(backend, address, len(data))
+    # Written by a kernel, as tensors are.
+    torch.add(torch.tensor(list(data), dtype=torch.uint8, device=target.device), 0, out=target)
+    torch.cuda.synchronize(target.device)
 
 
 def _tensor(backend, address, nbytes):

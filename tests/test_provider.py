@@ -518,29 +518,43 @@ def test_serialized_async_runs_never_meet(app: App) -> None:
 
 
 def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
-    """A call that is cancelled while it waits for a serialized endpoint holds up neither the line nor its key."""
-    go, begun = threading.Event(), []
+    """A call that is cancelled while it waits for a serialized endpoint leaves the line, its order and its key alone."""
+    go, begun, inside, peak = threading.Event(), [], 0, 0
 
     @app.share(concurrency="serialized")
     async def load(number: int) -> torch.Tensor:
+        nonlocal inside, peak
         begun.append(number)
+        inside += 1
+        peak = max(peak, inside)
         await anyio.to_thread.run_sync(go.wait, 10)
+        inside -= 1
         return torch.ones(number)
 
     async def main() -> torch.Tensor:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(load, 1)
             await until(lambda: begun == [1])
+            tasks.start_soon(load, 2)
+            await until(lambda: app.waiting() == 2)
             async with anyio.create_task_group() as impatient:
-                impatient.start_soon(load, 2)
-                await until(lambda: app.waiting() == 2)
+                impatient.start_soon(load, 3)
+                await until(lambda: app.waiting() == 3)
+                for _ in range(5):  # turns of the loop, in which it begins to wait
+                    await anyio.lowlevel.checkpoint()
                 impatient.cancel_scope.cancel()
                 # A client's thread cannot be interrupted: there the call ends with its result, which nobody takes.
                 tasks.start_soon(anyio.to_thread.run_sync, go.set)
-        result: torch.Tensor = await load(2)
+        result: torch.Tensor = await load(3)
         return result
 
-    assert torch.equal(anyio.run(main), torch.ones(2))
+    assert torch.equal(anyio.run(main), torch.ones(3))
+    assert begun[:2] == [1, 2]
+    assert peak == 1
+    app.close()
+    eventually(
+        lambda: not any(thread.name.startswith("AnyIO worker") for thread in threading.enumerate()), what="no thread waits"
+    )
 
 
 # What endpoints raise.

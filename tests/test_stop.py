@@ -347,7 +347,11 @@ def test_a_server_that_is_killed(
             waiting.result(timeout=2)
     assert handle.value.sum() == 5000
     handle.value.add_(1)
-    provider.share("weights", managed=True)(lambda size: torch.zeros(size))
+
+    @provider.share(managed=True)
+    def weights(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
     serve()
     assert client.call("weights", 1000).value.sum() == 0
     assert handle.is_stale()

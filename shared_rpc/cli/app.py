@@ -61,10 +61,12 @@ def serve(
     budget = _bytes(max_bytes)
     servers: list[Server] = []
 
-    def announce() -> None:
+    def begin() -> list[Server]:
         for server in servers:
+            server.start()
             names = ", ".join(server.info()["endpoints"]) or "no endpoints"
             print(f"serving {names} at {server.socket_path}", flush=True)
+        return servers
 
     try:
         providers = load_providers(target)
@@ -73,9 +75,8 @@ def serve(
         for provider in providers:
             provider.base_path = base_path if base_path is not None else provider.base_path
             provider.device = device if device is not None else provider.device
-            server = Server(provider, socket_path=socket, max_workers=max_workers, max_bytes=budget)
-            servers.append(server.start())
-        wait_for_signal(announce)
+            servers.append(Server(provider, socket_path=socket, max_workers=max_workers, max_bytes=budget))
+        wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
         close_all()

@@ -30,6 +30,7 @@ from shared_rpc.wire.messages import decode_message
 
 __all__ = ["Connection", "raise_error"]
 
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
 _PROMPT = 5.0
 #: Request ids have 32 bits, begin again after the last one, and 0 is the server's own.
@@ -50,9 +51,9 @@ class Connection:
         self._ids = itertools.count()
         self._usable = True
         try:
-            sock.settimeout(min(timeout, _PROMPT))
+            self._socket.limit(min(timeout, _PROMPT))
             self._connect(sock)
-            self.welcome = self._greet(token)
+            self.welcome = self._greet(token, time.monotonic() + min(timeout, _PROMPT))
         except BaseException:
             self.close()
             raise
@@ -67,11 +68,11 @@ class Connection:
         if uid not in (os.geteuid(), 0):
             raise ConnectError(f"the server at {self.path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
 
-    def _greet(self, token: str) -> m.Welcome:
+    def _greet(self, token: str, deadline: float) -> m.Welcome:
         try:
             self._socket.queue(m.Hello(token), 0)
-            self._socket.flush()
-            frame = self._receive()
+            self._send(deadline)
+            frame = self._receive(deadline)
         except TimeoutError as error:
             raise ConnectError(f"the server at {self.path} does not answer") from error
         except ConnectionClosed as error:
@@ -91,10 +92,23 @@ class Connection:
             frame.close()
             raise
 
-    def _receive(self) -> Frame:
+    def _send(self, deadline: float) -> None:
+        self._limit(deadline)
+        while not self._socket.flush():
+            self._limit(deadline)
+
+    def _receive(self, deadline: float) -> Frame:
         while (frame := self._socket.next_frame()) is None:
-            self._socket.receive()
+            self._limit(deadline)
+            with suppress(BlockingIOError):  # the limit passed, perhaps a little before the deadline
+                self._socket.receive()
         return frame
+
+    def _limit(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.limit(left)
 
     def exchange(self, request: Request, deadline: float) -> Reply:
         """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
@@ -103,12 +117,10 @@ class Connection:
         :raises ConnectionClosed: if the server goes away.
         """
         number = next(self._ids) % _IDS + 1
-        sock = self._socket.sock
         self._usable = False
         try:
-            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
             self._socket.queue(request.message, number, request.payload, request.fds)
-            self._socket.flush()
+            self._send(deadline)
             frame = self._await_reply(number, deadline)
         except TimeoutError:
             frame = self._give_up(request, number)
@@ -117,21 +129,19 @@ class Connection:
 
     def _await_reply(self, number: int, deadline: float) -> Frame:
         while True:
-            frame = self._receive()
+            frame = self._receive(deadline)
             if frame.request_id == number:
                 return frame
             if frame.request_id == 0:  # the server's last word to this connection
                 self._message(frame)
             frame.close()
-            self._socket.sock.settimeout(max(deadline - time.monotonic(), 1e-3))
 
     def _give_up(self, request: Request, number: int) -> Frame:
         """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
         prompt = time.monotonic() + _PROMPT
-        self._socket.sock.settimeout(_PROMPT)
         try:
             self._socket.queue(m.Cancel(), number)
-            self._socket.flush()
+            self._send(prompt)
             frame = self._await_reply(number, prompt)
         except TimeoutError:
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
@@ -155,8 +165,7 @@ class Connection:
         if self._socket.fileno() < 0:
             return False
         try:
-            self._socket.sock.setblocking(False)
-            self._socket.sock.recv(1, socket.MSG_PEEK)
+            self._socket.sock.recv(1, _PEEK)
         except BlockingIOError:
             return True  # nothing to read, not even the end
         except OSError:

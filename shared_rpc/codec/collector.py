@@ -33,4 +33,8 @@ def paused() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0 and _was_enabled:
+                if gc.get_freeze_count() == 0:
+                    # All objects are old from here on, or enabling would first walk over everything just made.
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()

@@ -104,6 +104,12 @@ class Server:
         """
         if self.running:
             raise ConfigurationError(f"this server already runs at {self.socket_path}")
+        if blocking:
+            try:
+                wait_for_signal(self.start)
+            finally:
+                self.stop()
+            return self
         device = self._provider.device_id
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -115,9 +121,6 @@ class Server:
         self._running.start()
         self._provider.serve_with(self)
         _log.info("serving on %s", path)
-        if blocking:
-            with self:
-                wait_for_signal()
         return self
 
     def stop(self) -> None:
@@ -371,16 +374,18 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def wait_for_signal(announce: Callable[[], object] = lambda: None) -> None:
+def wait_for_signal(begin: Callable[[], object]) -> None:
     """Return when this process gets SIGINT or SIGTERM. In the main thread only.
 
-    :param announce: called once a signal ends the wait, and no longer the process.
+    :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
+        its first moment on. If it returns None, there is nothing to wait for.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
     asked = threading.Event()
     with _handlers({number: lambda *_: asked.set() for number in (signal.SIGINT, signal.SIGTERM)}):
-        announce()
+        if begin() is None:
+            return
         # An untimed wait may hold back the handler on some systems; the period costs nothing.
         while not asked.wait(3600):
             continue

@@ -33,12 +33,14 @@ class WorkerThreads:
         self._limiter = anyio.CapacityLimiter(limit)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = 0
+        #: Threads with a job. The limiter counts too, but belongs to the loop, and a job may end after that.
+        self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def busy(self) -> int:
         """Jobs that run now."""
-        return int(self._limiter.borrowed_tokens)
+        return len(self._working)
 
     async def run(self, work: Callable[[], T], begun: Callable[[], None]) -> T:
         """Run ``work``, which must not raise, in a thread; ``begun`` is called when it has one.
@@ -73,7 +75,9 @@ class WorkerThreads:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._working.add(threading.get_ident())
             job()
+            self._working.discard(threading.get_ident())
             # The closure holds the arguments and the result; an idle thread must hold neither.
             del job
 

@@ -37,6 +37,9 @@ HEADER_SIZE = _HEADER.size
 #: SCM_MAX_FD of the kernel (include/net/scm.h): what one sendmsg(2) takes.
 FDS_PER_MESSAGE = 253
 
+#: Bytes of a payload that are joined to the header.
+_JOINED = 64 * 1024
+
 #: Descriptors of one frame: over 1,000 segments of 1 GiB or more.
 MAX_FDS = 4 * FDS_PER_MESSAGE
 
@@ -86,7 +89,8 @@ def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", 
             f"large data travels as tensors"
         )
     header = _HEADER.pack(MAGIC, VERSION, kind, fds, request_id, len(body), len(payload))
-    return [header + body, payload] if payload else [header + body]
+    # One write and one read for a small frame; a large payload is not copied once more.
+    return [header + body + payload] if len(payload) <= _JOINED else [header + body, payload]
 
 
 class FrameDecoder:

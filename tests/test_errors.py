@@ -1,0 +1,166 @@
+"""The exception tree: what its docstring draws, what travels, and what is raised on the other side."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, errors
+from shared_rpc.errors import RemoteError, SharedRPCError, StaleHandleError, from_wire, to_wire
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Error, decode_message, encode_message
+
+
+def tree(root: type[SharedRPCError]) -> list[type[SharedRPCError]]:
+    """A class and all below it."""
+    return [root, *(found for child in root.__subclasses__() for found in tree(child))]
+
+
+TREE = [kind for kind in tree(SharedRPCError) if kind.__module__ == errors.__name__]
+
+SPECIMENS = {
+    RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
+    StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
+}
+
+
+def specimen(kind: type[SharedRPCError]) -> SharedRPCError:
+    """An error of that class with everything it can carry."""
+    return SPECIMENS.get(kind) or kind(f"a {kind.__name__} at /run/s.sock")
+
+
+def travelled(error: BaseException) -> Exception:
+    """The error as the other side raises it."""
+    kind, body = encode_message(Error(*to_wire(error)))
+    message = decode_message(Frame(kind, 1, body))
+    assert isinstance(message, Error)
+    return from_wire(message.code, message.text, message.detail)
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_class_travels_with_its_detail(kind: type[SharedRPCError]) -> None:
+    """Its type, its text and its attributes."""
+    error = specimen(kind)
+    arrived = travelled(error)
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize("kind", TREE)
+@pytest.mark.parametrize("duplicate", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy], ids=["pickle", "copy"])
+def test_every_class_can_be_pickled(kind: type[SharedRPCError], duplicate: Callable[[Exception], Exception]) -> None:
+    """An error raised in a user's process pool comes back as what it is."""
+    error = specimen(kind)
+    again = duplicate(error)
+    assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
+
+
+def test_every_class_has_a_code_of_its_own() -> None:
+    """A class that inherited its parent's code would arrive as its parent, or the parent as the class."""
+    assert all("code" in vars(kind) for kind in TREE)
+    assert len({kind.code for kind in TREE}) == len(TREE)
+
+
+def test_the_docstring_draws_the_tree() -> None:
+    """Every class, under its parent, with the built-in class by which it can be caught as well."""
+    drawn, path = {}, []
+    for line in (errors.__doc__ or "").splitlines():
+        entry = re.match(r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed))\b", line)
+        if entry is None:
+            continue
+        path[len(entry[1]) // 4 :] = [entry[2]]
+        also = re.search(r"\(also (\w+)\)", line)
+        drawn[entry[2]] = tuple([*path[-2:-1], *([also[1]] if also else [])] or ["Exception"])
+    assert drawn == {kind.__name__: tuple(base.__name__ for base in kind.__bases__) for kind in TREE}
+
+
+def test_every_class_is_public() -> None:
+    """Users import them from ``shared_rpc.errors``."""
+    assert {kind.__name__ for kind in TREE} <= set(errors.__all__)
+
+
+def test_an_unknown_code_is_the_root_class() -> None:
+    """A server of a later release may raise what this one does not know; ``except SharedRPCError`` gets it."""
+    error = from_wire("of-a-later-release", "the moon is full", {"phase": "1.0"})
+    assert type(error) is SharedRPCError
+    assert str(error) == "the moon is full"
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_a_missing_detail_is_no_problem(kind: type[SharedRPCError]) -> None:
+    """The detail of another release may lack what this one adds."""
+    assert type(from_wire(kind.code, "text", {})) is kind
+
+
+def test_a_call_that_does_not_fit_is_a_type_error() -> None:
+    """As it is for the function itself."""
+    arrived = travelled(TypeError("f() missing a required argument: 'x'"))
+    assert type(arrived) is TypeError
+    assert str(arrived) == "f() missing a required argument: 'x'"
+
+
+def test_any_other_error_names_its_type() -> None:
+    """A mistake inside the library arrives as such."""
+    assert str(travelled(KeyError("table"))) == "KeyError: 'table'"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (errors.ConfigurationError("/models/\udcff.pt is no file"), r"/models/\udcff.pt is no file"),
+        (RemoteError("\udcff", type_name="OSError", traceback="File '\udcff'"), r"OSError: \udcff"),
+        (ValueError("\udcff"), r"ValueError: \udcff"),
+    ],
+)
+def test_a_text_that_is_no_unicode_travels_escaped(error: Exception, text: str) -> None:
+    """File names that are not UTF-8 reach people in a form they can read."""
+    assert str(travelled(error)) == text
+
+
+class Unprintable(Exception):
+    """Fails at telling what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_travels() -> None:
+    """Telling of an error never raises another."""
+    assert str(travelled(Unprintable())) == "Unprintable: <its __str__ raised RuntimeError>"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (FileNotFoundError("/models/\udcff.pt"), FileNotFoundError),
+        (Unprintable(), Unprintable),
+        (RuntimeError("x" * (2 << 20)), RemoteError),
+    ],
+    ids=["surrogate", "unprintable", "huge"],
+)
+def test_no_error_of_an_endpoint_ends_the_server(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    raised: Exception,
+    expected: type[Exception],
+) -> None:
+    """Whatever an endpoint raises, its caller is told, and the next one is served."""
+
+    @provider.share(cache=False)
+    def load(fail: bool) -> torch.Tensor:
+        if fail:
+            raise raised
+        return torch.zeros(1)
+
+    serve()
+    client = connect(timeout=10.0)
+    with pytest.raises(expected):
+        client.call("load", True)
+    assert client.call("load", False).shape == (1,)

@@ -1,0 +1,157 @@
+"""Role, base path and socket path, from arguments and environment."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.settings import Role, resolve_base_path, resolve_role, socket_path
+
+TRUE = ["1", "true", "yes", "on", "TRUE", " On "]
+FALSE = ["0", "false", "no", "off", "False", " OFF "]
+UNSET: list[str | None] = [None, "", "  "]
+NAMED: list[Role] = ["server", "client", "local"]
+
+
+def pairs(enabled: Iterable[str | None], roles: Iterable[str | None]) -> list[tuple[str | None, str | None]]:
+    """Every value of one variable with every value of the other."""
+    return list(itertools.product(enabled, roles))
+
+
+def environ(enabled: str | None = None, role: str | None = None, **others: str) -> dict[str, str]:
+    """An environment; None leaves a variable out."""
+    chosen = {"SHARED_TENSOR_ENABLED": enabled, "SHARED_TENSOR_ROLE": role, **others}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+# One row of the table after the other; everything not mentioned is in the rows below it.
+
+
+@pytest.mark.parametrize(("enabled", "role"), pairs(FALSE, [*NAMED, *UNSET]))
+def test_switched_off_is_local(enabled: str, role: str | None) -> None:
+    """Whatever the role says."""
+    assert resolve_role(environ=environ(enabled, role)) == "local"
+
+
+@pytest.mark.parametrize(("enabled", "role"), pairs(UNSET, UNSET))
+def test_nothing_set_is_local(enabled: str | None, role: str | None) -> None:
+    """A source file behaves as if it were not decorated; an empty value counts as unset."""
+    assert resolve_role(environ=environ(enabled, role)) == "local"
+
+
+@pytest.mark.parametrize(("enabled", "role"), pairs([*UNSET, *TRUE], NAMED))
+def test_a_role_is_taken_as_named(enabled: str | None, role: Role) -> None:
+    """With the switch on, or not set; in any case of letters."""
+    assert resolve_role(environ=environ(enabled, role)) == role
+    assert resolve_role(environ=environ(enabled, f" {role.upper()} ")) == role
+
+
+@pytest.mark.parametrize(("enabled", "role"), pairs(TRUE, UNSET))
+def test_switched_on_without_a_role_is_a_client(enabled: str, role: str | None) -> None:
+    """One server is started on purpose; all others are clients."""
+    assert resolve_role(environ=environ(enabled, role)) == "client"
+
+
+@pytest.mark.parametrize("value", ["2", "maybe", "tru", "enabled"])
+def test_a_bad_switch_is_named(value: str) -> None:
+    """With its value and those that are allowed."""
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_role(environ=environ(value, "server"))
+    assert f"SHARED_TENSOR_ENABLED={value!r}" in str(caught.value)
+    assert "1, true, yes, on, 0, false, no, off" in str(caught.value)
+
+
+@pytest.mark.parametrize("enabled", [None, "1"])
+@pytest.mark.parametrize("value", ["sever", "auto", "worker"])
+def test_a_bad_role_is_named(enabled: str | None, value: str) -> None:
+    """With its value and those that are allowed."""
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_role(environ=environ(enabled, value))
+    assert f"SHARED_TENSOR_ROLE={value!r}" in str(caught.value)
+    assert "'server', 'client' or 'local'" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", NAMED)
+@pytest.mark.parametrize(("enabled", "role"), pairs([None, "0", "1"], [None, *NAMED]))
+def test_the_execution_mode_beats_the_environment(mode: Role, enabled: str | None, role: str | None) -> None:
+    """A named mode is the role, whatever both variables say."""
+    assert resolve_role(execution_mode=mode, environ=environ(enabled, role)) == mode
+
+
+@pytest.mark.parametrize("mode", ["auto", *NAMED])
+@pytest.mark.parametrize(("enabled", "role"), pairs([None, "1"], [None, *NAMED]))
+def test_enabled_false_beats_everything(mode: str, enabled: str | None, role: str | None) -> None:
+    """Also a named mode."""
+    assert resolve_role(False, mode, environ(enabled, role)) == "local"
+
+
+@pytest.mark.parametrize("enabled", [None, "0", "1", "maybe"])
+@pytest.mark.parametrize(("role", "expected"), [(None, "client"), *((name, name) for name in NAMED)])
+def test_enabled_true_beats_the_switch(enabled: str | None, role: str | None, expected: Role) -> None:
+    """The switch is not even read; the role of the environment is."""
+    assert resolve_role(True, "auto", environ(enabled, role)) == expected
+
+
+def test_a_bad_execution_mode_is_named() -> None:
+    """With the modes that are allowed."""
+    with pytest.raises(ConfigurationError, match="execution_mode='broker': use 'auto', 'local', 'server' or 'client'"):
+        resolve_role(execution_mode="broker", environ={})
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is read when the role is resolved, not when the module is imported."""
+    monkeypatch.setenv("SHARED_TENSOR_ENABLED", "1")
+    monkeypatch.setenv("SHARED_TENSOR_ROLE", "server")
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", str(tmp_path / "s"))
+    assert resolve_role() == "server"
+    assert resolve_base_path() == str(tmp_path / "s")
+
+
+def test_the_base_path_is_the_first_that_is_there(tmp_path: Path) -> None:
+    """The argument, the variable, the runtime directory, and last a directory in /tmp."""
+    everything = {"SHARED_TENSOR_BASE_PATH": "/variable/s", "XDG_RUNTIME_DIR": str(tmp_path)}
+    only_runtime = {"SHARED_TENSOR_BASE_PATH": "", "XDG_RUNTIME_DIR": str(tmp_path)}
+    assert resolve_base_path("/argument/s", everything) == "/argument/s"
+    assert resolve_base_path(Path("/argument/s"), everything) == "/argument/s"
+    assert resolve_base_path(None, everything) == "/variable/s"
+    assert resolve_base_path("", everything) == "/variable/s"
+    assert resolve_base_path(None, only_runtime) == f"{tmp_path}/shared-tensor"
+    assert resolve_base_path(None, {}) == f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
+
+
+def test_a_runtime_directory_that_is_not_there_is_passed_over(tmp_path: Path) -> None:
+    """Under sudo and in containers the variable often points nowhere."""
+    gone = {"XDG_RUNTIME_DIR": str(tmp_path / "gone")}
+    assert resolve_base_path(None, gone) == f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
+
+
+def test_the_base_path_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server and a client that start in different directories mean the same socket by ``~``."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_base_path("~/run/s", {}) == "/home/ada/run/s"
+    assert resolve_base_path(None, {"SHARED_TENSOR_BASE_PATH": "~/s"}) == "/home/ada/s"
+    assert resolve_base_path("s", {}) == f"{tmp_path}/s"
+
+
+def test_the_socket_carries_the_tag() -> None:
+    """One base path serves several devices."""
+    assert socket_path("/run/app/shared-tensor", "cpu") == "/run/app/shared-tensor-cpu.sock"
+    assert socket_path("/run/app/shared-tensor", "8f3a01bc") == "/run/app/shared-tensor-8f3a01bc.sock"
+
+
+@pytest.mark.parametrize("character", ["x", "é"], ids=["ascii", "two bytes"])
+def test_a_path_longer_than_an_address_is_refused(character: str) -> None:
+    """Linux takes 107 bytes: the message tells path, length, limit and what to set."""
+    room = 107 - len("/-cpu.sock")
+    longest = "/" + character * (room // len(character.encode()))
+    assert len(os.fsencode(socket_path(longest, "cpu"))) in (106, 107)
+    with pytest.raises(ConfigurationError) as caught:
+        socket_path(longest + "xx", "cpu")
+    for told in (longest, "Linux allows 107", "base_path", "SHARED_TENSOR_BASE_PATH"):
+        assert told in str(caught.value)
