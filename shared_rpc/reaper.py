@@ -1,8 +1,7 @@
 """The thread that does what a finaliser may not.
 
 A finaliser can run between any two instructions of any thread, so it must not lock, talk to a socket or wait
-for a GPU. It submits a job instead, and the job runs here, or in :meth:`Reaper.flush` at a point where the
-caller knows it is safe.
+for a GPU. It submits a job instead, and the job runs here.
 """
 
 from __future__ import annotations
@@ -40,15 +39,6 @@ class Reaper:
     def submit(self, job: Job) -> None:
         """Queue a job. Safe in a finaliser."""
         self._jobs.put(job)
-
-    def flush(self) -> None:
-        """Run what is queued now in the calling thread."""
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                return
-            self._do(job)
 
     def _run(self) -> None:
         while True:

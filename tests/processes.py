@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,16 +35,23 @@ class Child:
         return self.process.pid
 
     def expect(self, text: str) -> str:
-        """Read lines until one contains ``text``, and return it."""
-        assert self.process.stdout is not None
+        """Read lines of its standard output until one contains ``text``, and return it."""
+        return self._expect(self.process.stdout, text)
+
+    def expect_error(self, text: str) -> str:
+        """The same, of its standard error."""
+        return self._expect(self.process.stderr, text)
+
+    def _expect(self, stream: IO[str] | None, text: str) -> str:
+        assert stream is not None
         seen = []
-        for line in self.process.stdout:
+        for line in stream:
             seen.append(line)
             if text in line:
                 return line.rstrip("\n")
         self.process.wait()
         assert self.process.stderr is not None
-        raise AssertionError(f"{text!r} was not printed; stdout: {''.join(seen)}; stderr: {self.process.stderr.read()}")
+        raise AssertionError(f"{text!r} was not printed; but: {''.join(seen)}; stderr: {self.process.stderr.read()}")
 
     def tell(self, line: str) -> None:
         """Write a line to its standard input."""

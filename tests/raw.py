@@ -38,8 +38,11 @@ class Raw:
     def __init__(self, end: socket.socket | str, *, hello: bool = True, token: str = "") -> None:
         if isinstance(end, str):
             path, end = end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            end.settimeout(20.0)
-            end.connect(path)
+            try:
+                end.connect(path)
+            except OSError:
+                end.close()
+                raise
         end.settimeout(20.0)
         self.sock = end
         self._frames = FrameSocket(end)

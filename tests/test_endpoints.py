@@ -62,16 +62,16 @@ FUNCTIONS: list[Callable[..., Any]] = [
     lambda x, y=1, /: {"x": x, "y": y},
     lambda x, *, y: locals(),
     lambda *, x=1, y=2: {"x": x, "y": y},
-    lambda x=1, /, **y: locals(),
     lambda x=1, *y: locals(),
     lambda *x, y=1: locals(),
     lambda **x: locals(),
     lambda x, **y: locals(),
-    lambda x, /, **y: locals(),
-    lambda x, y=1, /, *z, w, v=2, **u: locals(),
+    # Nothing is passed by the names a and b: releases of inspect differ there (CPython issues 87106 and 130164).
+    lambda a, /, **y: locals(),
+    lambda a, b=1, /, x=1, *y, z, w=2, **v: locals(),
 ]
 values = st.sampled_from([1, 2, True, 1.0, "1", None, (1,), [1]])
-calls = st.tuples(st.lists(values, max_size=3), st.dictionaries(st.sampled_from("xyzwvu"), values, max_size=3))
+calls = st.tuples(st.lists(values, max_size=3), st.dictionaries(st.sampled_from("xyzwv"), values, max_size=3))
 
 
 @given(st.sampled_from(FUNCTIONS), calls, calls)

@@ -130,11 +130,10 @@ def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
         from shared_rpc import Provider, Server
 
         Server(Provider(device="cpu")).start()
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
+            print("forked")
             sys.stdin.readline()
             os._exit(0)
-        print("forked")
         signal.pause()
         """
     )

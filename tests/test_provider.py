@@ -540,8 +540,8 @@ def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
             async with anyio.create_task_group() as impatient:
                 impatient.start_soon(load, 3)
                 await until(lambda: app.waiting() == 3)
-                for _ in range(5):  # turns of the loop, in which it begins to wait
-                    await anyio.lowlevel.checkpoint()
+                for _ in range(5):  # turns of other threads, in which its own begins to wait
+                    await until(lambda: True)
                 impatient.cancel_scope.cancel()
                 # A client's thread cannot be interrupted: there the call ends with its result, which nobody takes.
                 tasks.start_soon(anyio.to_thread.run_sync, go.set)

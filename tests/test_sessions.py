@@ -212,7 +212,7 @@ def test_a_result_that_cannot_be_rebuilt_leaves_no_lease(
 ) -> None:
     """A caller that is interrupted while its result is rebuilt never gets a handle, so the client gives the lease back."""
 
-    def interrupted(result: operations.Result) -> None:
+    def interrupted(result: operations.Result, values: object) -> None:
         result.close()
         raise KeyboardInterrupt
 

@@ -281,20 +281,19 @@ if "blocking" in sys.argv:
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
 def test_a_server_process_is_asked_to_end(
-    base_path: str, children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
+    connect: Callable[..., Client], children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
 ) -> None:
     """It exits with 0 in less than a second, idle or in the middle of a build, and leaves neither a socket nor a traceback."""
     child = Child("-c", SCRIPT, *arguments, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(child)
-    path = f"{base_path}-cpu.sock"
-    eventually(lambda: os.path.lexists(path))
+    client = connect(connect_timeout=20.0)
+    client.ping()
+    path = client.socket_path
     with ExitStack() as stack:
         if busy is not None:
             raw = stack.enter_context(Raw(path))
             raw.say(m.Call(busy))
             child.expect("building")
-        else:
-            stack.enter_context(Raw(path)).ask(m.Ping())
         child.process.send_signal(number)
         begin = time.monotonic()
         child.process.wait(10)

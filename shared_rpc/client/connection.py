@@ -94,8 +94,10 @@ class Connection:
 
     def _send(self, deadline: float) -> None:
         self._limit(deadline)
-        while not self._socket.flush():
-            self._limit(deadline)
+        # A server that hung up may have said why, and that is still to be read.
+        with suppress(ConnectionClosed):
+            while not self._socket.flush():
+                self._limit(deadline)
 
     def _receive(self, deadline: float) -> Frame:
         while (frame := self._socket.next_frame()) is None:

@@ -33,7 +33,8 @@ def paused() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0 and _was_enabled:
-                if gc.get_freeze_count() == 0:
+                # Counting what is frozen is a walk over it: milliseconds, where somebody froze everything.
+                if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() == 0:
                     # All objects are old from here on, or enabling would first walk over everything just made.
                     gc.freeze()
                     gc.unfreeze()
