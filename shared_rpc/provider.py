@@ -222,13 +222,15 @@ class Provider:
             self._working = ServerRuntime(server)
 
     def _runtime(self) -> Runtime:
-        if self._working is None:
-            with self._lock:
-                if self._closed:
-                    raise ConfigurationError("this provider is closed")
-                if self._working is None:
-                    self._working = self._start(self.execution_mode)
-        return self._working
+        working = self._working
+        if working is not None:
+            return working
+        with self._lock:
+            if self._closed:
+                raise ConfigurationError("this provider is closed")
+            if self._working is None:
+                self._working = self._start(self.execution_mode)
+            return self._working
 
     def _start(self, role: Role) -> Runtime:
         if role == "client":

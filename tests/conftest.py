@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.codec import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.records import Record
 from tests.apps import ROLES, App
 from tests.processes import Child, eventually, open_fds
 
@@ -126,3 +128,36 @@ def no_leaks(warm: None) -> Iterator[None]:
         eventually(clean, seconds=2)
     except AssertionError:
         pytest.fail(f"{len(MAPPINGS) - mappings} mappings and {open_fds() - fds} descriptors left")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, warm: None) -> str:
+    """Each kind of device that memory is shared on."""
+    kind: str = request.param
+    if kind == "cuda":  # what the driver opens once is open before anything is counted
+        publish(torch.zeros(1, device=kind), kind, "read_write", "warm").close()
+    return kind
+
+
+@pytest.fixture
+def published(device: str, no_leaks: None) -> Iterator[Callable[..., Record]]:
+    """``published(value, access)`` is its record; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def make(value: Any, access: Any = "read_write") -> Record:
+            record = publish(value, device, access, "endpoint")
+            stack.callback(record.close)
+            return record
+
+        yield make
+
+
+@pytest.fixture
+def rebuilt(published: Callable[..., Record]) -> Callable[..., Any]:
+    """``rebuilt(value, access)`` is what a client gets of it; this process is both."""
+
+    def rebuild(value: Any, access: Any = "read_write") -> Any:
+        record = published(value, access)
+        return decode_result(record.skeleton, record.table, record.segments)
+
+    return rebuild

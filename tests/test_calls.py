@@ -696,7 +696,7 @@ def test_idle_ttl(provider: Provider, serve: Callable[..., Server], connect: Cal
     client.call("lasting")
     handle, marker = client.call("brief"), client.call("brief")
     eventually(lambda: client.call("lasting") is not None and server.info()["uptime"] > 0.2)
-    assert server.info()["objects"] == 2
+    assert [stored["cached"] for stored in client.list_objects()] == [True, True]
     marker.release()
     handle.release()
     assert eventually(lambda: server.info()["objects"] == 1, seconds=5) >= 0

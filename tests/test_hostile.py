@@ -228,8 +228,10 @@ def test_a_socket_that_lingers(server: Server, good: Client) -> None:
         with Raw(server.socket_path) as raw:
             raw.send(PING, [out.fileno()])
             os.close(out.detach())
-            assert "a socket came" in refused(raw).text
+            answer = raw.hear()
             assert good.ping() < 2
+    assert isinstance(answer, m.Error)
+    assert "a socket came" in answer.text
 
 
 def test_garbage_after_a_good_frame(server: Server) -> None:
@@ -305,6 +307,29 @@ def test_an_argument_that_no_client_writes(server: Server, value: object) -> Non
         assert isinstance(error, m.Error)
         assert error.code in ("protocol", "codec")
         assert isinstance(raw.ask(m.Ping()), m.Pong)
+
+
+def test_more_values_than_a_call_may_have(server: Server, good: Client) -> None:
+    """The server does not spend its time on a list that should be a tensor, and says so."""
+    with Raw(server.socket_path) as raw:
+        for message in (m.Call("ones", [[[None] * 600_000] * 2]), m.InvalidateCall("ones", [None] * 1_000_001)):
+            error = raw.ask(message)
+            assert isinstance(error, m.Error)
+            assert error.code == "protocol"
+            assert "more than 1,000,000 values: pass a tensor" in error.text
+            assert good.ping() < 2
+
+
+def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None:
+    """Every level of a tuple copies what is inside it; the sum of that is limited."""
+    tuples = msgspec.msgpack.Ext(1, msgspec.msgpack.encode([bytes(16 << 20)]))
+    for _ in range(40):
+        tuples = msgspec.msgpack.Ext(1, msgspec.msgpack.encode([tuples]))
+    with Raw(server.socket_path) as raw:
+        error = raw.ask(m.Call("ones", [tuples]))
+        assert isinstance(error, m.Error)
+        assert "tuples of too much data are nested too deep" in error.text
+        assert good.ping() < 2
 
 
 def test_the_name_of_an_endpoint_that_fills_a_frame(server: Server, good: Client) -> None:

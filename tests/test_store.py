@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -16,7 +16,6 @@ from shared_rpc.records import EMPTY_TABLE, Record
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
-from tests.processes import open_fds
 
 
 class Clock:
@@ -51,6 +50,10 @@ class Shelf:
         self.dropped.append(stored)
         stored.record.close()
 
+    def open_descriptors(self, objects: Iterable[StoredObject]) -> int:
+        """How many of the segments of these are open."""
+        return sum(not segment.closed for stored in objects for segment in stored.record.segments)
+
     def add(
         self, key: str | None, *segments: str, holders: str = "", endpoint: str = "f", idle_ttl: float | None = None
     ) -> StoredObject:
@@ -71,11 +74,9 @@ class Shelf:
 @pytest.fixture
 def shelf() -> Iterator[Shelf]:
     """A store without a budget, which drops everything in the end."""
-    before = open_fds()
     shelf = Shelf()
     yield shelf
     shelf.store.clear()
-    assert open_fds() == before
 
 
 @pytest.fixture
@@ -429,7 +430,6 @@ class StoreModel(RuleBasedStateMachine):
     @initialize(max_bytes=st.sampled_from([None, 0, 150, 300]))
     def start(self, max_bytes: int | None) -> None:
         """An empty store."""
-        self.fds = open_fds()
         self.max_bytes = max_bytes
         self.shelf = Shelf(max_bytes)
         self.alive: dict[str, StoredObject] = {}
@@ -504,11 +504,11 @@ class StoreModel(RuleBasedStateMachine):
                 self.handles[session, stored.object_id] += 1
 
     @precondition(lambda self: self.alive)
-    @rule(session=SESSIONS, data=st.data())
-    def release(self, session: str, data: st.DataObject) -> None:
+    @rule(session=SESSIONS, number=st.integers(0, 20))
+    def release(self, session: str, number: int) -> None:
         """A session gives a handle back, one that it may not have."""
         self.tick(1.0)
-        stored = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+        stored = list(self.alive.values())[number % len(self.alive)]
         had = self.handles[session, stored.object_id] > 0
         assert self.shelf.leases.release(session, stored.object_id) == had
         if had:
@@ -576,7 +576,8 @@ class StoreModel(RuleBasedStateMachine):
         dropped = [stored.object_id for stored in self.shelf.dropped]
         assert len(dropped) == len(set(dropped))
         assert not set(dropped) & set(self.alive)
-        assert open_fds() - self.fds == sum(len(stored.record.segments) for stored in self.alive.values())
+        assert self.shelf.open_descriptors(self.shelf.dropped) == 0
+        assert self.shelf.open_descriptors(self.alive.values()) == sum(len(s.record.segments) for s in self.alive.values())
 
     @invariant()
     def the_budget_is_kept(self) -> None:
@@ -589,7 +590,7 @@ class StoreModel(RuleBasedStateMachine):
         if hasattr(self, "shelf"):
             self.shelf.store.clear()
             assert len(self.shelf.dropped) == len({stored.object_id for stored in self.shelf.dropped})
-            assert open_fds() == self.fds
+            assert self.shelf.open_descriptors(self.shelf.dropped) == 0
 
 
 TestStoreModel = StoreModel.TestCase
@@ -604,11 +605,12 @@ class CallModel(RuleBasedStateMachine):
         """No calls."""
         self.calls: CallTable[int] = CallTable()
         self.waiting: dict[int, Flight[int]] = {}
+        self.runs: list[Flight[int]] = []
         self.joinable: dict[str | None, Flight[int]] = {}
         self.told: list[int] = []
         self.number = 0
 
-    @rule(key=st.none() | KEYS, singleflight=st.booleans())
+    @rule(key=st.sampled_from(["f(1)", "f(1)", "g(1)", None]), singleflight=st.booleans())
     def call(self, key: str | None, singleflight: bool) -> None:
         """A caller joins a run of its key, or starts one."""
         self.number += 1
@@ -617,6 +619,7 @@ class CallModel(RuleBasedStateMachine):
             assert flight is self.joinable.get(key)
         if flight is None:
             flight = self.calls.open((key or "f")[0], key, self.number)
+            self.runs.append(flight)
             if key is not None:
                 self.joinable.setdefault(key, flight)
         self.waiting[self.number] = flight
@@ -625,29 +628,30 @@ class CallModel(RuleBasedStateMachine):
         """They ended, or were detached."""
         self.joinable = {key: flight for key, flight in self.joinable.items() if flight not in flights}
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
+    @precondition(lambda self: self.runs)
+    @rule(number=st.integers(0, 20))
+    def begin(self, number: int) -> None:
         """The work of a run starts."""
-        self.calls.begin(self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))])
+        self.calls.begin(self.runs[number % len(self.runs)])
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    @rule(number=st.integers(0, 20))
+    def leave(self, number: int) -> None:
         """A caller gives up; the last of a queued run takes it along."""
-        waiter = data.draw(st.sampled_from(sorted(self.waiting)))
+        waiter = list(self.waiting)[number % len(self.waiting)]
         flight = self.waiting.pop(waiter)
         drop = self.calls.leave(flight, waiter)
         assert drop == (flight not in self.waiting.values() and not flight.running)
         if drop:
             assert self.calls.close(flight) == []
+            self.runs.remove(flight)
             self.not_joinable(flight)
 
-    @precondition(lambda self: len(self.calls))
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
+    @precondition(lambda self: self.runs)
+    @rule(number=st.integers(0, 20))
+    def close(self, number: int) -> None:
         """A run ends, in whatever way."""
-        flight = data.draw(st.sampled_from(list(self.calls)))
+        flight = self.runs.pop(number % len(self.runs))
         expected = [waiter for waiter, joined in self.waiting.items() if joined is flight]
         assert self.calls.close(flight) == expected
         self.not_joinable(flight)
@@ -658,7 +662,7 @@ class CallModel(RuleBasedStateMachine):
     @rule(key=KEYS)
     def detach(self, key: str) -> None:
         """A call is invalidated: its runs go on without a key."""
-        runs = [flight for flight in self.calls if flight.key == key]
+        runs = [flight for flight in self.runs if flight.key == key]
         assert self.calls.detach(key=key) == len(runs)
         assert all(flight.key is None and flight in self.calls for flight in runs)
         self.not_joinable(*runs)
@@ -666,6 +670,7 @@ class CallModel(RuleBasedStateMachine):
     @invariant()
     def every_waiter_is_with_its_run(self) -> None:
         """And with no other; those who were told wait no more."""
+        assert set(self.calls) == set(self.runs) and len(self.calls) == len(self.runs)
         assert {waiter: flight for flight in self.calls for waiter in flight.waiters} == self.waiting
         assert len(self.told) == len(set(self.told)) and not set(self.told) & set(self.waiting)
 

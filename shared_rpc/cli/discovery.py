@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared_rpc import Client
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError
 from shared_rpc.settings import resolve_base_path
 
 __all__ = ["live_servers", "the_server"]
@@ -37,7 +37,9 @@ def live_servers(base_path: str | None) -> Iterator[list[Client]]:
             except (SharedRPCError, OSError) as error:
                 client.close()
                 if _is_alive(path):
-                    print(f"shared-rpc: passed over: {error}", file=sys.stderr)
+                    # The cause leaves out the advice to start a server.
+                    reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
+                    print(f"shared-rpc: passed over: {reason}", file=sys.stderr)
             else:
                 clients.append(client)
         yield clients

@@ -153,7 +153,9 @@ class Scan:
         if distributed is not None and isinstance(tensor, distributed.DTensor):
             raise Refused("is a DTensor, which belongs to its process group: share its local shard, tensor.to_local()")
         if tensor.layout not in _LAYOUTS:
-            raise Refused(f"has the layout {tensor.layout}, which has no storage to share")
+            raise Refused(
+                f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
+            )
         self._check_device(tensor.device)
 
     def _check_device(self, device: torch.device) -> None:
@@ -161,15 +163,8 @@ class Scan:
             raise Refused(wrong_device("", device, self.kind).lstrip())
 
 
-_LAYOUTS = {
-    torch.strided,
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-    torch.jagged,
-}
+#: Compressed sparse tensors are not among them: torch has no way to bind one to other memory in place.
+_LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -195,11 +190,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.device):
             # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
             return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
+        if type(obj) is torch.Tensor and obj.layout is torch.sparse_coo:
+            # torch's own reduction keeps what it rebuilds in a list, for torch.load to validate: it would never be freed.
+            return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
         if isinstance(obj, torch.nn.Module) and "parametrizations" in obj.__dict__.get("_modules", ()):
             return _reduce_parametrized(obj)
         if isinstance(obj, torch.nn.Module) and _restores_plainly(type(obj)):
             return copyreg.__newobj__, (type(obj),), obj.__dict__, None, None, _set_dict  # type: ignore[attr-defined]
         return super().reducer_override(obj)
+
+
+def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
 
 
 def _reduce_parametrized(module: torch.nn.Module) -> Any:

@@ -28,7 +28,7 @@ from shared_rpc.transport import FrameSocket, Peer
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
-from shared_rpc.wire.values import decode
+from shared_rpc.wire.values import decode_call
 
 __all__ = ["Connection", "Session", "Sessions"]
 
@@ -257,8 +257,7 @@ class Connection:
             raise ProtocolError(f"request id {frame.request_id} is in use")
         if len(self._waiters) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
-        args = [decode(value) for value in message.args]
-        kwargs = {name: decode(value) for name, value in message.kwargs.items()}
+        args, kwargs = decode_call(message.args, message.kwargs)
         if (
             len(message.segments) != len(frame.fds)
             or sum(message.skeletons) != len(frame.payload)
@@ -316,8 +315,7 @@ class Connection:
         self._reply(frame.request_id, m.FactsList(items))
 
     def _invalidate_call(self, frame: Frame, message: m.InvalidateCall) -> None:
-        args = [decode(value) for value in message.args]
-        kwargs = {name: decode(value) for name, value in message.kwargs.items()}
+        args, kwargs = decode_call(message.args, message.kwargs)
         self._reply(frame.request_id, m.Count(self._core.invalidate_call(message.endpoint, args, kwargs)))
 
     def _invalidate_endpoint(self, frame: Frame, message: m.InvalidateEndpoint) -> None:

@@ -13,10 +13,29 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, ProtocolError
 
-__all__ = ["DtypeRef", "SkeletonRef", "TensorRef", "canonical", "decode", "encode", "lift", "lower", "lower_call", "refuse"]
+__all__ = [
+    "MAX_VALUES",
+    "DtypeRef",
+    "SkeletonRef",
+    "TensorRef",
+    "canonical",
+    "decode",
+    "decode_call",
+    "encode",
+    "lift",
+    "lower",
+    "lower_call",
+    "refuse",
+]
 
 #: Nesting deeper than this is refused: it is never meant, and recursion has an end.
 _DEPTH = 64
+
+#: Values in the arguments of one call, in containers too. The server reads them while others wait: 0.3 s for so many.
+MAX_VALUES = 1_000_000
+
+#: Bytes of all tuples of a call, each with what it holds: every level of nesting copies what is inside it.
+_MAX_NESTED = 256 << 20
 
 #: Integers of more bits are written in hexadecimal: Python refuses to write long ones in decimal, and is slow at it.
 _DECIMAL_BITS = 256
@@ -160,48 +179,75 @@ _references: dict[int, msgspec.msgpack.Decoder[Any]] = {
 _pairs = msgspec.msgpack.Decoder(tuple[float, float])
 
 
-def decode(value: Any, depth: int = 0) -> Any:
+def decode(value: Any) -> Any:
     """The lowered value that :func:`encode` wrote.
 
-    :raises ProtocolError: for anything that :func:`encode` does not write.
+    :raises ProtocolError: for anything that :func:`encode` does not write, or more than the limits allow.
     """
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    if isinstance(value, msgspec.msgpack.Ext):
-        return _decode_ext(value, depth)
-    _check_depth(depth)
-    if isinstance(value, list):
-        return [decode(item, depth + 1) for item in value]
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise ProtocolError("an argument has a dict with keys that are not strings")
-        return {key: decode(item, depth + 1) for key, item in value.items()}
-    raise ProtocolError(f"an argument is a {type(value).__name__}")
+    return _Reader().read(value, 0)
 
 
-def _check_depth(depth: int) -> None:
-    if depth >= _DEPTH:
-        raise ProtocolError(f"an argument is nested deeper than {_DEPTH} levels")
+def decode_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """:func:`decode` for all arguments of a call, which share its limits."""
+    reader = _Reader()
+    reader.count(len(args) + len(kwargs))
+    return [reader.read(value, 0) for value in args], {name: reader.read(value, 0) for name, value in kwargs.items()}
 
 
-def _decode_ext(ext: msgspec.msgpack.Ext, depth: int) -> Any:
-    data = bytes(ext.data)
-    try:
-        if ext.code == _TUPLE:
-            _check_depth(depth)
-            items = msgspec.msgpack.decode(data)
-            if not isinstance(items, list):
-                raise ProtocolError("a tuple argument does not hold a list")
-            return tuple(decode(item, depth + 1) for item in items)
-        if ext.code == _INT:
-            return int.from_bytes(data, "big", signed=True)
-        if ext.code == _COMPLEX:
-            return complex(*_pairs.decode(data))
-        if ext.code in _references:
-            reference = _references[ext.code].decode(data)
-            if isinstance(reference, DtypeRef) and not reference.name.isidentifier():
-                raise ProtocolError(f"{reference.name!r} cannot name a dtype")
-            return reference
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"an argument cannot be read: {error}") from error
-    raise ProtocolError(f"an argument has the unknown extension type {ext.code}")
+class _Reader:
+    """Reads encoded values until a limit is met."""
+
+    def __init__(self) -> None:
+        self._values = 0
+        self._nested = 0
+
+    def count(self, values: int) -> None:
+        self._values += values
+        if self._values > MAX_VALUES:
+            raise ProtocolError(f"the arguments of a call hold more than {MAX_VALUES:,} values: pass a tensor of them")
+
+    def read(self, value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return value
+        if isinstance(value, msgspec.msgpack.Ext):
+            return self._read_ext(value, depth)
+        self._check_depth(depth)
+        if isinstance(value, list):
+            self.count(len(value))
+            return [self.read(item, depth + 1) for item in value]
+        if isinstance(value, dict):
+            self.count(len(value))
+            if not all(isinstance(key, str) for key in value):
+                raise ProtocolError("an argument has a dict with keys that are not strings")
+            return {key: self.read(item, depth + 1) for key, item in value.items()}
+        raise ProtocolError(f"an argument is a {type(value).__name__}")
+
+    def _check_depth(self, depth: int) -> None:
+        if depth >= _DEPTH:
+            raise ProtocolError(f"an argument is nested deeper than {_DEPTH} levels")
+
+    def _read_ext(self, ext: msgspec.msgpack.Ext, depth: int) -> Any:
+        data = bytes(ext.data)
+        self._nested += len(data)
+        if self._nested > _MAX_NESTED:
+            raise ProtocolError("tuples of too much data are nested too deep")
+        try:
+            if ext.code == _TUPLE:
+                self._check_depth(depth)
+                items = msgspec.msgpack.decode(data)
+                if not isinstance(items, list):
+                    raise ProtocolError("a tuple argument does not hold a list")
+                self.count(len(items))
+                return tuple(self.read(item, depth + 1) for item in items)
+            if ext.code == _INT:
+                return int.from_bytes(data, "big", signed=True)
+            if ext.code == _COMPLEX:
+                return complex(*_pairs.decode(data))
+            if ext.code in _references:
+                reference = _references[ext.code].decode(data)
+                if isinstance(reference, DtypeRef) and not reference.name.isidentifier():
+                    raise ProtocolError(f"{reference.name!r} cannot name a dtype")
+                return reference
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"an argument cannot be read: {error}") from error
+        raise ProtocolError(f"an argument has the unknown extension type {ext.code}")

@@ -1,0 +1,119 @@
+"""Modules and tensors of the kinds that people share, importable by every process of a test."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Tied(nn.Module):
+    """An embedding and an output layer with one weight, as language models have."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, device=device)
+        self.head = nn.Linear(4, 7, bias=False, device=device)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens."""
+        return self.head(self.embed(tokens))
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("label", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.label = "slotted"
+
+
+@dataclass
+class State:
+    """What models keep beside their parameters."""
+
+    step: int
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Everything(nn.Module):
+    """A module that keeps tensors in every place that Python offers."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+
+        def tensor(start: int) -> torch.Tensor:
+            return torch.arange(start, start + 3, dtype=torch.float32, device=device)
+
+        self.weight = nn.Parameter(tensor(0))
+        self.register_buffer("running", tensor(10))
+        self.register_buffer("scratch", tensor(20), persistent=False)
+        self.attribute = tensor(30)
+        self.items = [tensor(40), {"deep": (tensor(50),)}]
+        self.by_number = {7: tensor(60)}
+        self.slotted = Slotted(tensor(70))
+        self.state = State(3, {"first": tensor(80)})
+        self.alias = self.running
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them, by where they are."""
+        return {
+            "parameter": self.weight,
+            "buffer": self.running,
+            "non-persistent buffer": self.scratch,
+            "attribute": self.attribute,
+            "list": self.items[0],
+            "dict in a list": self.items[1]["deep"][0],
+            "dict": self.by_number[7],
+            "slot": self.slotted.tensor,
+            "dataclass": self.state.moments["first"],
+        }
+
+
+class Marked(torch.Tensor):
+    """A subclass that carries an attribute, as vision libraries have for boxes and masks."""
+
+    label: str = "none"
+
+
+class Scaled(torch.Tensor):
+    """A wrapper subclass: two inner tensors that read as their product, as quantisation libraries have."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        """Wrap ``values * scale``."""
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype, device=values.device)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values_ = values
+        self.scale = scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The names of the inner tensors."""
+        return ["values_", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> Scaled:
+        """Put together again."""
+        return cls(inner["values_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation works on the product."""
+        plain = [argument.values_ * argument.scale if isinstance(argument, Scaled) else argument for argument in args]
+        return function(*plain, **(kwargs or {}))
+
+
+class Locked(nn.Module):
+    """A module that cannot be pickled: it has a lock, two levels down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.layers[1].guard = {"of": [threading.Lock()]}

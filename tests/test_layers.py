@@ -1,0 +1,365 @@
+"""Who may import whom, who reads the environment, and what starts without torch: data flows one way."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.processes import ROOT, Child, python
+
+PACKAGE = ROOT / "shared_rpc"
+
+#: From the bottom up. A module may import its own package, and what stands on a line above its own.
+LAYERS = [
+    ["errors", "reaper"],
+    ["settings", "memory"],
+    ["records"],
+    ["wire"],
+    ["endpoints", "handle"],
+    ["store", "transport", "codec"],
+    ["preload"],
+    ["client", "server"],
+    ["runtime"],
+    ["provider"],
+    ["cli"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+#: What pure layers are free of: waiting, talking, and torch.
+IMPURE = {"anyio", "asyncio", "concurrent", "select", "selectors", "signal", "socket", "threading", "time", "torch", "trio"}
+
+
+class Import(NamedTuple):
+    """One import: ``late`` is one that runs when a function is called, ``typing`` one that never does."""
+
+    module: str
+    target: str
+    line: int
+    late: bool
+    typing: bool
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its name below ``shared_rpc``; the package itself is the empty name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """A module's source."""
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports_of(module: str, node: ast.AST, late: bool = False, typing: bool = False) -> Iterator[Import]:
+    """Every import below ``node``, those by ``importlib.import_module("...")`` too."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(module, alias.name, node.lineno, late, typing)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module}, line {node.lineno}: imports are absolute"
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            yield Import(module, whole if whole in submodules() else str(node.module), node.lineno, late, typing)
+    elif _is_import_module(node):
+        yield Import(module, node.args[0].value, node.lineno, late, typing)  # type: ignore[attr-defined]
+    late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for field in ast.iter_child_nodes(node):
+        guarded = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and field in node.body
+        yield from imports_of(module, field, late, typing or guarded)
+
+
+def _is_import_module(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("import_module")
+        and isinstance(node.args[0], ast.Constant)
+    )
+
+
+@functools.cache
+def submodules() -> frozenset[str]:
+    """The modules by their full names."""
+    return frozenset(f"shared_rpc.{name}" if name else "shared_rpc" for name in modules())
+
+
+def all_imports() -> list[Import]:
+    """Every import of the package."""
+    return [found for name, path in modules().items() for found in imports_of(name, tree_of(path))]
+
+
+def own(name: str) -> str:
+    """The layer's name of ``shared_rpc.<name>.…``, empty for the package itself."""
+    return name.removeprefix("shared_rpc").removeprefix(".").partition(".")[0] if name.startswith("shared_rpc") else ""
+
+
+def test_every_module_has_its_layer() -> None:
+    """A new one is given its place here, and one that has gone leaves none."""
+    assert {name.partition(".")[0] for name in modules() if name} == set(RANK)
+
+
+@pytest.mark.parametrize("module", [name for name in modules() if name])
+def test_a_module_imports_only_what_is_below(module: str) -> None:
+    """Its own package and lower layers; inside functions too, for type checkers alone anything."""
+    layer = module.partition(".")[0]
+    upward = [
+        f"{module}, line {found.line}: imports {found.target}"
+        for found in imports_of(module, tree_of(modules()[module]))
+        if not found.typing and found.target.startswith("shared_rpc.")
+        if own(found.target) != layer and RANK[own(found.target)] >= RANK[layer]
+    ]
+    assert upward == []
+
+
+def test_only_the_command_line_imports_the_package_itself() -> None:
+    """The package imports all others, when their names are asked for; below it that would be a circle."""
+    users = {found.module.partition(".")[0] for found in all_imports() if found.target == "shared_rpc"}
+    assert users <= {"cli"}
+
+
+def test_the_package_itself_imports_nothing_at_once() -> None:
+    """Importing it configures nothing and costs nothing."""
+    at_once = {found.target for found in all_imports() if found.module == "" and not found.late and not found.typing}
+    assert at_once <= {"__future__", "importlib", "typing"}
+
+
+def test_wire_and_store_are_pure() -> None:
+    """They neither wait nor talk, not even in a function, and neither does what they are made of."""
+    pure = {"errors", "wire", "store", "endpoints", "records"}
+    impure = [
+        f"{found.module}, line {found.line}: imports {found.target}"
+        for found in all_imports()
+        if found.module.partition(".")[0] in pure and found.target.partition(".")[0] in IMPURE
+    ]
+    assert impure == []
+
+
+def test_torch_is_imported_by_the_codec_alone() -> None:
+    """Elsewhere it is imported by the function that needs it."""
+    users = {
+        found.module.partition(".")[0]
+        for found in all_imports()
+        if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
+    }
+    assert users == {"codec"}
+
+
+def test_server_and_client_load_the_codec_late() -> None:
+    """Only when a tensor is to be taken apart or rebuilt; store, wire and transport never do."""
+    users = {
+        (found.module.partition(".")[0], found.late)
+        for found in all_imports()
+        if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
+    }
+    assert {layer for layer, late in users if not late} == set()
+    assert {layer for layer, _ in users} <= {"preload", "client", "server", "runtime", "cli"}
+
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
+
+
+def environment_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where the environment is touched: the line, and whether it is read or set."""
+    setters = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            setters.add(node.value)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+            setters |= {node.value.func.value} if node.value.func.attr in {"pop", "setdefault", "update"} else set()
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        imported = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) and node.module == "os" else set()
+        if (name in ENVIRONMENT and (isinstance(node, ast.Attribute) or name != "environ")) or imported & ENVIRONMENT:
+            yield node.lineno, "set" if node in setters else "read"
+
+
+def test_settings_alone_read_the_environment() -> None:
+    """What a process does is decided in one place; the command line may set a role for the app it is about to load."""
+    uses = {(name, use) for name, path in modules().items() for _, use in environment_uses(tree_of(path))}
+    assert ("settings", "read") in uses
+    assert {(name, use) for name, use in uses if name != "settings"} <= {("cli.app", "set")}
+
+
+@pytest.mark.parametrize(
+    ("source", "use"),
+    [
+        ("import os\nos.environ.get('A')", "read"),
+        ("import os\nprint(os.environ['A'])", "read"),
+        ("import os\nx = os.environ.pop('A')", "read"),
+        ("import os\nos.getenv('A')", "read"),
+        ("from os import environ", "read"),
+        ("from os import getenv", "read"),
+        ("import os\nos.environ['A'] = 'b'", "set"),
+        ("import os\ndel os.environ['A']", "set"),
+        ("import os\nos.environ.pop('A', None)", "set"),
+    ],
+)
+def test_a_use_of_the_environment_is_noticed(source: str, use: str) -> None:
+    """The check above would see it, in whatever form."""
+    assert use in {found for _, found in environment_uses(ast.parse(source))}
+
+
+# What runs without torch, in processes of their own.
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a process has after ``code``."""
+    child = python(f"{code}\nimport sys\nprint('loaded', *sys.modules)")
+    loaded = set(child.expect("loaded").split())
+    assert child.close() == (0, "")
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shared_rpc",
+        "from shared_rpc import Client, Handle, Provider, Server, errors",
+        "import shared_rpc.client",
+        "import shared_rpc.server",
+        "import shared_rpc.provider",
+        "import shared_rpc.cli",
+        "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",
+    ],
+)
+def test_importing_loads_no_torch(code: str) -> None:
+    """Sharing a function and asking a server start at once; torch takes seconds."""
+    assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.vmm"} & loaded_by(code)
+
+
+def test_importing_the_package_loads_nothing_of_it() -> None:
+    """Every name comes when it is used."""
+    assert {name for name in loaded_by("import shared_rpc") if name.startswith("shared_rpc")} == {"shared_rpc"}
+
+
+#: A server whose records come from elsewhere, as those of a worker process do.
+BROKER = """
+    import os, sys
+    from shared_rpc.endpoints import Registry, describe
+    from shared_rpc.memory.memfd import HOST
+    from shared_rpc.records import EMPTY_TABLE, Record
+    from shared_rpc.server.core import Core
+    from shared_rpc.server.executor import Produced
+    from shared_rpc.server.listener import bind_socket
+    from shared_rpc.server.server import _Running
+
+    class Elsewhere:
+        busy = 0
+
+        async def run(self, invocation, begun):
+            begun()
+            args, kwargs = invocation.arguments.args, invocation.arguments.kwargs
+            invocation.arguments.close()
+            segment = HOST.create(4096)
+            os.pwrite(segment.fileno(), f"built from {args} {kwargs}".encode(), 0)
+            return Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None)
+
+        def reclaim(self):
+            pass
+
+        def close(self):
+            pass
+
+    def model(hidden_size, layers=2): ...
+    def load(hidden_size, layers=2): ...
+
+    path = sys.argv[1]
+    core = Core(Registry([describe(model), describe(load, managed=True)]), Elsewhere(), "cpu")
+    running = _Running(core, Elsewhere(), bind_socket(path), path, {os.geteuid()}, 10)
+    running.start()
+    print("serving", flush=True)
+    sys.stdin.readline()
+    print("holds", len(core.objects), "objects,", core.objects.nbytes, "bytes,", len(core.leases), "leases")
+    print("loaded", *sys.modules)
+    sys.stdin.readline()
+    running.stop()
+"""
+
+#: A client that takes records and rebuilds nothing.
+FETCHER = """
+    import os, sys
+    from shared_rpc import Client, errors
+    from shared_rpc.client.operations import fetch
+
+    with Client(socket_path=sys.argv[1], connect_timeout=0) as client:
+        first = client._run(fetch("model", (8,), {}, "cpu"))
+        again = client._run(fetch("model", (), {"hidden_size": 8, "layers": 2}, "cpu"))
+        held = client._run(fetch("load", ([1, (2.5, b"x")],), {"layers": 1 << 70}, "cpu"))
+        for result in (first, again, held):
+            memory = os.pread(result.segments[0].fileno(), 64, 0).rstrip(bytes(1))
+            print("record", result.message.managed, bytes(result.skeleton), memory)
+            result.close()
+        print("same", first.message.segments == again.message.segments)
+        try:
+            client._run(fetch("model", (), {}, "cpu"))
+        except TypeError as error:
+            print("refused", error)
+        print("info", client.get_object_info(held.message.object_id)["cache_key"])
+        print("endpoints", *client.list_endpoints())
+        print("attached", *sys.modules)
+        sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def broker(base_path: str, children: list[Child]) -> tuple[Child, str]:
+    """A process that serves records, and its socket."""
+    path = f"{base_path}-cpu.sock"
+    child = Child("-c", textwrap.dedent(BROKER), path)
+    children.append(child)
+    child.expect("serving")
+    return child, path
+
+
+def test_a_broker_and_a_client_need_no_torch(broker: tuple[Child, str], children: list[Child]) -> None:
+    """Building, caching, leasing and handing out memory, and asking for it, is done with plain data and descriptors."""
+    server, path = broker
+    client = Child("-c", textwrap.dedent(FETCHER), path)
+    children.append(client)
+    assert client.expect("record") == "record False b'skeleton' b'built from [8] {}'"
+    assert client.expect("record") == "record False b'skeleton' b'built from [8] {}'"
+    assert client.expect("record") == (
+        "record True b'skeleton' b\"built from [[1, (2.5, b'x')]] {'layers': 1180591620717411303424}\""
+    )
+    assert client.expect("same") == "same True"
+    assert client.expect("refused") == "refused model(): missing a required argument: 'hidden_size'"
+    assert client.expect("info") == "info load(hidden_size=[1, (2.5, b'x',)], layers=1180591620717411303424)"
+    assert client.expect("endpoints") == "endpoints model load"
+    server.tell("report")
+    assert server.expect("holds") == "holds 2 objects, 8192 bytes, 1 leases"
+    for child, word in ((server, "loaded"), (client, "attached")):
+        loaded = set(child.expect(word).split())
+        assert "shared_rpc.wire.frames" in loaded
+        assert not {"torch", "numpy", "shared_rpc.codec", "cuda.bindings"} & loaded
+    client.tell("enough")
+    assert client.close() == (0, "")
+    server.tell("enough")
+    assert server.close() == (0, "")
+
+
+def test_a_command_that_asks_loads_no_torch(broker: tuple[Child, str]) -> None:
+    """``shared-rpc ls`` finds the server, prints it and ends, all without it."""
+    _, path = broker
+    code = """
+        import sys
+        from shared_rpc.cli import main
+        sys.argv[1:] = ["ls", "--json"]
+        try:
+            main()
+        except SystemExit:
+            pass
+        print("torch is", "there" if "torch" in sys.modules else "not there")
+    """
+    child = python(code)
+    assert path in child.expect("socket_path")
+    assert child.expect("torch is") == "torch is not there"
+    assert child.close() == (0, "")
