@@ -322,7 +322,7 @@ def end_now_if_busy(servers: Iterable[Server]) -> None:
     """End the process where a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter
     must not be torn down under it.
     """
-    if any(server.busy for server in servers):
+    if any(server.busy or server.running for server in servers):
         _end_now(0)
 
 

@@ -119,10 +119,12 @@ def no_leaks(warm: None) -> Iterator[None]:
     yield
 
     def clean() -> bool:
-        # The reaper's thread may be about to unmap what it took from the queue.
-        gc.collect()
+        # The reaper's thread may be about to unmap what it took from the queue; a collection takes time, and is rarely needed.
         MAPPINGS.drain()
-        return len(MAPPINGS) <= mappings and open_fds() <= fds
+        if len(MAPPINGS) <= mappings and open_fds() <= fds:
+            return True
+        gc.collect()
+        return False
 
     try:
         eventually(clean, seconds=2)

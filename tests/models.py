@@ -105,7 +105,9 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation works on the product."""
+        """Detaching gives the same again; every other operation works on the product."""
+        if function is torch.ops.aten.detach.default:
+            return Scaled(args[0].values_, args[0].scale)
         plain = [argument.values_ * argument.scale if isinstance(argument, Scaled) else argument for argument in args]
         return function(*plain, **(kwargs or {}))
 

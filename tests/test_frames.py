@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared_rpc import Client, Server
 from shared_rpc.errors import ProtocolError
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
@@ -350,3 +352,15 @@ def test_a_message_that_is_refused_leaves_the_socket_good() -> None:
         assert frame is not None and (frame.kind, frame.request_id) == (encode_message(m.Ping())[0], 2)
         sender.close()
         receiver.close()
+
+
+def test_request_ids_begin_again(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """A connection outlives the 32 bits that its ids have."""
+    serve()
+    client = connect()
+    client.ping()
+    (connection,) = client._connections
+    connection._ids = itertools.count(2**32 - 3)
+    for _ in range(5):
+        client.ping()
+    assert client._connections == {connection}

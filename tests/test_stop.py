@@ -53,11 +53,11 @@ def hold(provider: Provider, go: threading.Event, begun: threading.Event) -> Cal
     return hold
 
 
-def stop(server: Server) -> None:
+def stop(server: Server, seconds: float = 1.0) -> None:
     """Stop it, in less than a second."""
     begin = time.monotonic()
     server.stop()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < seconds
 
 
 # Those who wait.
@@ -199,7 +199,7 @@ def test_an_endpoint_that_does_not_end(
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("endless"))
         begun.wait(10)
-        stop(server)
+        stop(server, 1.5 if kind == "blocks the loop" else 1.0)  # it waits 0.9 s for that one
         assert not os.path.lexists(server.socket_path)
         if kind != "blocks the loop":
             answer = raw.hear()
@@ -306,7 +306,7 @@ def test_a_server_process_is_asked_to_end(
     assert code == 0
     assert "Traceback" not in errors
     assert not os.path.lexists(path)
-    assert took < 1.5  # the second that stop() may take, and a process's own end on a busy machine
+    assert took < 3  # the second that stop() may take, and the interpreter's own end on a busy machine
 
 
 def test_a_server_that_is_killed(

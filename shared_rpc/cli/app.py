@@ -221,9 +221,10 @@ def options(
 
 def _holder(pid: int) -> str:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
     except OSError:
         return str(pid)
+    command = " ".join(words)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
 
 

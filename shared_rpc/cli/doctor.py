@@ -68,7 +68,9 @@ def _directory(base_path: str | None) -> Iterator[Finding]:
         yield Finding("socket directory", "broken", f"{directory}: {error}", fix)
         return
     mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode):
+        yield Finding("socket directory", "broken", f"{directory} is no directory", fix)
+    elif status.st_uid != os.geteuid():
         yield Finding("socket directory", "broken", f"{directory} belongs to uid {status.st_uid}", fix)
     elif mode & 0o022:
         yield Finding("socket directory", "broken", f"{directory} has mode {mode:04o}", f"chmod 700 {directory}, or {fix}")

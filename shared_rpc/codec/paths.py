@@ -12,9 +12,14 @@ _DEPTH = 40
 
 
 def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Exception) -> tuple[str, Exception]:
-    """The deepest part of ``value`` for which ``attempt`` still fails: ``(its path, its error)``."""
+    """The deepest part of ``value`` for which ``attempt`` still fails: ``(its path, its error)``.
+
+    An error whose ``subject`` is the part itself ends the search there.
+    """
     seen: set[int] = set()
     for _ in range(_DEPTH):
+        if getattr(error, "subject", None) is value:
+            break
         seen.add(id(value))
         for name, part in _parts(value):
             if id(part) in seen:
@@ -54,4 +59,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
     for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
-        yield f".<closure {value.__code__.co_freevars[index]}>", cell.cell_contents
+        try:
+            part = cell.cell_contents
+        except ValueError:
+            continue  # a name that is not bound yet
+        yield f".<closure {value.__code__.co_freevars[index]}>", part

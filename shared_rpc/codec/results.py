@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from shared_rpc.records import Record
 
 __all__ = ["decode_result", "publish"]
 
+#: Two threads that publish one object must not both move it: clients of the first would be left with a copy.
+_publishing = threading.RLock()
+
 
 def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
     """Take a result apart and move its memory into segments.
@@ -34,7 +38,7 @@ def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
     check_result(value, endpoint, kind)
     scan = Scan(kind)
     MAPPINGS.drain()
-    with collector.paused():
+    with _publishing, collector.paused():
         skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
         placement = place(scan, access, rebind=True)
     return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes)

@@ -64,7 +64,11 @@ def dump_exception(error: Exception) -> bytes:
 
 
 class Refused(TypeError):
-    """Raised inside the pickler; :func:`dump` adds the attribute path."""
+    """Raised inside the pickler; :func:`dump` adds the attribute path. ``subject`` is refused whatever it holds."""
+
+    def __init__(self, reason: str, subject: object = None) -> None:
+        super().__init__(reason)
+        self.subject = subject
 
 
 class Scan:
@@ -183,7 +187,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return (self._scan.storage(obj), None)
         if isinstance(obj, torch.TypedStorage):
             return (self._scan.storage(obj._untyped_storage), obj.dtype)
-        raise Refused("is TorchScript, which has no Python skeleton: share the module it was scripted from")
+        raise Refused("is TorchScript, which has no Python skeleton: share the module it was scripted from", obj)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reductions of our own, then cloudpickle's."""
