@@ -15,7 +15,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and format."""
-    session.install("ruff>=0.14,<0.16")
+    session.install("ruff==0.17.5")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -23,7 +23,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """The package strictly, and the public types as a user sees them."""
-    session.install("torch", "-e", ".[test]", "mypy>=1.18", *CONSTRAINTS)
+    session.install("torch", "-e", ".[test]", "mypy==2.4.1", *CONSTRAINTS)
     session.run("mypy")
 
 

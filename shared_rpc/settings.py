@@ -51,9 +51,9 @@ def resolve_role(
     if execution_mode != "auto":
         return execution_mode  # type: ignore[return-value]
     switch = _read_switch(environ) if enabled is None else enabled
-    role = _read_role(environ)
     if switch is False:
         return "local"
+    role = _read_role(environ)
     if role is not None:
         return role
     return "client" if switch else "local"

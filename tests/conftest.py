@@ -26,6 +26,13 @@ hypothesis.settings.register_profile("shared_rpc", deadline=None)
 hypothesis.settings.load_profile("shared_rpc")
 
 
+@pytest.fixture(autouse=True)
+def quick_collections() -> None:
+    """Tests count what is left after a collection: what was there before is not walked over again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def base_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A private base path, for this process and for its children."""

@@ -42,7 +42,7 @@ def bits(tensor: torch.Tensor) -> str:
     """Shape, dtype and every bit of a tensor as a digest: equal digests are equal tensors, NaNs and zeros' signs included."""
     import torch
 
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()}"
 

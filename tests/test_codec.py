@@ -233,11 +233,13 @@ def test_sparse_tensor_as_the_result(device: str, rebuilt: Rebuilt) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
 def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
-    """A quantised tensor keeps its scale and zero point."""
+    """A quantised tensor keeps its scale and zero point, and is the same memory on both sides."""
     value = torch.quantize_per_tensor(torch.tensor([-1.0, 0.0, 2.0], device=device), 0.5, 3, torch.qint8)
     result = rebuilt(value)
     assert (result.q_scale(), result.q_zero_point()) == (0.5, 3)
     assert result.dequantize().tolist() == value.dequantize().tolist() == [-1, 0, 2]
+    result.fill_(1.0)
+    assert value.dequantize().tolist() == [1, 1, 1]
 
 
 def test_subclass_with_attributes(device: str, rebuilt: Rebuilt) -> None:

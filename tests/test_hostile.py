@@ -88,7 +88,8 @@ def server(
 
     def as_before() -> bool:
         gc.collect()
-        return account(server) == before
+        now = account(server)
+        return all(now[name] <= before[name] for name in before)
 
     try:
         eventually(as_before, seconds=10)

@@ -135,6 +135,23 @@ def _state(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a segment is made, the originals of all segments before it are gone: the extra memory is one segment."""
+    value = [torch.ones(1000) for _ in range(3)]
+    originals = [weakref.ref(tensor.untyped_storage()) for tensor in value]
+    alive: list[int] = []
+
+    class Watching(MemfdBackend):
+        def create(self, nbytes: int) -> Segment:
+            alive.append(sum(original() is not None for original in originals))
+            return super().create(nbytes)
+
+    watching = Watching()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda device: watching)
+    publish(value, "cpu", "read_write", "endpoint").close()
+    assert alive == [3, 2, 1]
+
+
 def test_published_memory_goes_with_its_last_holder(device: str, no_leaks: None) -> None:
     """Record, maker's object and client's object each keep the memory; after the last of them it is unmapped."""
     value = torch.ones(4, device=device)

@@ -1,15 +1,31 @@
-"""The public types as a user sees them: checked by mypy, never run."""
+"""What a type checker sees of the public API. Checked by mypy, never run.
+
+A line that must be an error carries ``type: ignore`` with its code; were it none, the unused comment would be.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any, assert_type
+from pathlib import Path
+from typing import Any, Literal, assert_type
 
 import torch
 
 from shared_rpc import Client, Handle, Provider, Server, SharedFunction
 
-provider = Provider("/tmp/app/s", enabled=True, execution_mode="client", device="cuda:0", timeout=None)
+provider = Provider()
+Provider(Path("/run/app"), enabled=True, execution_mode="client", device="cuda:1", timeout=None, server_startup_timeout=5)
+Provider(execution_mode="clinet")  # type: ignore[arg-type]
+Provider(base="/run/app")  # type: ignore[call-arg]
+
+
+class Net(torch.nn.Module):
+    """A user's module."""
+
+    hidden: int
+
+
+# Decorated without parentheses.
 
 
 @provider.share
@@ -18,54 +34,152 @@ def bare(size: int, *, scale: float = 1.0) -> torch.Tensor:
     return torch.ones(size) * scale
 
 
-@provider.share("models.linear", cache_format_key="linear:{size}", access="read", idle_ttl=60.0)
-def with_options(size: int) -> torch.nn.Linear:
-    """With options."""
-    return torch.nn.Linear(size, size)
+assert_type(bare(4, scale=2.0), torch.Tensor)
+assert_type(bare.name, str)
+assert_type(bare.invalidate(4, scale=2.0), int)
+bare()  # type: ignore[call-arg]
+bare("4")  # type: ignore[arg-type]
+bare(4, 2.0)  # type: ignore[call-arg]
+bare.invalidate()  # type: ignore[call-arg]
+bare.invalidate("4")  # type: ignore[arg-type]
+bare.invalidate(4, factor=2.0)  # type: ignore[call-arg]
 
 
-@provider.share(managed=True, concurrency="serialized")
-def managed(size: int) -> torch.nn.Linear:
-    """A handle in every role."""
-    return torch.nn.Linear(size, size)
+def takes(function: SharedFunction[[int], torch.Tensor]) -> torch.Tensor:
+    """A shared function can be passed around with its type."""
+    return assert_type(function(4), torch.Tensor)
 
 
-@provider.share
-async def asynchronous(size: int) -> torch.Tensor:
-    """An awaitable in every role."""
+takes(bare)
+
+
+# With options.
+
+
+@provider.share()
+def empty(size: int) -> torch.Tensor:
+    """With nothing in them."""
     return torch.ones(size)
 
 
-assert_type(bare(3, scale=2.0), torch.Tensor)
-assert_type(with_options(3), torch.nn.Linear)
-assert_type(managed(3), Handle[torch.nn.Linear])
-assert_type(managed(3).value, torch.nn.Linear)
-awaitable = asynchronous(3)
-assert_type(awaitable, Coroutine[Any, Any, torch.Tensor])
-assert_type(bare.invalidate(3), int)
-assert_type(bare.name, str)
+@provider.share("models.options", cache=False, concurrency="serialized", access="read", idle_ttl=60, singleflight=False)
+def options(size: int) -> dict[str, torch.Tensor]:
+    """With some of them."""
+    return {"ones": torch.ones(size)}
 
-bare("3")  # type: ignore[arg-type]
-bare(3, 2.0)  # type: ignore[call-arg]
-bare.invalidate(size="3")  # type: ignore[arg-type]
-managed()  # type: ignore[call-arg]
+
+@provider.share(name="models.template", cache_format_key="{size}", managed=False, execution="task")
+def template(size: int) -> tuple[torch.Tensor, int]:
+    """With the others."""
+    return torch.ones(size), size
+
+
+assert_type(empty(4), torch.Tensor)
+takes(empty)
+assert_type(options(size=4), dict[str, torch.Tensor])
+assert_type(template(4), tuple[torch.Tensor, int])
+options()  # type: ignore[call-arg]
+options.invalidate(siez=4)  # type: ignore[call-arg]
 provider.share(manged=True)  # type: ignore[call-overload]
+provider.share(concurrency="serial")  # type: ignore[call-overload]
 provider.share(access="write")  # type: ignore[call-overload]
-Provider(execution_mode="servr")  # type: ignore[arg-type]
+provider.share(4)  # type: ignore[call-overload]
 
 
-def uses(function: SharedFunction[[int], torch.Tensor]) -> None:
-    """What blocks and clients give."""
-    with managed(3) as handle:
-        assert_type(handle, Handle[torch.nn.Linear])
-        assert_type(handle.get_object_info(refresh=True), dict[str, Any])
-        assert_type(handle.is_stale(), bool)
-    with Client(device="cpu") as client:
-        assert_type(client, Client)
-        assert_type(client.ping(), float)
-        assert_type(client.release_many([handle, "id"]), int)
-        client.ensure_handle_live(handle)
-    with Server(provider, max_bytes=1 << 30) as server:
-        assert_type(server, Server)
-        assert_type(server.socket_path, str)
-    assert_type(function(3), torch.Tensor)
+# Managed: a handle, in every role.
+
+
+@provider.share(managed=True)
+def load(size: int, name: str = "base") -> Net:
+    """By its own name."""
+    return Net()
+
+
+@provider.share("models.named", managed=True, idle_ttl=None)
+def named() -> torch.Tensor:
+    """By another name."""
+    return torch.ones(1)
+
+
+assert_type(load(4), Handle[Net])
+assert_type(load(4, name="big").value, Net)
+assert_type(load(4).value.hidden, int)
+assert_type(named().value, torch.Tensor)
+assert_type(load.invalidate(4), int)
+load("4")  # type: ignore[arg-type]
+load.invalidate()  # type: ignore[call-arg]
+takes(load)  # type: ignore[arg-type]
+load(4).forward(torch.ones(1))  # type: ignore[attr-defined]
+
+with load(4) as handle:
+    assert_type(handle, Handle[Net])
+    assert_type(handle.value, Net)
+    assert_type(handle.get_object_info(refresh=True), dict[str, Any])
+    assert_type((handle.object_id, handle.server_id, handle.generation), tuple[str, str, int])
+    assert_type((handle.released, handle.is_stale()), tuple[bool, bool])
+    handle.value = Net()  # type: ignore[misc]
+    handle.released = True  # type: ignore[misc]
+    handle.release(now=True)  # type: ignore[call-arg]
+
+
+# async def.
+
+
+@provider.share
+async def embed(text: str) -> torch.Tensor:
+    """Gives an awaitable in every role."""
+    return torch.ones(len(text))
+
+
+@provider.share(managed=True)
+async def load_later(size: int) -> Net:
+    """Gives an awaitable of a handle."""
+    return Net()
+
+
+awaitable = assert_type(embed("a"), Coroutine[Any, Any, torch.Tensor])
+
+
+async def awaiting() -> None:
+    """What awaiting gives."""
+    assert_type(await embed("a"), torch.Tensor)
+    assert_type(await load_later(4), Handle[Net])
+    with await load_later(4) as later:
+        assert_type(later.value, Net)
+    assert_type(embed.invalidate("a"), int)
+    await embed(4)  # type: ignore[arg-type]
+    await load_later()  # type: ignore[call-arg]
+
+
+# The provider by name.
+
+assert_type(provider.execution_mode, Literal["local", "server", "client"])
+assert_type(provider.invalidate_call_cache("load", 4, name="big"), int)
+assert_type(provider.invalidate_endpoint_cache("load"), int)
+assert_type(provider.get_endpoint("load"), dict[str, Any])
+assert_type(provider.list_endpoints(), dict[str, dict[str, Any]])
+assert_type(provider.get_runtime_info(), dict[str, Any])
+
+
+# Server and client.
+
+with Server(provider, socket_path=Path("/run/app.sock"), max_workers=4, max_bytes=1 << 30) as server:
+    assert_type(server, Server)
+    assert_type(server.socket_path, str)
+    assert_type(server.running, bool)
+    assert_type(server.start(blocking=True), Server)
+Server()  # type: ignore[call-arg]
+Server(provider, workers=4)  # type: ignore[call-arg]
+
+with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client:
+    assert_type(client, Client)
+    assert_type(client.ping(), float)
+    assert_type(client.get_server_info(), dict[str, Any])
+    assert_type(client.list_objects(), list[dict[str, Any]])
+    assert_type(client.release(handle), bool)
+    assert_type(client.release_many([handle, handle.object_id]), int)
+    assert_type(client.get_object_info(handle), dict[str, Any])
+    client.ensure_handle_live(handle)
+    client.ensure_handle_live(handle.object_id)  # type: ignore[arg-type]
+    client.release(4)  # type: ignore[arg-type]
+    client.call()  # type: ignore[call-arg]
