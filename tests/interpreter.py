@@ -43,7 +43,8 @@ def bits(tensor: torch.Tensor) -> str:
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A dimension of one element may keep any stride, which view() would refuse.
+    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()}"
 
 

@@ -641,6 +641,15 @@ def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[]
     assert f"endpoint 'load': {path}, and memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
 
 
+def test_an_empty_tensor_may_be_on_the_host(no_leaks: None) -> None:
+    """Where GPU memory is shared, a tensor in an attribute that has no memory needs none there; a slice of some does."""
+    with closing(publish(_keeps(torch.empty(3, 0)), "cuda", "read_write", "load")) as record:
+        result = decode_result(record.skeleton, record.table, record.segments)
+    assert (result.state["cache"].shape, result.state["cache"].device.type) == ((3, 0), "cpu")
+    with pytest.raises(CapabilityError, match=r"result\.state\['cache'\] is on cpu"):
+        publish(_keeps(torch.ones(3)[:0]), "cuda", "read_write", "load")
+
+
 def _keeps(tensor: torch.Tensor) -> nn.Module:
     module = nn.Module()
     module.state = {"cache": tensor}

@@ -97,7 +97,7 @@ class Scan:
         """The number of a storage, a new one where it was not met before."""
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
-            self._check_device(storage.device)
+            self._check_device(storage.device, storage.nbytes())
             number = self._storage_numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
         return number
@@ -160,10 +160,11 @@ class Scan:
             raise Refused(
                 f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
             )
-        self._check_device(tensor.device)
+        self._check_device(tensor.device, tensor.numel())
 
-    def _check_device(self, device: torch.device) -> None:
-        if device.type != self.kind:
+    def _check_device(self, device: torch.device, size: int) -> None:
+        # Nothing of an empty tensor is shared; a jagged tensor on a GPU keeps its row lengths as shapes of such on the host.
+        if device.type != self.kind and not (size == 0 and device.type == "cpu"):
             raise Refused(wrong_device("", device, self.kind).lstrip())
 
 
