@@ -184,17 +184,20 @@ def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:
     if not spec.cache:
         return None
     if spec.cache_format_key is not None:
-        return f"{spec.name}:{_fill(spec, bound)}"
+        return _shortened(spec.name, f"{spec.name}:{_fill(spec, bound)}")
     texts = []
     for name, value in bound.items():
         text = str(value) if type(value) is _Default else canonical(value)
         if text is None:
             return None
         texts.append(f"{name}={text}")
-    key = f"{spec.name}({', '.join(texts)})"
+    return _shortened(spec.name, f"{spec.name}({', '.join(texts)})")
+
+
+def _shortened(name: str, key: str) -> str:
     if len(key) <= _KEY_LIMIT:
         return key
-    return f"{spec.name}(blake2b:{hashlib.blake2b(key.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()})"
+    return f"{name}(blake2b:{hashlib.blake2b(key.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()})"
 
 
 def _fill(spec: EndpointSpec, bound: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
-from shared_rpc.server.server import wait_for_signal
+from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import Role, resolve_role
 
 __all__ = ["Provider", "SharedFunction", "close_all", "end_now_if_busy"]
@@ -96,18 +96,27 @@ class Provider:
         self._asked_role: str = execution_mode
         self._role: Role | None = None
         self._working: Runtime | None = None
+        #: In a forked child: what its parent worked with.
+        self._inherited: Runtime | None = None
         self._lock = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
         preload_codec()
-        _at_end_of_main(self)
+        _providers[self] = None
 
     @property
     def execution_mode(self) -> Role:
-        """The role of this process: ``"local"``, ``"server"`` or ``"client"``."""
+        """The role of this process: ``"local"``, ``"server"`` or ``"client"``.
+
+        A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server.
+        """
         if self._role is None:
-            self._role = resolve_role(self._enabled, self._asked_role)
+            role = resolve_role(self._enabled, self._asked_role)
+            self._role = "client" if role == "server" and self._in_child() else role
         return self._role
+
+    def _in_child(self) -> bool:
+        return isinstance(self._inherited, ServerRuntime) or multiprocessing.parent_process() is not None
 
     @functools.cached_property
     def device_id(self) -> str:
@@ -211,6 +220,7 @@ class Provider:
         with self._lock:
             self._closed = True
             working, self._working = self._working, None
+            _providers.pop(self, None)
         if working is not None:
             working.close()
 
@@ -219,6 +229,7 @@ class Provider:
         with self._lock:
             self._closed = False
             self._role = "server"
+            _providers[self] = None
             self._working = ServerRuntime(server)
 
     def _runtime(self) -> Runtime:
@@ -236,13 +247,18 @@ class Provider:
         if role == "client":
             return ClientRuntime(self)
         if role == "local":
-            return LocalRuntime(self)
+            return LocalRuntime(self, self._inherited)
         Server(self).start()  # which calls serve_with()
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working
 
     def _serves_at_end(self) -> bool:
         return not self._closed and self._pid == os.getpid() and self.execution_mode == "server"
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+        if self._working is not None:
+            self._inherited, self._working, self._role = self._working, None, None
 
     def _server_at_end(self) -> Server | None:
         """The server that goes on when the main code has ended: started now, unless it was stopped already."""
@@ -274,22 +290,17 @@ class _ManagedDecorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...
 
 
-_providers: list[Provider] = []
+#: Those that are not closed: a server's provider must live on when the names of its script are gone.
+_providers: dict[Provider, None] = {}
 
 
-def _at_end_of_main(provider: Provider) -> None:
-    """Have the provider asked, when the script's main code ends, whether it goes on serving.
+def _at_end_of_main() -> None:
+    """Ask every provider, when the script's main code ends, whether it goes on serving.
 
     Threading's own exit callbacks run in the main thread before anything is torn down, last registered first.
     ``concurrent.futures`` registers one that forbids new work; it is imported above so that ours runs before it, and
     endpoints that use its pools still work. ``atexit`` would be too late for them.
     """
-    if not _providers:
-        threading._register_atexit(_serve_to_the_end)  # type: ignore[attr-defined]
-    _providers.append(provider)
-
-
-def _serve_to_the_end() -> None:
     if multiprocessing.parent_process() is not None or hasattr(sys, "last_value"):
         return  # a child of the server, or a script that failed: it must end
     serving: list[Server] = []
@@ -312,9 +323,20 @@ def _serve_to_the_end() -> None:
     end_now_if_busy(serving)
 
 
+threading._register_atexit(_at_end_of_main)  # type: ignore[attr-defined]
+
+
+def _after_fork() -> None:
+    for provider in _providers:
+        provider._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def close_all() -> None:
     """Close every provider of this process, so that none goes on serving when its main code ends."""
-    for provider in _providers:
+    for provider in list(_providers):
         provider.close()
 
 

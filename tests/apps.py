@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shared_rpc import Provider, Server, SharedFunction
-from shared_rpc.runtime import LocalRuntime, ServerRuntime
+from shared_rpc.runtime import InProcessRuntime
 
 __all__ = ["ROLES", "App", "at_once", "shares_memory"]
 
@@ -42,10 +42,8 @@ class App:
     def waiting(self) -> int:
         """How many calls wait for a run, those that started one included."""
         runtime = self.owner._runtime()
-        if isinstance(runtime, LocalRuntime):
-            return sum(len(flight.waiters) for flight in runtime._calls)
-        assert isinstance(runtime, ServerRuntime)
-        return runtime.server.ask(lambda core: sum(len(flight.waiters) for flight in core.calls))
+        assert isinstance(runtime, InProcessRuntime)
+        return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.calls))
 
     def close(self) -> None:
         """End both."""

@@ -467,10 +467,10 @@ def test_killed_clients_leave_nothing(
                 device=device,
             )
             assert total == count
-        assert server.ask(lambda core: core.info()["leases"]) == 3
+        assert server.engine.ask(lambda core: core.info()["leases"]) == 3
         for client in clients:
             client.kill()
-        eventually(lambda: server.ask(lambda core: core.info()["leases"]) == 1, what="leases given back")
+        eventually(lambda: server.engine.ask(lambda core: core.info()["leases"]) == 1, what="leases given back")
         eventually(lambda: in_use(device) <= before + SLACK[device], what=f"memory in use back to {before}")
         eventually(lambda: open_fds() <= descriptors, what="descriptors closed")
 
@@ -508,7 +508,7 @@ def test_memory_is_freed_with_the_last_of_all(
 
     def come_and_go() -> None:
         elsewhere('kept["value"] = client.call("get")')
-        server.ask(lambda core: core.invalidate_endpoint("get"))
+        server.engine.ask(lambda core: core.invalidate_endpoint("get"))
         gc.collect()
         assert elsewhere('answer = kept["value"][-1].item()') == 1
         elsewhere("kept.clear()")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shared_rpc import Client, Provider, Server
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
-from shared_rpc.server import session as session_module
+from shared_rpc.server import connection as connection_module
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
 from shared_rpc.wire.values import SkeletonRef, TensorRef, encode
@@ -323,7 +323,7 @@ def test_more_values_than_a_call_may_have(server: Server, good: Client) -> None:
 
 def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None:
     """Every level of a tuple copies what is inside it; the sum of that is limited."""
-    tuples = msgspec.msgpack.Ext(1, msgspec.msgpack.encode([bytes(16 << 20)]))
+    tuples = msgspec.msgpack.Ext(1, msgspec.msgpack.encode([bytes(8 << 20)]))
     for _ in range(40):
         tuples = msgspec.msgpack.Ext(1, msgspec.msgpack.encode([tuples]))
     with Raw(server.socket_path) as raw:
@@ -336,7 +336,7 @@ def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None
 def test_the_name_of_an_endpoint_that_fills_a_frame(server: Server, good: Client) -> None:
     """It is not compared with what is there, and not sent back."""
     with Raw(server.socket_path) as raw:
-        error = raw.ask(m.Call("k" * (32 << 20)))
+        error = raw.ask(m.Call("k" * (8 << 20)))
         assert isinstance(error, m.Error)
         assert error.code == "endpoint-not-found"
         assert len(error.text) < 1000
@@ -506,7 +506,7 @@ def test_a_request_id_that_is_in_use(server: Server, release: threading.Event) -
 
 def test_calls_without_end(server: Server, release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection has a limited number of calls under way; the others are refused, and those go on."""
-    monkeypatch.setattr(session_module, "_MAX_CALLS", 10)
+    monkeypatch.setattr(connection_module, "_MAX_CALLS", 10)
     with Raw(server.socket_path) as raw:
         for number in range(1, 11):
             raw.say(m.Call("hold"), number)
@@ -576,7 +576,7 @@ def test_a_crowd_that_says_nothing(server: Server, good: Client) -> None:
 
 def test_saying_nothing_for_too_long(server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A connection without a handshake does not stay for ever."""
-    monkeypatch.setattr(session_module, "_HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(connection_module, "_HANDSHAKE_TIMEOUT", 0.05)
     with Raw(server.socket_path, hello=False) as raw:
         raw.send(frame_of(m.Hello())[:-1])
         raw.hear_end()

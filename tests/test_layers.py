@@ -244,13 +244,14 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
 #: A server whose records come from elsewhere, as those of a worker process do.
 BROKER = """
     import os, sys
+    from contextlib import nullcontext
     from shared_rpc.endpoints import Registry, describe
     from shared_rpc.memory.memfd import HOST
     from shared_rpc.records import EMPTY_TABLE, Record
+    from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
+    from shared_rpc.server.engine import Engine
     from shared_rpc.server.executor import Produced
-    from shared_rpc.server.listener import bind_socket
-    from shared_rpc.server.server import _Running
 
     class Elsewhere:
         busy = 0
@@ -266,6 +267,9 @@ BROKER = """
         def reclaim(self):
             pass
 
+        def lend_thread(self):
+            return nullcontext()
+
         def close(self):
             pass
 
@@ -273,15 +277,18 @@ BROKER = """
     def load(hidden_size, layers=2): ...
 
     path = sys.argv[1]
-    core = Core(Registry([describe(model), describe(load, managed=True)]), Elsewhere(), "cpu")
-    running = _Running(core, Elsewhere(), bind_socket(path), path, {os.geteuid()}, 10)
-    running.start()
+    elsewhere = Elsewhere()
+    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu")
+    acceptor = Acceptor(core, path, {os.geteuid()}, 10)
+    engine = Engine(core, elsewhere, "the broker", acceptor.serve)
+    engine.start()
     print("serving", flush=True)
     sys.stdin.readline()
     print("holds", len(core.objects), "objects,", core.objects.nbytes, "bytes,", len(core.leases), "leases")
     print("loaded", *sys.modules)
     sys.stdin.readline()
-    running.stop()
+    acceptor.remove_socket()
+    engine.stop()
 """
 
 #: A client that takes records and rebuilds nothing.

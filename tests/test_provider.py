@@ -5,7 +5,9 @@ Whoever decorates a function must not have to know which of them the process wil
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +172,23 @@ def test_call_with_a_tensor_is_not_cached(app: App) -> None:
     assert torch.equal(look_up(x, 2), torch.full((2,), 3.0))
     assert torch.equal(look_up(x * 9, 2), torch.full((2,), 3.0))
     assert (len(added), looked_up) == (2, [2])
+
+
+def test_results_go_at_once(app: App) -> None:
+    """Nothing in the library is in a cycle with them: their memory does not wait for the collector."""
+    load = app.share("load", cache=False)(lambda: torch.ones(4))
+    cached = app.share("cached", managed=True)(lambda: torch.ones(4))
+    gc.disable()
+    try:
+        value = load()
+        handle = cached()
+        storages = [weakref.ref(value.untyped_storage()), weakref.ref(handle.value.untyped_storage())]
+        cached.invalidate()
+        handle.release()
+        del value, handle
+        eventually(lambda: [storage() for storage in storages] == [None, None], what="both results gone")
+    finally:
+        gc.enable()
 
 
 def test_invalidating_one_call(app: App) -> None:

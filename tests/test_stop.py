@@ -113,7 +113,7 @@ def test_calls_of_the_servers_own_process(
         stop(server)
         with pytest.raises(ConnectionClosed, match=STOPPED):
             call.result(timeout=5)
-    with pytest.raises(ConnectionClosed, match=f"the server of this process at {server.socket_path} does not run"):
+    with pytest.raises(ConnectionClosed, match=f"the server of this process at {server.socket_path} was stopped"):
         hold(1)
 
 
@@ -126,8 +126,8 @@ def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Callable[
 
         def ask(server: Server = server, asked: threading.Semaphore = asked) -> None:
             while True:
-                server.ask(lambda core: core.server_id)
-                server.call("ones", ([], {}), (), {}).result()
+                server.engine.ask(lambda core: core.server_id)
+                server.engine.call("ones", ([], {}), (), {}).future.result()
                 asked.release()
 
         with ThreadPoolExecutor(3) as pool:

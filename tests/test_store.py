@@ -460,9 +460,10 @@ class StoreModel(RuleBasedStateMachine):
             if stored not in self.listed.values() and not self.held(stored):
                 del self.alive[object_id]
 
-    def settle(self, stored: StoredObject) -> None:
-        """What the end of a lease, or a new object, means to the model."""
-        self.used[stored.object_id] = self.shelf.clock.time
+    def settle(self, *objects: StoredObject) -> None:
+        """What the end of leases, or a new object, means to the model."""
+        for stored in objects:
+            self.used[stored.object_id] = self.shelf.clock.time
         self.forget_unkept()
         for candidate in sorted(self.listed.values(), key=lambda stored: self.used[stored.object_id]):
             if self.max_bytes is None or self.bytes_of(list(self.alive.values())) <= self.max_bytes:
@@ -525,11 +526,8 @@ class StoreModel(RuleBasedStateMachine):
         assert sorted(ended) == sorted(held)
         for key in [key for key in self.handles if key[0] == session]:
             del self.handles[key]
-        for object_id in ended:
-            stored = self.alive.get(object_id)
-            self.shelf.store.settle(object_id)
-            if stored is not None:
-                self.settle(stored)
+        self.shelf.store.settle(*ended)
+        self.settle(*(self.alive[object_id] for object_id in ended))
 
     @rule(key=KEYS)
     def invalidate_key(self, key: str) -> None:

@@ -56,7 +56,7 @@ def serve(
     from shared_rpc.cli.loading import load_providers
     from shared_rpc.provider import close_all, end_now_if_busy
     from shared_rpc.server import Server
-    from shared_rpc.server.server import wait_for_signal
+    from shared_rpc.server.signals import wait_for_signal
 
     budget = _bytes(max_bytes)
     servers: list[Server] = []

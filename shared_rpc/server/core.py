@@ -162,17 +162,13 @@ class Core:
 
     def end_session(self, session: str) -> None:
         """Give back all that the session held."""
-        for object_id in self.leases.end_session(session):
-            self._settle(object_id)
+        self._settle(*self.leases.end_session(session))
 
     def release(self, session: str, object_ids: Iterable[str]) -> int:
         """Give back one lease of the session for each id; how many it really held."""
-        count = 0
-        for object_id in object_ids:
-            if self.leases.release(session, object_id):
-                count += 1
-                self._settle(object_id)
-        return count
+        released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
+        self._settle(*released)
+        return len(released)
 
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
@@ -277,8 +273,8 @@ class Core:
         for waiter in waiters:
             _tell(waiter, Delivery(record, live, stored, managed))
 
-    def _settle(self, object_id: str) -> None:
-        self.objects.settle(object_id)
+    def _settle(self, *object_ids: str) -> None:
+        self.objects.settle(*object_ids)
         self._wake_sweeper.set()
 
     def _dropped(self, stored: StoredObject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -12,9 +13,10 @@ from typing import Any, Protocol
 
 from shared_rpc.endpoints import Endpoint
 from shared_rpc.errors import RemoteError, SharedRPCError, text_of, to_wire
+from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.reaper import REAPER
-from shared_rpc.records import Arguments, Record
+from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.server.threads import WorkerThreads
 
 __all__ = ["CHAIN", "Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
@@ -90,6 +92,16 @@ class Failure:
 class Executor(Protocol):
     """Where endpoints run."""
 
+    @property
+    def busy(self) -> int:
+        """Threads of this process that run an endpoint now."""
+
+    def lend_thread(self) -> AbstractContextManager[None]:
+        """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
+
+    def close(self) -> None:
+        """Let idle threads end; a thread that runs an endpoint ends with it, or with the process."""
+
     def reclaim(self) -> None:
         """An object was dropped: give back the memory that only its live value held. Does not wait."""
 
@@ -104,22 +116,39 @@ class InProcessExecutor:
     """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
 
     :param endpoints: by name.
-    :param kind: ``"cpu"`` or ``"cuda"``, where results must be.
-    :param max_workers: how many threads run endpoints at once.
+    :param device: the id of the device results must be on.
+    :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
+    :param shares: whether results are moved into shared memory; False where nobody but this process asks for them.
     """
 
-    def __init__(self, endpoints: dict[str, Endpoint], kind: str, max_workers: int) -> None:
+    def __init__(
+        self, endpoints: dict[str, Endpoint], device: str, max_workers: int | None = None, *, shares: bool = True
+    ) -> None:
         self._endpoints = endpoints
-        self._kind = kind
-        self._threads = WorkerThreads(max_workers)
+        self._device = device
+        self._kind = device_kind(device)
+        self._shares = shares
+        limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
+        self._threads = WorkerThreads(limit, self._prepare)
+
+    def _prepare(self) -> None:
+        """Make the provider's GPU the current one of this thread: an endpoint's ``"cuda"`` means it, and cuBLAS warns where no
+        context is current.
+        """
+        if self._kind == "cuda":
+            import torch
+
+            from shared_rpc.memory.devices import torch_device
+
+            torch.cuda.set_device(torch_device(self._device))
 
     @property
     def busy(self) -> int:
-        """Threads that run an endpoint now."""
+        """See :class:`Executor`."""
         return self._threads.busy
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
+        """See :class:`Executor`."""
         return self._threads.lend()
 
     def reclaim(self) -> None:
@@ -128,7 +157,7 @@ class InProcessExecutor:
         REAPER.submit(MAPPINGS.drain)
 
     def close(self) -> None:
-        """Let idle threads end; a thread that runs an endpoint ends with it, or with the process."""
+        """See :class:`Executor`."""
         self._threads.close()
 
     async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
@@ -155,6 +184,7 @@ class InProcessExecutor:
             return loaded
         args, kwargs = loaded.live
         CHAIN.set(invocation.chain)
+        self._prepare()
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
         outcome = await asyncio.create_task(_awaited(endpoint.function(*args, **kwargs)))
         if isinstance(outcome, Failure):
@@ -176,9 +206,9 @@ class InProcessExecutor:
     def _publish(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced:
         from shared_rpc.codec import check_result, publish
 
-        if not invocation.publish:
-            check_result(value, endpoint.spec.name, self._kind)
-            return Produced(None, value)
+        if not invocation.publish or not self._shares:
+            nbytes = check_result(value, endpoint.spec.name, self._kind)
+            return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
         return Produced(publish(value, self._kind, endpoint.spec.access, endpoint.spec.name), value)
 
 

@@ -7,6 +7,7 @@ would keep a stopped server alive for minutes. These are daemons.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -21,15 +22,21 @@ __all__ = ["WorkerThreads"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger("shared_rpc.server")
+
 _Job = Callable[[], None]
 
 
 class WorkerThreads:
-    """At most ``limit`` threads that run jobs for an asyncio loop; started as needed and kept for the next job."""
+    """At most ``limit`` threads that run jobs for an asyncio loop; started as needed and kept for the next job.
 
-    def __init__(self, limit: int) -> None:
+    :param prepare: what a new thread does first.
+    """
+
+    def __init__(self, limit: int, prepare: Callable[[], None]) -> None:
         if limit < 1:
             raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
+        self._prepare = prepare
         self._limiter = anyio.CapacityLimiter(limit)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = 0
@@ -74,6 +81,10 @@ class WorkerThreads:
         return await future
 
     def _serve(self) -> None:
+        try:
+            self._prepare()
+        except Exception:  # the endpoint will meet it again, and can tell its caller
+            _log.exception("a worker thread could not be prepared")
         while (job := self._jobs.get()) is not None:
             self._working.add(threading.get_ident())
             job()

@@ -9,7 +9,7 @@ be exceeded by what clients hold.
 from __future__ import annotations
 
 import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,9 @@ from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 
 __all__ = ["ObjectStore", "StoredObject"]
+
+#: Keys whose builds are counted, the most recently built ones.
+_KNOWN_KEYS = 1 << 14
 
 
 @dataclass(eq=False)
@@ -73,7 +76,8 @@ class ObjectStore:
         self._max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
-        self._generations: Counter[str] = Counter()
+        #: Builds by key; of keys that are long out of use the count begins again.
+        self._generations: OrderedDict[str, int] = OrderedDict()
         #: Objects may share segments: (bytes, number of objects) by segment id.
         self._segments: dict[str, tuple[int, int]] = {}
 
@@ -88,14 +92,12 @@ class ObjectStore:
         Somebody must hold or list it: call :meth:`settle` once its leases are granted.
         """
         now = self._now()
-        if key is not None:
-            self._generations[key] += 1
         stored = StoredObject(
             object_id=secrets.token_hex(12),
             endpoint=endpoint,
             cache_key=key,
             record=record,
-            generation=self._generations[key] if key is not None else 1,
+            generation=self._count_build(key) if key is not None else 1,
             idle_ttl=idle_ttl,
             created_at=now,
             last_accessed_at=now,
@@ -113,6 +115,18 @@ class ObjectStore:
             self._by_key[key] = stored
         return stored
 
+    def _count_build(self, key: str) -> int:
+        count = self._generations.pop(key, 0) + 1
+        self._generations[key] = count
+        if len(self._generations) > _KNOWN_KEYS:
+            self._generations.popitem(last=False)
+        return count
+
+    def adopt(self, other: ObjectStore) -> None:
+        """List what another store lists, as objects of this one."""
+        for stored in other._by_key.values():
+            self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live)
+
     def lookup(self, key: str) -> StoredObject | None:
         """The cached object of a key; this counts as an access."""
         stored = self._by_key.get(key)
@@ -125,15 +139,19 @@ class ObjectStore:
         """An object by id. Looking is no access."""
         return self._objects.get(object_id)
 
-    def settle(self, object_id: str) -> None:
-        """After a lease ended or an object was added: drop it if nothing keeps it, then keep to the budget."""
-        stored = self._objects.get(object_id)
-        if stored is not None:
-            # The time a session held it was no idle time.
-            stored.last_accessed_at = self._now()
-            if stored.listed and stored.cache_key is not None:
-                self._by_key.move_to_end(stored.cache_key)
-            self._drop_if_unkept(stored)
+    def settle(self, *object_ids: str) -> None:
+        """After leases ended or an object was added: drop what nothing keeps, then keep to the budget.
+
+        Together, because memory that goes anyway must not push a cached object out.
+        """
+        for object_id in object_ids:
+            stored = self._objects.get(object_id)
+            if stored is not None:
+                # The time a session held it was no idle time.
+                stored.last_accessed_at = self._now()
+                if stored.listed and stored.cache_key is not None:
+                    self._by_key.move_to_end(stored.cache_key)
+                self._drop_if_unkept(stored)
         self._keep_to_budget()
 
     def invalidate(self, *, key: str | None = None, endpoint: str | None = None) -> int:

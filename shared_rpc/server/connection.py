@@ -1,14 +1,9 @@
-"""Connections and the sessions they belong to.
-
-A session is what one client process holds. It begins with its first handshake, may span several connections of that
-process, and ends with the last of them, for whatever reason: then all its leases are given back.
-"""
+"""One connection: what a client asks, and what it is answered."""
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -24,13 +19,14 @@ from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
 from shared_rpc.server.core import Core, Delivery, Waiter
 from shared_rpc.server.executor import Failure
+from shared_rpc.server.sessions import Session, Sessions
 from shared_rpc.transport import FrameSocket, Peer
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.values import decode_call
 
-__all__ = ["Connection", "Session", "Sessions"]
+__all__ = ["Connection"]
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -49,60 +45,6 @@ async def _until(ready: Callable[[socket.socket], Awaitable[None]], sock: socket
         await ready(sock)
     except (anyio.ClosedResourceError, OSError, ValueError) as error:
         raise ConnectionClosed(f"the connection was closed: {error}") from error
-
-
-class Session:
-    """One client process. ``token`` is the secret by which its later connections join."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.session_id = secrets.token_hex(8)
-        self.token = secrets.token_hex(16)
-        self.peer = peer
-        self.connections: set[Connection] = set()
-
-    def facts(self) -> dict[str, Any]:
-        """Who holds something: shown to people."""
-        return {"session": self.session_id, "pid": self.peer.pid, "connections": len(self.connections)}
-
-
-class Sessions:
-    """All sessions of a server."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._by_token: dict[str, Session] = {}
-        self._by_id: dict[str, Session] = {}
-
-    def join(self, connection: Connection, token: str) -> Session:
-        """The session of a connection: the one of its token, or a new one.
-
-        A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
-        session of its own.
-        """
-        session = self._by_token.get(token)
-        if session is None or session.peer != connection.peer:
-            session = Session(connection.peer)
-            self._by_token[session.token] = self._by_id[session.session_id] = session
-        session.connections.add(connection)
-        return session
-
-    def leave(self, connection: Connection) -> None:
-        """The connection ended; the session ends with its last one."""
-        session = connection.session
-        if session is None:
-            return
-        session.connections.discard(connection)
-        if not session.connections:
-            del self._by_token[session.token], self._by_id[session.session_id]
-            self._core.end_session(session.session_id)
-
-    def holders(self, object_id: str) -> list[dict[str, Any]]:
-        """The sessions that hold an object."""
-        sessions = (self._by_id.get(session_id) for session_id in self._core.leases.holders(object_id))
-        return [session.facts() for session in sessions if session is not None]
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
 
 class Connection:

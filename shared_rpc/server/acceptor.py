@@ -1,0 +1,128 @@
+"""A listening socket, and the connections that came through it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from shared_rpc.errors import ConfigurationError, ServerBusy
+from shared_rpc.server.connection import Connection
+from shared_rpc.server.core import Core
+from shared_rpc.server.listener import bind_socket, remove_socket
+from shared_rpc.server.sessions import Sessions
+from shared_rpc.transport import peer_of
+
+__all__ = ["Acceptor"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+
+class Acceptor:
+    """Listens at ``path`` from its making on, and serves who connects while :meth:`serve` runs.
+
+    :param uids: the users whose clients are let in.
+    :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
+    """
+
+    def __init__(self, core: Core, path: str, uids: Collection[int], max_connections: int) -> None:
+        self.path = path
+        self._core = core
+        self._uids = uids
+        self._max_connections = max_connections
+        self._sessions = Sessions(core)
+        self._connections: set[Connection] = set()
+        self._started = time.monotonic()
+        self._removing = threading.Lock()
+        self._removed = False
+        self._listener = bind_socket(path)
+        self._inode = os.lstat(path).st_ino
+        _acceptors.add(self)
+
+    def facts(self) -> dict[str, Any]:
+        """What ``get_server_info`` tells. On the loop only."""
+        return self._core.info() | {
+            "socket_path": self.path,
+            "uptime": time.monotonic() - self._started,
+            "sessions": len(self._sessions),
+            "connections": len(self._connections),
+            "ready": True,
+        }
+
+    async def serve(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Accept until cancelled. Connections are tasks of ``tasks``."""
+        with self._listener:
+            while True:
+                # However many connect, those who are connected have their turn.
+                await anyio.lowlevel.checkpoint()
+                try:
+                    sock, _ = self._listener.accept()
+                except BlockingIOError:
+                    await anyio.wait_readable(self._listener)
+                    continue
+                except OSError as error:
+                    # Out of descriptors, or the client went away at once: neither must end the server.
+                    _log.error("cannot accept a connection: %s", error)
+                    await anyio.sleep(0.05)
+                    continue
+                self._admit(sock, tasks)
+
+    def _admit(self, sock: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        sock.setblocking(False)
+        peer = peer_of(sock)
+        connection = Connection(sock, peer, self._core, self._sessions, self.facts, tasks)
+        if peer.uid not in self._uids:
+            _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
+            connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))
+        elif len(self._connections) >= self._max_connections:
+            connection.refuse(ServerBusy(f"the server has its {self._max_connections} connections (max_connections)"))
+        else:
+            self._connections.add(connection)
+            tasks.start_soon(self._attend, connection)
+
+    async def _attend(self, connection: Connection) -> None:
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+    def remove_socket(self) -> None:
+        """Take the socket's file away: once, and while it still listens, because the next server's may get the same path
+        and the same inode number.
+        """
+        with self._removing:
+            if not self._removed:
+                self._removed = True
+                remove_socket(self.path, self._inode)
+
+    def close(self) -> None:
+        """For one that never served."""
+        self.remove_socket()
+        self._listener.close()
+
+    def _abandon(self) -> None:
+        # A child that kept the listening socket would make a dead server look alive.
+        self._listener.close()
+        for connection in self._connections:
+            connection.abandon()
+
+
+_acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for acceptor in list(_acceptors):
+        acceptor._abandon()
+    _acceptors.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

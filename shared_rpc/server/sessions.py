@@ -1,0 +1,78 @@
+"""Who is connected: sessions, and what ends with them.
+
+A session is what one client process holds. It begins with its first handshake, may span several connections of that
+process, and ends with the last of them, for whatever reason: then all its leases are given back.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from shared_rpc.server.core import Core
+from shared_rpc.server.engine import LOCAL_SESSION
+from shared_rpc.transport import Peer
+
+if TYPE_CHECKING:
+    from shared_rpc.server.connection import Connection
+
+__all__ = ["Session", "Sessions"]
+
+
+class Session:
+    """One client process. ``token`` is the secret by which its later connections join."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.session_id = secrets.token_hex(8)
+        self.token = secrets.token_hex(16)
+        self.peer = peer
+        self.connections: set[Connection] = set()
+
+    def facts(self) -> dict[str, Any]:
+        """Who holds something: shown to people."""
+        return {"session": self.session_id, "pid": self.peer.pid, "connections": len(self.connections)}
+
+
+class Sessions:
+    """All sessions of a server."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._by_token: dict[str, Session] = {}
+        self._by_id: dict[str, Session] = {}
+
+    def join(self, connection: Connection, token: str) -> Session:
+        """The session of a connection: the one of its token, or a new one.
+
+        A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
+        session of its own.
+        """
+        session = self._by_token.get(token)
+        if session is None or session.peer != connection.peer:
+            session = Session(connection.peer)
+            self._by_token[session.token] = self._by_id[session.session_id] = session
+        session.connections.add(connection)
+        return session
+
+    def leave(self, connection: Connection) -> None:
+        """The connection ended; the session ends with its last one."""
+        session = connection.session
+        if session is None:
+            return
+        session.connections.discard(connection)
+        if not session.connections:
+            del self._by_token[session.token], self._by_id[session.session_id]
+            self._core.end_session(session.session_id)
+
+    def holders(self, object_id: str) -> list[dict[str, Any]]:
+        """The sessions that hold an object; the server's own process, which needs no connection, among them."""
+        return [
+            {"session": session_id, "pid": os.getpid(), "connections": 0}
+            if session_id == LOCAL_SESSION
+            else self._by_id[session_id].facts()
+            for session_id in self._core.leases.holders(object_id)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._by_id)

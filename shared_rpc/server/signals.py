@@ -1,0 +1,40 @@
+"""Serving until somebody asks for the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["wait_for_signal"]
+
+
+def wait_for_signal(begin: Callable[[], object]) -> None:
+    """Return when this process gets SIGINT or SIGTERM. In the main thread only.
+
+    :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
+        its first moment on. If it returns None, there is nothing to wait for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
+    asked = threading.Event()
+    with _handlers({number: lambda *_: asked.set() for number in (signal.SIGINT, signal.SIGTERM)}):
+        if begin() is None:
+            return
+        # An untimed wait may hold back the handler on some systems; the period costs nothing.
+        while not asked.wait(3600):
+            continue
+
+
+@contextmanager
+def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
+    earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
