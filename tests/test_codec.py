@@ -211,6 +211,7 @@ def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record]
     assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_sparse_tensors(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
     """Sparse tensors come back sparse, and their values are shared."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -12,8 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shared_rpc.client import operations
-from shared_rpc.client.connection import Connection
-from shared_rpc.client.operations import Operation, Reply, Request, Work
+from shared_rpc.client.operations import Operation, Work
+from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id, device_tag
@@ -25,17 +24,8 @@ __all__ = ["Client"]
 
 T = TypeVar("T")
 
-#: Seconds between two tries to reach a server that is not there yet.
-_RETRY = 0.05
-
-
-class _Session:
-    """The server's account of this process: its identity is what handles remember."""
-
-    def __init__(self, server_id: str, token: str, device: str) -> None:
-        self.server_id = server_id
-        self.token = token
-        self.device = device
+#: Seconds of a client without a timeout: ten years.
+_FOREVER = 10 * 365 * 86400.0
 
 
 class Client:
@@ -66,18 +56,13 @@ class Client:
         self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
         self._timeout = timeout
         self._connect_timeout = connect_timeout
-        self._closed = False
+        self._pool = ConnectionPool(lambda: self.socket_path)
         self._forget()
         preload_codec()
         _clients.add(self)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        #: Unusable, and open to keep the session until another connection does.
-        self._parked: list[Connection] = []
-        self._connections: set[Connection] = set()
-        self._session: _Session | None = None
+        self._pool.forget()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
@@ -188,15 +173,7 @@ class Client:
 
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle, self._parked = [*self._idle, *self._parked], [], []
-            waiting, self._connections = self._connections.difference(idle), set()
-            self._session = None
-        for connection in idle:
-            connection.close()
-        for connection in waiting:
-            connection.hang_up()  # the thread that waits on it is woken by that, and closes it
+        self._pool.close()
 
     def __enter__(self) -> Client:
         return self
@@ -208,10 +185,10 @@ class Client:
 
     def give_back(self, object_id: str, session: object) -> None:
         """See :class:`shared_rpc.handle.Issuer`."""
-        if session is not self._session:
+        if session is not self._pool.session:
             return
         try:
-            self._run(operations.release([object_id]), connect_timeout=0)
+            self._run(operations.release([object_id]), patience=0)
         except (SharedRPCError, OSError):
             return  # the connection is gone, and the session's leases with it
         MAPPINGS.drain()
@@ -222,8 +199,8 @@ class Client:
 
     # Driving operations.
 
-    def _run(self, operation: Operation[T], connect_timeout: float | None = None) -> T:
-        deadline = time.monotonic() + (self._timeout if self._timeout is not None else 10 * 365 * 86400)
+    def _run(self, operation: Operation[T], patience: float | None = None) -> T:
+        deadline = self._deadline()
         advance = functools.partial(operation.send, None)
         try:
             while True:
@@ -234,7 +211,8 @@ class Client:
                     result: T = stop.value
                     return result
                 if not isinstance(step, Work):
-                    advance = functools.partial(operation.send, self._exchange(step, deadline, connect_timeout))
+                    reply = self._pool.exchange(step, deadline, self._connect_timeout if patience is None else patience)
+                    advance = functools.partial(operation.send, reply)
                     continue
                 try:
                     advance = functools.partial(operation.send, step.function())
@@ -243,104 +221,11 @@ class Client:
         finally:
             operation.close()
 
-    def _exchange(self, request: Request, deadline: float, connect_timeout: float | None) -> Reply:
-        connection = self._acquire(deadline, connect_timeout)
-        try:
-            reply = connection.exchange(request, deadline)
-        except BaseException as error:
-            if self._closed and isinstance(error, ConnectionClosed):
-                raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
-            if not connection.usable and not self._closed:
-                # Interrupted between request and reply: the session must outlive the connection.
-                self._replace(connection)
-            raise
-        finally:
-            if connection.usable:
-                self._put_back(connection)
-            elif self._closed:
-                self._drop(connection)
-        return reply
+    def _deadline(self) -> float:
+        return time.monotonic() + (self._timeout if self._timeout is not None else _FOREVER)
 
-    def _acquire(self, deadline: float, connect_timeout: float | None) -> Connection:
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise ConnectionClosed("this client is closed")
-                if not self._idle:
-                    break
-                connection = self._idle.pop()
-            if connection.alive:
-                return connection
-            self._drop(connection)
-        return self._connect(deadline, self._connect_timeout if connect_timeout is None else connect_timeout)
-
-    def _put_back(self, connection: Connection) -> None:
-        with self._lock:
-            if connection in self._connections:
-                self._idle.append(connection)
-                return
-        self._drop(connection)
-
-    def _drop(self, connection: Connection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-        connection.close()
-
-    def _replace(self, connection: Connection) -> None:
-        try:
-            self._put_back(self._connect(time.monotonic() + 1.0, 0))
-        except SharedRPCError:
-            # If the server is stuck, and not gone, then it keeps the session for as long as this connection is open.
-            with self._lock:
-                self._parked.append(connection)
-            return
-        self._drop(connection)
-
-    def _connect(self, deadline: float, patience: float) -> Connection:
-        path = self.socket_path
-        begin = time.monotonic()
-        until = min(deadline, begin + patience)
-        while True:
-            session = self._session
-            try:
-                connection = Connection(
-                    path, session.token if session is not None else "", max(deadline - time.monotonic(), _RETRY)
-                )
-                break
-            except ConnectError as error:
-                if time.monotonic() + _RETRY > until:
-                    raise ConnectError(
-                        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
-                        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
-                    ) from error
-                time.sleep(_RETRY)
-        welcome = connection.welcome
-        with self._lock:
-            if self._closed:
-                connection.close()
-                raise ConnectionClosed("this client is closed")
-            first = self._session is session
-            if first and (session is None or session.token != welcome.token):
-                self._session = _Session(welcome.server_id, welcome.token, welcome.device)
-            mine = self._session is not None and self._session.token == welcome.token
-            if mine:
-                self._connections.add(connection)
-            parked, self._parked = self._parked, []
-        for earlier in parked:
-            self._drop(earlier)
-        if not mine:  # another thread began a session meanwhile, and one is enough
-            connection.close()
-            return self._connect(deadline, patience)
-        return connection
-
-    def _need_session(self) -> _Session:
-        """The current session; a server that was restarted since is noticed here."""
-        connection = self._acquire(time.monotonic() + (self._timeout or 600.0), None)
-        self._put_back(connection)
-        session = self._session
-        if session is None:
-            raise ConnectionClosed("this client is closed")
-        return session
+    def _need_session(self) -> Session:
+        return self._pool.need_session(self._deadline(), self._connect_timeout)
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()

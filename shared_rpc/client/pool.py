@@ -1,0 +1,163 @@
+"""The connections of one client process to one server, and the session they share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.operations import Reply, Request
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+
+__all__ = ["ConnectionPool", "Session"]
+
+#: Seconds between two tries to reach a server that is not there yet.
+_RETRY = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """The server's account of this process: its identity is what handles remember."""
+
+    server_id: str
+    token: str
+    device: str
+
+
+class ConnectionPool:
+    """Gives every thread that waits a connection of its own, all of them in one session. Thread-safe.
+
+    :param path: the server's socket, looked up when the first connection is made.
+    """
+
+    def __init__(self, path: Callable[[], str]) -> None:
+        self._path = path
+        self._closed = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew without touching what was there: in a forked child it is the parent's."""
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        #: Unusable, and open to keep the session until another connection does.
+        self._parked: list[Connection] = []
+        self._connections: set[Connection] = set()
+        #: None before the first connection and after :meth:`close`.
+        self.session: Session | None = None
+
+    def exchange(self, request: Request, deadline: float, patience: float) -> Reply:
+        """One round trip on a connection that nobody else uses meanwhile.
+
+        :param deadline: when to give up, in terms of time.monotonic().
+        :param patience: seconds to wait for a server that is not there yet.
+        """
+        connection = self._acquire(deadline, patience)
+        try:
+            reply = connection.exchange(request, deadline)
+        except BaseException as error:
+            if self._closed and isinstance(error, ConnectionClosed):
+                raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
+            if not connection.usable and not self._closed:
+                # Interrupted between request and reply: the session must outlive the connection.
+                self._replace(connection)
+            raise
+        finally:
+            if connection.usable:
+                self._put_back(connection)
+            elif self._closed:
+                self._drop(connection)
+        return reply
+
+    def need_session(self, deadline: float, patience: float) -> Session:
+        """The current session, of a server that is there; one that was restarted since is noticed here."""
+        self._put_back(self._acquire(deadline, patience))
+        session = self.session
+        if session is None:
+            raise ConnectionClosed("this client is closed")
+        return session
+
+    def close(self) -> None:
+        """Hang up; threads that wait are woken by that. Every later exchange fails."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle, self._parked = [*self._idle, *self._parked], [], []
+            waiting, self._connections = self._connections.difference(idle), set()
+            self.session = None
+        for connection in idle:
+            connection.close()
+        for connection in waiting:
+            connection.hang_up()  # whoever waits on it closes it
+
+    def _acquire(self, deadline: float, patience: float) -> Connection:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionClosed("this client is closed")
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if connection.alive:
+                return connection
+            self._drop(connection)
+        return self._connect(deadline, patience)
+
+    def _put_back(self, connection: Connection) -> None:
+        with self._lock:
+            if connection in self._connections:
+                self._idle.append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+    def _replace(self, connection: Connection) -> None:
+        try:
+            self._put_back(self._connect(time.monotonic() + 1.0, 0))
+        except SharedRPCError:
+            # If the server is stuck, and not gone, then it keeps the session for as long as this connection is open.
+            with self._lock:
+                self._parked.append(connection)
+            return
+        self._drop(connection)
+
+    def _connect(self, deadline: float, patience: float) -> Connection:
+        path = self._path()
+        begin = time.monotonic()
+        until = min(deadline, begin + patience)
+        while True:
+            session = self.session
+            try:
+                connection = Connection(
+                    path, session.token if session is not None else "", max(deadline - time.monotonic(), _RETRY)
+                )
+                break
+            except ConnectError as error:
+                if time.monotonic() + _RETRY > until:
+                    raise ConnectError(
+                        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
+                        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
+                    ) from error
+                time.sleep(_RETRY)
+        welcome = connection.welcome
+        with self._lock:
+            if self._closed:
+                connection.close()
+                raise ConnectionClosed("this client is closed")
+            first = self.session is session
+            if first and (session is None or session.token != welcome.token):
+                self.session = Session(welcome.server_id, welcome.token, welcome.device)
+            mine = self.session is not None and self.session.token == welcome.token
+            if mine:
+                self._connections.add(connection)
+            parked, self._parked = self._parked, []
+        for earlier in parked:
+            self._drop(earlier)
+        if not mine:  # another thread began a session meanwhile, and one is enough
+            connection.close()
+            return self._connect(deadline, patience)
+        return connection
