@@ -57,7 +57,7 @@ class Record:
     :param table: the :class:`TensorTable` in MessagePack.
     :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
     :param nbytes: bytes of all distinct storages.
-    :param device: the id of the device they are on; by default that of the first segment.
+    :param device: the id of the device they are on; by default that of the first segment, or the host.
     """
 
     __slots__ = ("device", "nbytes", "segments", "skeleton", "table")

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Provider, Server
-from shared_rpc.codec import pickle_by_value, placement, skeleton
+from shared_rpc import Provider, Server, by_value
+from shared_rpc.by_value import pickle_by_value
+from shared_rpc.codec import placement
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.interpreter import Interpreter, bits
@@ -413,7 +414,7 @@ def test_a_module_registered_to_travel_as_code(
         get(private_module.Net(2, 2, device=device))
         assert elsewhere('answer = client.call("get").answer') == 42
     finally:
-        skeleton._by_value.discard(private_module.__name__)
+        by_value._names.discard(private_module.__name__)
 
 
 # Reading only, and dying.

@@ -154,15 +154,16 @@ def test_ls_tells_what_there_is_to_know(served: Server, connect: Callable[..., C
     ran = cli("ls")
     assert (ran.code, ran.errors) == (0, "")
     header, row = ran.output.splitlines()
-    columns = ["socket", "pid", "device", "endpoints", "objects", "memory", "leases", "sessions", "up"]
+    columns = ["socket", "pid", "device", "endpoints", "objects", "memory", "leases", "clients", "up"]
     assert header.split() == columns
-    assert re.split(r"\s{2,}", row.strip())[:7] == [
+    assert re.split(r"\s{2,}", row.strip())[:8] == [
         served.socket_path,
         str(os.getpid()),
         "cpu",
         "load, ones",
         "1",
         "4.0 KiB",  # whole pages
+        "1",
         "1",
     ]
     handle.release()

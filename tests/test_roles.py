@@ -371,6 +371,80 @@ def test_children_of_a_server_do_not_serve(
     assert end(server)[0] == 0
 
 
+@pytest.mark.parametrize("method", ["os.fork", "fork", "spawn"])
+def test_children_of_a_server_are_its_clients(script: Callable[..., Path], start: Callable[..., Child], method: str) -> None:
+    """A worker that the server's script starts calls its functions, and gets the memory its parent has."""
+    if method == "os.fork":
+        begin = """
+            pid = os.fork()
+            if pid == 0:
+                work()
+                os._exit(0)
+            os.waitpid(pid, 0)
+        """
+    else:
+        begin = f"""
+            process = multiprocessing.get_context({method!r}).Process(target=work)
+            process.start()
+            process.join()
+        """
+    main = """
+        import multiprocessing
+
+        def work():
+            found = ones(3)
+            print("child:", provider.execution_mode, found.tolist(), flush=True)
+            found.fill_(7)
+
+        if __name__ == "__main__":
+            mine = ones(3)
+    """
+    after = """
+            print("parent:", provider.execution_mode, mine.tolist(), flush=True)
+    """
+    server = start(script(main + begin + after), "server")
+    assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
+    assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0]"
+    server.expect_error("serving at")
+    assert end(server)[0] == 0
+
+
+def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """What was loaded before the workers were forked is not loaded again in each of them."""
+    child = start(
+        script(
+            """
+            import torch
+
+            @provider.share(managed=True)
+            def load(size):
+                print("building in", "parent" if os.getpid() == parent else "child", flush=True)
+                return torch.ones(size)
+
+            parent = os.getpid()
+            handle = load(2)
+            pid = os.fork()
+            if pid == 0:
+                again = load(2)
+                print("child:", again.value is handle.value, again.generation, handle.is_stale(), flush=True)
+                again.release()
+                handle.release()
+                print("other:", load(3).value.tolist(), flush=True)
+                sys.exit(0)
+            os.waitpid(pid, 0)
+            print("parent:", load(2).value is handle.value, handle.is_stale(), flush=True)
+            """
+        ),
+        "local",
+    )
+    assert child.expect("building") == "building in parent"
+    assert child.expect("child:") == "child: True 1 True"
+    assert child.expect("building") == "building in child"
+    assert child.expect("other:") == "other: [1.0, 1.0, 1.0]"
+    assert child.expect("parent:") == "parent: True False"
+    assert child.close() == (0, "")
+
+
 def test_a_child_that_outlives_a_server_does_not_keep_its_socket(
     script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
 ) -> None:

@@ -96,7 +96,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
         return
     table(
         "",
-        ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "sessions>", "up"],
+        ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "clients>", "up"],
         [
             (
                 info["socket_path"],
@@ -106,7 +106,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
                 info["objects"],
                 size(info["nbytes"]),
                 info["leases"],
-                info["sessions"],
+                info["sessions"] - 1,  # the asker's own
                 ago(info["started_at"]),
             )
             for info in infos

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from shared_rpc.by_value import pickle_by_value
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.provider import Provider
 
@@ -37,8 +38,6 @@ def load_providers(target: str) -> list[Provider]:
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
-    from shared_rpc.codec import pickle_by_value
-
     name = path.stem
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:

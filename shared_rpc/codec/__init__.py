@@ -3,7 +3,7 @@
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.results import decode_result, publish
-from shared_rpc.codec.skeleton import dump_exception, pickle_by_value
+from shared_rpc.codec.skeleton import dump_exception
 
 __all__ = [
     "check_result",
@@ -12,6 +12,5 @@ __all__ = [
     "dump_exception",
     "encode_arguments",
     "lower_arguments",
-    "pickle_by_value",
     "publish",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from shared_rpc.codec.placement import place
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.records import Record
@@ -24,24 +26,34 @@ __all__ = ["decode_result", "publish"]
 _publishing = threading.RLock()
 
 
-def publish(value: Any, kind: str, access: Access, endpoint: str) -> Record:
+def _after_fork() -> None:
+    global _publishing  # noqa: PLW0603  another thread of the parent may have held it
+    _publishing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def publish(value: Any, device: str, access: Access, endpoint: str) -> Record:
     """Take a result apart and move its memory into segments.
 
     Every tensor reachable from ``value`` is rebound to its new place, so that the caller's own object and what
     clients map are the same memory.
 
-    :param kind: ``"cpu"`` or ``"cuda"``, the type of device all its tensors must be on.
+    :param device: the id of the server's device; all tensors must be on one of its kind.
     :param access: how clients are to map it.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
     """
+    kind = device_kind(device)
     check_result(value, endpoint, kind)
     scan = Scan(kind)
     MAPPINGS.drain()
     with _publishing, collector.paused():
         skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
         placement = place(scan, access, rebind=True)
-    return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes)
+    where = placement.segments[0].info.device if placement.segments else device
+    return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes, where)
 
 
 def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequence[Segment]) -> Any:

@@ -10,10 +10,6 @@ import copyreg
 import io
 import pickle
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -21,45 +17,22 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
 
+from shared_rpc import by_value
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.payload import wrong_device
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.records import TensorEntry
 
-__all__ = ["Scan", "SkeletonUnpickler", "dump", "pickle_by_value"]
+__all__ = ["Scan", "SkeletonUnpickler", "dump", "dump_exception"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
-# Modules whose classes a client cannot import by name. Hugging Face writes remote code into the second one.
-_by_value: set[str] = {"transformers_modules"}
-_by_value_lock = threading.Lock()
-
-
-def pickle_by_value(module: ModuleType) -> None:
-    """Have the classes and functions of ``module`` travel as code, as those of ``__main__`` do."""
-    _by_value.add(module.__name__)
-
-
-@contextmanager
-def _registered_by_value() -> Iterator[None]:
-    # cloudpickle's registry is global: leave it as it was, other users of it may rely on that.
-    with _by_value_lock:
-        known = cloudpickle.list_registry_pickle_by_value()
-        modules = [sys.modules[name] for name in _by_value if name in sys.modules and name not in known]
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in modules:
-                cloudpickle.unregister_pickle_by_value(module)
-
 
 def dump_exception(error: Exception) -> bytes:
     """The pickled exception, its class as code where a client could not import it, or only by running a script again."""
-    with _registered_by_value():
+    with by_value.registered():
         return bytes(cloudpickle.dumps(error))
 
 
@@ -260,10 +233,10 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
     :raises CapabilityError: if a part of it cannot be shared, naming the attribute path of that part.
     """
     try:
-        with _registered_by_value():
+        with by_value.registered():
             return _dump(value, scan)
     except Exception as error:
-        with _registered_by_value():
+        with by_value.registered():
             where, cause = locate(value, path, lambda part: _dump(part, Scan(scan.kind)), error)
         raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else f'cannot be pickled: {cause}'}") from error
 

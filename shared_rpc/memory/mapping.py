@@ -202,15 +202,16 @@ class MappingTable:
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
         # Not under the table's lock: a kernel that still runs must not hold up other threads.
         with self._lock:
-            unused, self._unused = self._unused, []
+            unused = list(self._unused)
         ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
+        gone = {mapping for mapping in unused if mapping.backend in ready}
         with self._lock:
-            self._unused += [mapping for mapping in unused if mapping.backend not in ready]
-        for mapping in unused:
-            if mapping.backend in ready:
-                mapping.backend.unmap(mapping.address, mapping.info.nbytes)
-                if mapping.segment is not None:
-                    mapping.segment.close()
+            # What has become unused since then was not waited for.
+            self._unused = [mapping for mapping in self._unused if mapping not in gone]
+        for mapping in gone:
+            mapping.backend.unmap(mapping.address, mapping.info.nbytes)
+            if mapping.segment is not None:
+                mapping.segment.close()
 
     def __len__(self) -> int:
         return len(self._mappings) + len(self._unused)

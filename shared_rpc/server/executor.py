@@ -209,7 +209,7 @@ class InProcessExecutor:
         if not invocation.publish or not self._shares:
             nbytes = check_result(value, endpoint.spec.name, self._kind)
             return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        return Produced(publish(value, self._kind, endpoint.spec.access, endpoint.spec.name), value)
+        return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
 
 
 def _traceback(error: BaseException) -> str:
