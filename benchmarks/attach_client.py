@@ -82,7 +82,7 @@ def main() -> None:
         torch.cuda.synchronize()
     if config["preload"]:
         load_lazy_modules(device)
-    subject: Subject = Ours(config["socket"]) if config["who"] == Ours.name else Peer(config["socket"])
+    subject: Subject = Ours(config["socket"]) if config["who"] == Ours.name else Peer(config["socket"], device)
     echo = Echo(config["echo"])
     say(ready=True)
     if next_command() is None:

@@ -40,8 +40,13 @@ def socket_of(base_path: str) -> str:
 
 
 @contextmanager
-def _without_transformers() -> Iterator[None]:
-    """It imports transformers where that is installed, seconds in every process, for models that nobody shares here."""
+def _imported_for(device: str) -> Iterator[None]:
+    """It imports transformers where that is installed, and looks into what it shares with its help. Where there is nothing
+    it could share, on the host, that is kept from it: it would take seconds in every process and change nothing.
+    """
+    if device != "cpu":
+        yield
+        return
     known = sys.modules.get("transformers")
     sys.modules["transformers"] = known  # type: ignore[assignment]  # None makes an import fail
     try:
@@ -56,8 +61,8 @@ class Peer:
 
     name = _NAME
 
-    def __init__(self, base_path: str, timeout: float = 600.0) -> None:
-        with _without_transformers():
+    def __init__(self, base_path: str, device: str = "cpu", timeout: float = 600.0) -> None:
+        with _imported_for(device):
             from shared_tensor import SharedTensorClient
 
         self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
@@ -87,10 +92,10 @@ def main() -> None:
     """Serve until stdin is closed. Configuration: as in :func:`benchmarks.ours.main`, with ``base_path``."""
     from benchmarks.workload import Workload
 
-    with _without_transformers():
+    config = configuration()
+    with _imported_for(config["device"]):
         from shared_tensor import SharedTensorProvider, SharedTensorServer
 
-    config = configuration()
     workload = Workload(config["device"], Path(config["checkpoint"]) if config.get("checkpoint") else None)
     provider = SharedTensorProvider(config["base_path"], device_index=0, execution_mode="server", verbose_debug=False)
     # Its default key is the function's name alone.

@@ -47,7 +47,7 @@ def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, 
     with Servers(device) as servers:
         echo = Echo(servers.echo().address)
         ours = Ours(servers.ours().address)
-        peer = Peer(servers.peer().address) if pings is None else None
+        peer = Peer(servers.peer().address, device) if pings is None else None
         turns = _Turns(report, echo, ours, peer, rounds, calls)
         turns.pings()
         turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)

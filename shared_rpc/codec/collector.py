@@ -14,6 +14,9 @@ from contextlib import contextmanager
 
 __all__ = ["paused"]
 
+#: Frozen objects that nobody froze on purpose.
+_FEW = 10_000
+
 _lock = threading.Lock()
 _users = 0
 _was_enabled = False
@@ -34,8 +37,9 @@ def paused() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0 and _was_enabled:
-                # Counting what is frozen is a walk over it: milliseconds, where somebody froze everything.
-                if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() == 0:
+                # Counting what is frozen is a walk over it: milliseconds, where somebody froze everything. Some Pythons
+                # freeze a few objects of their own, which may as well be looked at again.
+                if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() < _FEW:
                     # All objects are old from here on, or enabling would first walk over everything just made.
                     gc.freeze()
                     gc.unfreeze()

