@@ -13,18 +13,42 @@ if TYPE_CHECKING:
     from shared_rpc.client import Client
     from shared_rpc.handle import Handle
     from shared_rpc.provider import Provider, SharedFunction
+    from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
+    from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
-__all__ = ["Client", "Handle", "Provider", "Server", "SharedFunction", "__version__", "errors"]
+__all__ = [
+    "Client",
+    "Handle",
+    "Progress",
+    "Provider",
+    "Server",
+    "SharedFunction",
+    "TaskInfo",
+    "TaskStatus",
+    "__version__",
+    "cancelled",
+    "errors",
+    "forward_tqdm",
+    "progress",
+    "raise_if_cancelled",
+]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Client": "shared_rpc.client",
     "Handle": "shared_rpc.handle",
+    "Progress": "shared_rpc.wire.tasks",
     "Provider": "shared_rpc.provider",
     "Server": "shared_rpc.server",
     "SharedFunction": "shared_rpc.provider",
+    "TaskInfo": "shared_rpc.wire.tasks",
+    "TaskStatus": "shared_rpc.wire.tasks",
+    "cancelled": "shared_rpc.running",
+    "forward_tqdm": "shared_rpc.running",
+    "progress": "shared_rpc.running",
+    "raise_if_cancelled": "shared_rpc.running",
 }
 
 

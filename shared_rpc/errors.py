@@ -12,6 +12,8 @@
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
     ├── RemoteError             an endpoint raised what cannot be rebuilt here
+    ├── TaskError               a task, or its result, is not to be had
+    │   └── TaskCancelled       it was cancelled
     ├── StaleHandleError        the server no longer owns the object
     └── ServerBusy              a limit of the server is reached
 
@@ -38,6 +40,8 @@ __all__ = [
     "ServerBusy",
     "SharedRPCError",
     "StaleHandleError",
+    "TaskCancelled",
+    "TaskError",
 ]
 
 
@@ -138,6 +142,37 @@ class StaleHandleError(SharedRPCError):
         return {"reason": self.reason}
 
 
+class TaskError(SharedRPCError):
+    """A task, or its result, is not to be had.
+
+    ``reason`` is ``"unknown"``, ``"expired"``, ``"unfinished"``, ``"released"`` or ``"cancelled"``.
+    """
+
+    code = "task"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> TaskError:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, reason=detail.get("reason", "unknown"))
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {"reason": self.reason}
+
+
+class TaskCancelled(TaskError):
+    """The task was cancelled. In an endpoint, :func:`shared_rpc.raise_if_cancelled` raises it."""
+
+    code = "task-cancelled"
+
+    def __init__(self, message: str = "the task was cancelled", *, reason: str = "cancelled") -> None:
+        super().__init__(message, reason=reason)
+
+
 class RemoteError(SharedRPCError):
     """An endpoint raised something that has no counterpart here.
 
@@ -220,9 +255,14 @@ def _parts(error: BaseException) -> tuple[str, str, dict[str, str]]:
     return SharedRPCError.code, f"{type(error).__name__}: {text_of(error)}", {}
 
 
+def class_of(code: str) -> type[SharedRPCError] | type[TypeError]:
+    """The class of a wire code; the root for one that is not known here."""
+    return _BY_CODE.get(code, SharedRPCError)
+
+
 def from_wire(code: str, message: str, detail: dict[str, str]) -> Exception:
     """The error that :func:`to_wire` took apart; an unknown code gives the root class."""
-    kind = _BY_CODE.get(code, SharedRPCError)
+    kind = class_of(code)
     if issubclass(kind, SharedRPCError):
         return kind.restore(message, detail)
     return kind(message)

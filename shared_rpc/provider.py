@@ -23,6 +23,7 @@ from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRunti
 from shared_rpc.server import Server
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import Role, resolve_role
+from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["Provider", "SharedFunction", "close_all", "end_now_if_busy"]
 
@@ -52,6 +53,10 @@ class SharedFunction(Generic[P, R_co]):
         runtime = self._provider._runtime()
         carry_out = runtime.acall if self._endpoint.spec.is_async else runtime.call
         return cast(R_co, carry_out(self.name, args, kwargs))
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Have the call run as a task: its id. See :meth:`Client.submit`."""
+        return self._provider.submit(self.name, *args, **kwargs)
 
     def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """Drop the cached result of this call; 1 if there was one."""
@@ -160,7 +165,8 @@ class Provider:
         """Make a function an endpoint; with or without parentheses.
 
         :param name: what clients call it; the function's own name by default.
-        :param execution: ``"direct"`` or ``"task"``.
+        :param execution: ``"task"`` for what takes long: its calls are tasks too, which others see, and which do not keep
+            threads from short calls.
         :param concurrency: ``"serialized"`` runs the endpoint one call at a time.
         :param cache: whether identical calls get the same object.
         :param cache_format_key: a format string over the arguments that says which calls are identical, in place of all of
@@ -186,6 +192,46 @@ class Provider:
     def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint by name; in the client role the server alone has to know it. See :meth:`Client.call`."""
         return self._runtime().call(endpoint, args, kwargs)
+
+    def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
+        """Have an endpoint run as a task: its id. In every role; see :meth:`Client.submit`."""
+        return self._runtime().tasks.submit(endpoint, *args, **kwargs)
+
+    def execute(
+        self,
+        endpoint: str,
+        /,
+        *args: Any,
+        wait: bool = True,
+        timeout: float | None = None,
+        callback: Callable[[TaskInfo], object] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
+        task_id = self.submit(endpoint, *args, **kwargs)
+        return self.wait_for_task(task_id, timeout, callback) if wait else task_id
+
+    def get_task_status(self, task_id: str) -> TaskInfo:
+        """A task now; see :meth:`Client.get_task_status`."""
+        return self._runtime().tasks.get_task_status(task_id)
+
+    def get_task_result(self, task_id: str) -> Any:
+        """The result of a task that has ended; see :meth:`Client.get_task_result`."""
+        return self._runtime().tasks.get_task_result(task_id)
+
+    def wait_for_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> Any:
+        """Wait for a task to end: its result; see :meth:`Client.wait_for_task`."""
+        return self._runtime().tasks.wait_for_task(task_id, timeout, callback)
+
+    def cancel_task(self, task_id: str) -> bool:
+        """Cancel a task, or ask it to stop; see :meth:`Client.cancel_task`."""
+        return self._runtime().tasks.cancel_task(task_id)
+
+    def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
+        """Tasks in the order they were submitted; see :meth:`Client.list_tasks`."""
+        return self._runtime().tasks.list_tasks(status)
 
     def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""

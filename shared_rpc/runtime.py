@@ -6,37 +6,59 @@ client role asks a server. The provider does not know which one it has.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
 
 from shared_rpc.client import Client
-from shared_rpc.errors import ConfigurationError, ConnectionClosed, StaleHandleError
-from shared_rpc.handle import Handle
-from shared_rpc.memory.devices import device_kind
-from shared_rpc.server.core import Core, Delivery
+from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.executor import CHAIN, InProcessExecutor
+from shared_rpc.server.executor import InProcessExecutor
 from shared_rpc.settings import Role
+from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
     from shared_rpc.server import Server
 
-__all__ = ["ClientRuntime", "InProcessRuntime", "LocalRuntime", "Runtime", "ServerRuntime"]
+__all__ = ["ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
 
-T = TypeVar("T")
+
+class TaskCalls(Protocol):
+    """What a role does with tasks; see :class:`shared_rpc.Client` for each of them."""
+
+    def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
+        """See :meth:`Client.submit`."""
+
+    def wait_for_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> Any:
+        """See :meth:`Client.wait_for_task`."""
+
+    def get_task_status(self, task_id: str) -> TaskInfo:
+        """See :meth:`Client.get_task_status`."""
+
+    def get_task_result(self, task_id: str) -> Any:
+        """See :meth:`Client.get_task_result`."""
+
+    def cancel_task(self, task_id: str) -> bool:
+        """See :meth:`Client.cancel_task`."""
+
+    def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
+        """See :meth:`Client.list_tasks`."""
 
 
 class Runtime(Protocol):
     """A role at work."""
 
     role: Role
+
+    @property
+    def tasks(self) -> TaskCalls:
+        """What concerns tasks."""
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The endpoint's result, or a handle where it is managed."""
@@ -70,6 +92,11 @@ class ClientRuntime:
             connect_timeout=provider.server_startup_timeout,
         )
 
+    @property
+    def tasks(self) -> Client:
+        """See :class:`Runtime`."""
+        return self.client
+
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Client.call`."""
         return self.client.call(endpoint, *args, **kwargs)
@@ -94,90 +121,6 @@ class ClientRuntime:
     def close(self) -> None:
         """Hang up."""
         self.client.close()
-
-
-class InProcessRuntime:
-    """Every call goes through a core in this process, and gets the live value: the server's, or one of its own."""
-
-    def __init__(self, engine: Engine, device: str) -> None:
-        self.server_id = engine.core.server_id
-        self._engine = engine
-        self._device = device
-
-    def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`Runtime`.
-
-        :raises ConfigurationError: on the event loop that endpoints run on, which would wait for itself.
-        """
-        if self._engine.here():
-            raise ConfigurationError(
-                f"{endpoint}() was called on the server's event loop, by an async endpoint perhaps: make {endpoint!r} an "
-                f"async def and await it, or call it with anyio.to_thread.run_sync"
-            )
-        with self._pending(endpoint, args, kwargs) as future, self._engine.lend_thread() if CHAIN.get() else nullcontext():
-            return self._hand(future.result())
-
-    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`Runtime`."""
-        with self._pending(endpoint, args, kwargs) as future:
-            if self._engine.here():
-                return self._hand(await asyncio.wrap_future(future))
-            return self._hand(await _waited_for(future))
-
-    @contextmanager
-    def _pending(
-        self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[concurrent.futures.Future[Delivery]]:
-        """A call under way. A caller that is cancelled or interrupted gives it up, and leaves no lease behind."""
-        pending = self._engine.call(endpoint, self._lowered(args, kwargs), args, kwargs)
-        try:
-            yield pending.future
-        except BaseException:
-            pending.give_up()
-            raise
-
-    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        from shared_rpc.codec import lower_arguments
-
-        return lower_arguments(args, kwargs, device_kind(self._device))
-
-    def _hand(self, delivery: Delivery) -> Any:
-        if not delivery.managed or delivery.stored is None:
-            return delivery.live
-        return Handle(
-            delivery.live,
-            object_id=delivery.stored.object_id,
-            server_id=self.server_id,
-            generation=delivery.stored.generation,
-            issuer=self,
-            session=self,
-        )
-
-    def invalidate_call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """See :meth:`Client.invalidate_call_cache`."""
-        lowered = self._lowered(args, kwargs)
-        return self._engine.ask(lambda core: core.invalidate_call(endpoint, *lowered))
-
-    def invalidate_endpoint(self, endpoint: str) -> int:
-        """See :meth:`Client.invalidate_endpoint_cache`."""
-        return self._engine.ask(lambda core: core.invalidate_endpoint(endpoint))
-
-    def give_back(self, object_id: str, session: object) -> None:
-        """See :class:`shared_rpc.handle.Issuer`."""
-        self._engine.release(object_id)
-
-    def object_info(self, object_id: str) -> dict[str, Any]:
-        """See :class:`shared_rpc.handle.Issuer`."""
-        return self._engine.ask(lambda core: core.object_info(object_id))
-
-    def ensure_handle_live(self, handle: Handle[Any]) -> None:
-        """See :class:`shared_rpc.handle.Issuer`."""
-        if handle.released:
-            raise StaleHandleError(f"the handle of object {handle.object_id} was released", reason="released")
-        try:
-            self.object_info(handle.object_id)
-        except ConnectionClosed as error:
-            raise StaleHandleError(str(error), reason="server_unreachable") from error
 
 
 class LocalRuntime(InProcessRuntime):
@@ -227,10 +170,3 @@ class ServerRuntime(InProcessRuntime):
     def close(self) -> None:
         """Stop serving."""
         self.server.stop()
-
-
-async def _waited_for(future: concurrent.futures.Future[T]) -> T:
-    if future.done():
-        return future.result()
-    # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
-    return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

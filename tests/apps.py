@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shared_rpc import Provider, Server, SharedFunction
-from shared_rpc.runtime import InProcessRuntime
+from shared_rpc.in_process import InProcessRuntime
 
 __all__ = ["ROLES", "App", "at_once", "shares_memory"]
 
@@ -43,7 +43,7 @@ class App:
         """How many calls wait for a run, those that started one included."""
         runtime = self.owner._runtime()
         assert isinstance(runtime, InProcessRuntime)
-        return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.calls))
+        return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
 
     def close(self) -> None:
         """End both."""

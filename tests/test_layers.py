@@ -21,10 +21,11 @@ LAYERS = [
     ["settings", "memory"],
     ["records"],
     ["wire"],
-    ["endpoints", "handle"],
+    ["endpoints", "handle", "running"],
     ["store", "transport", "codec"],
     ["preload"],
     ["client", "server"],
+    ["in_process"],
     ["runtime"],
     ["provider"],
     ["cli"],
@@ -161,7 +162,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} <= {"preload", "client", "server", "runtime", "cli"}
+    assert {layer for layer, _ in users} == {"preload", "client", "server", "in_process"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
@@ -256,13 +257,16 @@ BROKER = """
     class Elsewhere:
         busy = 0
 
-        async def run(self, invocation, begun):
-            begun()
+        async def run(self, invocation):
+            invocation.on_begin()
             args, kwargs = invocation.arguments.args, invocation.arguments.kwargs
             invocation.arguments.close()
             segment = HOST.create(4096)
             os.pwrite(segment.fileno(), f"built from {args} {kwargs}".encode(), 0)
             return Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None)
+
+        def cancel(self, invocation):
+            pass
 
         def reclaim(self):
             pass

@@ -365,7 +365,7 @@ def test_a_timeout_keeps_the_session(
     """The call is given up, its run goes on; the session, its other leases and the connection stay."""
     client = connect(timeout=1.0)
     held = client.call("own", 3)
-    with pytest.raises(DeadlineExceeded, match=r"slow\(\) took longer than its timeout; a run that has begun goes on"):
+    with pytest.raises(DeadlineExceeded, match=r"slow\(\) took longer than its timeout; what has begun goes on"):
         client.call("slow", 3)
     assert begun.is_set()
     assert not held.is_stale()

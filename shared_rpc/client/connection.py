@@ -5,30 +5,22 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import pickle
 import socket
-import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NoReturn
 
 from shared_rpc.client.operations import Reply, Request
-from shared_rpc.errors import (
-    ConnectError,
-    ConnectionClosed,
-    DeadlineExceeded,
-    ProtocolError,
-    RemoteTraceback,
-    from_wire,
-)
+from shared_rpc.client.replies import event_of, message_of
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["Connection", "raise_error"]
+__all__ = ["Connection"]
 
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
@@ -77,20 +69,10 @@ class Connection:
             raise ConnectError(f"the server at {self.path} does not answer") from error
         except ConnectionClosed as error:
             raise ConnectError(f"the server at {self.path} hung up: {error}") from error
-        welcome = self._message(frame)
+        welcome = message_of(frame)
         if not isinstance(welcome, m.Welcome):
             raise ProtocolError(f"the server at {self.path} greets with {type(welcome).__name__}")
         return welcome
-
-    def _message(self, frame: Frame) -> m.Message:
-        try:
-            message = decode_message(frame)
-            if isinstance(message, m.Error):
-                raise_error(message, frame)
-            return message
-        except BaseException:
-            frame.close()
-            raise
 
     def _send(self, deadline: float) -> None:
         self._limit(deadline)
@@ -123,19 +105,24 @@ class Connection:
         try:
             self._socket.queue(request.message, number, request.payload, request.fds)
             self._send(deadline)
-            frame = self._await_reply(number, deadline)
+            frame = self._await_reply(number, deadline, request.on_event)
         except TimeoutError:
             frame = self._give_up(request, number)
         self._usable = True
-        return Reply(self._message(frame), frame)
+        return Reply(message_of(frame), frame)
 
-    def _await_reply(self, number: int, deadline: float) -> Frame:
+    def _await_reply(self, number: int, deadline: float, on_event: Callable[[TaskInfo], object] | None) -> Frame:
         while True:
             frame = self._receive(deadline)
             if frame.request_id == number:
-                return frame
+                event = event_of(frame)
+                if event is None:
+                    return frame
+                if on_event is not None:
+                    on_event(event)
+                continue
             if frame.request_id == 0:  # the server's last word to this connection
-                self._message(frame)
+                message_of(frame)
             frame.close()
 
     def _give_up(self, request: Request, number: int) -> Frame:
@@ -144,15 +131,15 @@ class Connection:
         try:
             self._socket.queue(m.Cancel(), number)
             self._send(prompt)
-            frame = self._await_reply(number, prompt)
+            frame = self._await_reply(number, prompt, None)
         except TimeoutError:
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
         if isinstance(message := decode_message(frame), m.Error) and message.code == DeadlineExceeded.code:
             frame.close()
             self._usable = True
             raise DeadlineExceeded(
-                f"{request.what} took longer than its timeout; a run that has begun goes on in the server, and a later "
-                f"identical call joins it or finds its result"
+                f"{request.what} took longer than its timeout; what has begun goes on in the server, and asking again "
+                f"joins it or finds its result"
             )
         return frame
 
@@ -195,36 +182,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _native(error: Any, type_name: str) -> Any:
-    """The exception with this process's own class of that name, where the script that defines it runs here as well.
-
-    Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
-    """
-    module = type(error).__module__
-    script = sys.modules.get("__main__")
-    here = module in ("__main__", Path(getattr(script, "__file__", None) or "").stem)
-    found: Any = script if here else sys.modules.get(module)
-    for name in type_name.removeprefix(f"{module}.").split("."):
-        found = getattr(found, name, None)
-    if isinstance(found, type) and issubclass(found, Exception) and found is not type(error):
-        with suppress(TypeError):  # another class altogether
-            error.__class__ = found
-    return error
-
-
-def raise_error(message: m.Error, frame: Frame) -> NoReturn:
-    """Raise what an error reply stands for: an endpoint's own exception where it can be rebuilt, with the remote
-    traceback as its cause; else the library's.
-    """
-    error = from_wire(message.code, message.text, message.detail)
-    cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
-    if message.endpoint_raised:
-        try:
-            own = _native(pickle.loads(frame.payload), message.detail["type_name"])
-        except Exception:
-            own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
-        if isinstance(own, Exception):
-            raise own from cause
-    raise error from cause

@@ -21,6 +21,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 from shared_rpc.wire.values import encode, lower_call
 
 __all__ = [
@@ -30,15 +31,22 @@ __all__ = [
     "Result",
     "Work",
     "call",
+    "cancel_task",
     "fetch",
+    "fetch_task",
     "invalidate_call",
     "invalidate_endpoint",
     "list_endpoints",
     "list_objects",
+    "list_tasks",
     "object_info",
     "ping",
     "release",
     "server_info",
+    "submit",
+    "task_result",
+    "task_status",
+    "wait_task",
 ]
 
 T = TypeVar("T")
@@ -48,13 +56,15 @@ T = TypeVar("T")
 class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
 
-    ``what`` names the operation in errors.
+    ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
+    the operation.
     """
 
     message: m.Message
     what: str
     payload: bytes = b""
     fds: tuple[int, ...] = ()
+    on_event: Callable[[TaskInfo], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,24 +166,7 @@ class Result:
 
 def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Result]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments."""
-    arguments: Arguments = yield Work(lambda: _lower(args, kwargs, device_kind(device)))
-    try:
-        message = m.Call(
-            endpoint,
-            *_encoded(arguments),
-            table=msgspec.Raw(arguments.table),
-            segments=[segment.info for segment in arguments.segments],
-            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-        )
-        fds = tuple(segment.fileno() for segment in arguments.segments)
-        reply: Reply = yield Request(message, f"{endpoint}()", b"".join(arguments.skeletons), fds)
-    finally:
-        arguments.close()
-    if not isinstance(reply.message, m.Result) or len(reply.message.segments) != len(reply.frame.fds):
-        reply.frame.close()
-        raise ProtocolError(f"the server answered {endpoint}() with {type(reply.message).__name__}, which does not fit")
-    segments = [Segment(info, fd) for info, fd in zip(reply.message.segments, reply.frame.take_fds(), strict=True)]
-    return Result(reply.message, reply.frame.payload, segments)
+    return _result(f"{endpoint}()", (yield from _send(m.Call, endpoint, args, kwargs, device, f"{endpoint}()")))
 
 
 def call(
@@ -187,7 +180,101 @@ def call(
 
     :param values: the values that live in this process, by object id.
     """
-    result: Result = yield from fetch(endpoint, args, kwargs, device)
+    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device)), values))
+
+
+def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[str]:
+    """Make a task of a call: its id."""
+    what = f"submit({endpoint!r})"
+    reply: Reply = yield from _send(m.Submit, endpoint, args, kwargs, device, what)
+    reply.frame.close()
+    if not isinstance(reply.message, m.TaskIs):
+        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
+    return reply.message.info.task_id
+
+
+def task_status(task_id: str) -> Operation[TaskInfo]:
+    """A task now."""
+    reply = yield from _ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})"), m.TaskIs)
+    info: TaskInfo = reply.info
+    return info
+
+
+def fetch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll: bool) -> Operation[Result]:
+    """Wait for a task and take its record, without rebuilding the value.
+
+    :param callback: is told of every change.
+    :param poll: do not wait.
+    """
+    what = f"wait_for_task({task_id!r})"
+    message = m.WaitTask(task_id, events=callback is not None, poll=poll)
+    return _result(what, (yield Request(message, what, on_event=callback)))
+
+
+def wait_task(
+    task_id: str, callback: Callable[[TaskInfo], object] | None, poll: bool, values: MutableMapping[str, Any]
+) -> Operation[tuple[m.Result, Any]]:
+    """Wait for a task: ``(message, value)``; for the parameters see :func:`fetch_task` and :func:`call`."""
+    return (yield from _valued((yield from fetch_task(task_id, callback, poll)), values))
+
+
+def task_result(task_id: str, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
+    """The result of a task that has ended: ``(message, value)``; see :func:`call`."""
+    what = f"get_task_result({task_id!r})"
+    result = _result(what, (yield Request(m.FetchTask(task_id), what)))
+    return (yield from _valued(result, values))
+
+
+def cancel_task(task_id: str) -> Operation[bool]:
+    """Cancel a task, or ask it to stop; False if it had ended."""
+    reply = yield from _ask(Request(m.CancelTask(task_id), f"cancel_task({task_id!r})"), m.Count)
+    return bool(reply.count)
+
+
+def list_tasks(status: str | None) -> Operation[list[TaskInfo]]:
+    """All tasks of a status, page by page.
+
+    :raises ValueError: for a status that there is not.
+    """
+    chosen = TaskStatus(status) if status is not None else None
+    infos: list[TaskInfo] = []
+    after: int | None = 0
+    while after is not None:
+        page = yield from _ask(Request(m.ListTasks(chosen, after), "list_tasks"), m.TaskPage)
+        infos += page.infos
+        after = page.after
+    return infos
+
+
+def _send(
+    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, what: str
+) -> Operation[Reply]:
+    arguments: Arguments = yield Work(lambda: _lower(args, kwargs, device_kind(device)))
+    try:
+        message = kind(
+            endpoint,
+            *_encoded(arguments),
+            table=msgspec.Raw(arguments.table),
+            segments=[segment.info for segment in arguments.segments],
+            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+        )
+        fds = tuple(segment.fileno() for segment in arguments.segments)
+        reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds)
+        return reply
+    finally:
+        arguments.close()
+
+
+def _result(what: str, reply: Reply) -> Result:
+    message, frame = reply.message, reply.frame
+    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds):
+        frame.close()
+        raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
+    segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+    return Result(message, frame.payload, segments)
+
+
+def _valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
     try:
         value = yield Work(lambda: _rebuild(result, values))
     except (Exception, KeyboardInterrupt):

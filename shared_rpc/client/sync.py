@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.preload import preload_codec
 from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["Client"]
 
@@ -26,6 +28,8 @@ T = TypeVar("T")
 
 #: Seconds of a client without a timeout: ten years.
 _FOREVER = 10 * 365 * 86400.0
+#: The timeout that the client was made with.
+_OWN = -1.0
 
 
 class Client:
@@ -106,18 +110,77 @@ class Client:
         :raises ConnectError: if no server comes up in time.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
-        message, value = self._run(operations.call(endpoint, args, kwargs, self._need_session().device, self._values))
-        if not message.managed:
-            return value
-        session = self._need_session()
-        return Handle(
-            value,
-            object_id=message.object_id,
-            server_id=session.server_id,
-            generation=message.generation,
-            issuer=self,
-            session=session,
-        )
+        return self._hand(self._run(operations.call(endpoint, args, kwargs, self._need_session().device, self._values)))
+
+    def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
+        """Have an endpoint run as a task, which goes on without this client: its id.
+
+        It goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
+
+        :raises ServerBusy: if the server has as many tasks as it takes.
+        """
+        return self._run(operations.submit(endpoint, args, kwargs, self._need_session().device))
+
+    def execute(
+        self,
+        endpoint: str,
+        /,
+        *args: Any,
+        wait: bool = True,
+        timeout: float | None = None,
+        callback: Callable[[TaskInfo], object] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
+        task_id = self.submit(endpoint, *args, **kwargs)
+        return self.wait_for_task(task_id, timeout, callback) if wait else task_id
+
+    def get_task_status(self, task_id: str) -> TaskInfo:
+        """A task now.
+
+        :raises TaskError: if it is unknown or has expired.
+        """
+        return self._run(operations.task_status(task_id))
+
+    def get_task_result(self, task_id: str) -> Any:
+        """The result of a task that has ended, as :meth:`call` would return it; its exception is raised.
+
+        Any client of the same user may fetch it. An uncached result that is not managed can be fetched once, a managed one
+        for as long as a handle of it is held.
+
+        :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
+        """
+        return self._hand(self._run(operations.task_result(task_id, self._values)))
+
+    def wait_for_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> Any:
+        """Wait for a task to end: its result, as :meth:`call` would return it; its exception is raised.
+
+        :param timeout: seconds to wait at most; 0 does not wait, None waits as long as it takes.
+        :param callback: is called, in this thread, with the task as it is now and with every change of its status or progress.
+            What it raises ends the wait, not the task.
+        :raises DeadlineExceeded: in time; the task goes on, and a later wait gets its result.
+        :raises TaskCancelled: if it was cancelled.
+        :raises TaskError: if it is unknown or has expired.
+        """
+        poll = timeout is not None and timeout <= 0
+        operation = operations.wait_task(task_id, callback, poll, self._values)
+        return self._hand(self._run(operation, timeout=self._timeout if poll else timeout))
+
+    def cancel_task(self, task_id: str) -> bool:
+        """Cancel a task that has not begun, or ask one that runs to stop; False if it had ended.
+
+        ``cancel_requested`` of its status tells that it was asked, ``status`` whether it stopped. A run that others wait for
+        goes on for them.
+
+        :raises TaskError: if it is unknown or has expired.
+        """
+        return self._run(operations.cancel_task(task_id))
+
+    def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
+        """All tasks that the server remembers, in the order they were submitted; with ``status``, those of one status."""
+        return self._run(operations.list_tasks(status))
 
     def release(self, handle: Handle[Any] | str) -> bool:
         """Give one lease back, of a handle or an object id; whether this process held it."""
@@ -199,8 +262,22 @@ class Client:
 
     # Driving operations.
 
-    def _run(self, operation: Operation[T], patience: float | None = None) -> T:
-        deadline = self._deadline()
+    def _hand(self, outcome: tuple[m.Result, Any]) -> Any:
+        message, value = outcome
+        if not message.managed:
+            return value
+        session = self._need_session()
+        return Handle(
+            value,
+            object_id=message.object_id,
+            server_id=session.server_id,
+            generation=message.generation,
+            issuer=self,
+            session=session,
+        )
+
+    def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = _OWN) -> T:
+        deadline = self._deadline(self._timeout if timeout is _OWN else timeout)
         advance = functools.partial(operation.send, None)
         try:
             while True:
@@ -221,11 +298,12 @@ class Client:
         finally:
             operation.close()
 
-    def _deadline(self) -> float:
-        return time.monotonic() + (self._timeout if self._timeout is not None else _FOREVER)
+    @staticmethod
+    def _deadline(timeout: float | None) -> float:
+        return time.monotonic() + (timeout if timeout is not None else _FOREVER)
 
     def _need_session(self) -> Session:
-        return self._pool.need_session(self._deadline(), self._connect_timeout)
+        return self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()

@@ -14,16 +14,25 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.errors import (
+    CapabilityError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    ProtocolError,
+    ServerBusy,
+    SharedRPCError,
+)
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
-from shared_rpc.server.core import Core, Delivery, Waiter
+from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Failure
+from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.sessions import Session, Sessions
 from shared_rpc.transport import FrameSocket, Peer
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.tasks import TaskInfo
 from shared_rpc.wire.values import decode_call
 
 __all__ = ["Connection"]
@@ -36,6 +45,8 @@ _HANDSHAKE_TIMEOUT = 10.0
 _BACKPRESSURE = 1 << 20
 #: Calls of one connection that may be under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
+#: Tasks that one page lists.
+_PAGE = 1000
 #: Requests of one connection after which the others have their turn.
 _TURN = 64
 
@@ -194,29 +205,43 @@ class Connection:
         self._reply(frame.request_id, m.Endpoints(self._core.registry.all()))
 
     def _call(self, frame: Frame, message: m.Call) -> None:
-        assert self.session is not None, "a call before the handshake"
-        if frame.request_id in self._waiters:
-            raise ProtocolError(f"request id {frame.request_id} is in use")
+        waiter = self._waiter(frame.request_id)
+        arguments = _arguments_of(frame, message)
+        self._waiters[frame.request_id] = waiter
+        self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
+
+    def _submit(self, frame: Frame, message: m.Submit) -> None:
+        arguments = _arguments_of(frame, message)
+        info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments)
+        self._reply(frame.request_id, m.TaskIs(info))
+
+    def _wait_task(self, frame: Frame, message: m.WaitTask) -> None:
+        waiter = self._waiter(frame.request_id)
+        if message.events:
+            waiter.on_event = lambda info: self._tell_of_task(frame.request_id, info)
+        self._waiters[frame.request_id] = waiter
+        try:
+            self._core.tasks.wait(waiter, message.task_id, poll=message.poll)
+        except BaseException:
+            del self._waiters[frame.request_id]
+            raise
+
+    def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
+        waiter = self._waiter(frame.request_id)
+        self._core.tasks.fetch(waiter, message.task_id)
+
+    def _waiter(self, request_id: int) -> Waiter:
+        assert self.session is not None, "a request before the handshake"
+        if request_id in self._waiters:
+            raise ProtocolError(f"request id {request_id} is in use")
         if len(self._waiters) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
-        args, kwargs = decode_call(message.args, message.kwargs)
-        if (
-            len(message.segments) != len(frame.fds)
-            or sum(message.skeletons) != len(frame.payload)
-            or min(message.skeletons, default=0) < 0
-        ):
-            raise ProtocolError("a call whose descriptors or skeletons do not match its message")
-        # Their ids are made here, so that no client can pass its memory off as another segment.
-        infos = [msgspec.structs.replace(info, id=new_segment_id()) for info in message.segments]
-        segments = [Segment(info, fd) for info, fd in zip(infos, frame.take_fds(), strict=True)]
-        skeletons, start = [], 0
-        for size in message.skeletons:
-            skeletons.append(frame.payload[start : start + size])
-            start += size
-        table = bytes(message.table)
-        waiter = Waiter(self.session.session_id, lambda outcome: self._deliver(frame.request_id, outcome))
-        self._waiters[frame.request_id] = waiter
-        self._core.call(waiter, message.endpoint, (args, kwargs), Arguments(args, kwargs, table, skeletons, segments))
+        return Waiter(self.session.session_id, lambda outcome: self._deliver(request_id, outcome))
+
+    def _tell_of_task(self, request_id: int, info: TaskInfo) -> None:
+        # One who does not read misses how it went, and not how it ends.
+        if self._socket.unsent <= _BACKPRESSURE:
+            self._reply(request_id, m.TaskChanged(info))
 
     def _deliver(self, request_id: int, outcome: Delivery | Failure) -> None:
         self._waiters.pop(request_id, None)
@@ -240,7 +265,18 @@ class Connection:
         waiter = self._waiters.pop(frame.request_id, None)
         if waiter is not None:  # else its reply is on the way
             self._core.leave(waiter)
-            self._reply(frame.request_id, m.Error("deadline-exceeded", "the call was given up by its caller"))
+            self._reply(frame.request_id, m.Error(DeadlineExceeded.code, "the call was given up by its caller"))
+
+    def _get_task(self, frame: Frame, message: m.GetTask) -> None:
+        self._reply(frame.request_id, m.TaskIs(self._core.tasks.table.get(message.task_id).info))
+
+    def _list_tasks(self, frame: Frame, message: m.ListTasks) -> None:
+        limit = min(max(message.limit, 1), _PAGE)
+        self._reply(frame.request_id, m.TaskPage(*self._core.tasks.table.page(message.status, message.after, limit)))
+
+    def _cancel_task(self, frame: Frame, message: m.CancelTask) -> None:
+        task = self._core.tasks.table.get(message.task_id)
+        self._reply(frame.request_id, m.Count(int(self._core.tasks.cancel(task))))
 
     def _release(self, frame: Frame, message: m.Release) -> None:
         assert self.session is not None, "a request before the handshake"
@@ -264,6 +300,25 @@ class Connection:
         self._reply(frame.request_id, m.Count(self._core.invalidate_endpoint(message.endpoint)))
 
 
+def _arguments_of(frame: Frame, message: m.Call) -> Arguments:
+    """The arguments of a call. They own the frame's descriptors from here on."""
+    args, kwargs = decode_call(message.args, message.kwargs)
+    if (
+        len(message.segments) != len(frame.fds)
+        or sum(message.skeletons) != len(frame.payload)
+        or min(message.skeletons, default=0) < 0
+    ):
+        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
+    # Their ids are made here, so that no client can pass its memory off as another segment.
+    infos = [msgspec.structs.replace(info, id=new_segment_id()) for info in message.segments]
+    segments = [Segment(info, fd) for info, fd in zip(infos, frame.take_fds(), strict=True)]
+    skeletons, start = [], 0
+    for size in message.skeletons:
+        skeletons.append(frame.payload[start : start + size])
+        start += size
+    return Arguments(args, kwargs, bytes(message.table), skeletons, segments)
+
+
 _HANDLERS: dict[type[m.Message], Callable[[Connection, Frame, Any], None]] = {
     m.Ping: Connection._ping,
     m.GetServerInfo: Connection._server_info,
@@ -275,4 +330,10 @@ _HANDLERS: dict[type[m.Message], Callable[[Connection, Frame, Any], None]] = {
     m.ListObjects: Connection._list_objects,
     m.InvalidateCall: Connection._invalidate_call,
     m.InvalidateEndpoint: Connection._invalidate_endpoint,
+    m.Submit: Connection._submit,
+    m.GetTask: Connection._get_task,
+    m.WaitTask: Connection._wait_task,
+    m.FetchTask: Connection._fetch_task,
+    m.ListTasks: Connection._list_tasks,
+    m.CancelTask: Connection._cancel_task,
 }

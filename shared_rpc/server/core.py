@@ -1,7 +1,7 @@
-"""The server without its sockets: endpoints, calls, objects and leases, driven on one event loop.
+"""The server without its sockets: endpoints, calls, tasks, objects and leases, driven on one event loop.
 
-Every caller, near or far, comes through :meth:`Core.call`. The core knows records and an executor; it imports no
-torch and looks into no skeleton.
+Every caller, near or far, comes through :meth:`Core.call` or :meth:`Core.submit`. The core knows records and an executor;
+it imports no torch and looks into no skeleton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -19,42 +18,21 @@ import anyio.abc
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
-from shared_rpc.records import Arguments, Record
-from shared_rpc.server.executor import Executor, Failure, Invocation, Produced
-from shared_rpc.store.calls import CallTable, Flight
+from shared_rpc.server.executor import Executor, Failure
+from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
+from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.store.tasks import Task, TaskTable
 from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["Core", "Delivery", "Waiter"]
+__all__ = ["Core"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-
-@dataclass(frozen=True)
-class Delivery:
-    """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
-
-    ``stored`` is the object where the server keeps it; with ``managed`` the waiter's session holds a lease on it now.
-    """
-
-    record: Record | None
-    live: Any
-    stored: StoredObject | None
-    managed: bool
-
-
-@dataclass(eq=False)
-class Waiter:
-    """Somebody who waits for a call: the session it belongs to, and where the outcome goes.
-
-    ``local``: a caller in this process, who can do with the live value.
-    """
-
-    session: str
-    deliver: Callable[[Delivery | Failure], None]
-    local: bool = False
-    flight: Flight[Waiter] | None = field(default=None, repr=False)
+#: The arguments of a call as plain data: by position, by name.
+Lowered = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Core:
@@ -63,6 +41,8 @@ class Core:
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
     :param max_bytes: see :class:`ObjectStore`.
+    :param max_tasks: tasks that may be pending or running.
+    :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     """
 
     def __init__(
@@ -72,6 +52,8 @@ class Core:
         device: str,
         *,
         max_bytes: int | None = None,
+        max_tasks: int = 1000,
+        result_ttl: float = 3600.0,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.server_id = secrets.token_hex(8)
@@ -79,21 +61,20 @@ class Core:
         self.registry = registry
         self.leases = LeaseTable()
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
-        self.calls: CallTable[Waiter] = CallTable()
-        self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
+        self.runs = Runs(executor, self.objects, self.leases, self._settle)
+        table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
+        self.tasks = Tasks(table, self.runs, self.objects, self.leases, self._release_one, self._wake)
         self.started_at = now()
         self._executor = executor
-        self._serialized: dict[str, anyio.Lock] = {}
-        self._scopes: dict[Flight[Waiter], anyio.CancelScope] = {}
-        self._tasks: anyio.abc.TaskGroup | None = None
         self._stopped = False
         self._wake_sweeper = anyio.Event()
 
     async def run(self, *, started: anyio.Event) -> None:
         """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
         try:
-            async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._sweep)
+            async with anyio.create_task_group() as tasks:
+                self.runs.run_in(tasks)
+                tasks.start_soon(self._sweep)
                 started.set()
                 await anyio.sleep_forever()
         finally:
@@ -102,63 +83,55 @@ class Core:
     def stop(self) -> None:
         """Release every waiter and drop every object. Calls that come later are refused."""
         self._stopped = True
-        gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
-        for flight in self.calls:
-            self._close(flight, gone)
+        self.runs.stop()
         self.objects.clear()
 
     def call(
         self,
         waiter: Waiter,
         endpoint: str,
-        lowered: tuple[Sequence[Any], dict[str, Any]],
-        arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]],
+        lowered: Lowered,
+        arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
     ) -> None:
         """Answer from the cache, join a run, or start one. The waiter is told exactly once, perhaps before this returns.
 
         :param lowered: the arguments as plain data, for binding and for the key.
         :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
-        :param chain: for a call made by an endpoint, what :data:`~shared_rpc.server.executor.CHAIN` held there.
+        :param chain: for a call made by an endpoint, its :attr:`Run.chain`.
         """
-        self.counters["calls"] += 1
+        self.runs.counters["calls"] += 1
         try:
-            if self._stopped:
-                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
-            spec = self.registry.get(endpoint)
-            key = cache_key(spec, bind(spec, *lowered))
-            check_chain(spec, key, chain)
+            spec, key = self._bound(endpoint, lowered, chain)
+            if spec.execution == "task" and not self.runs.answer_from_cache(waiter, spec, key):
+                task = self.tasks.submit(spec, key, arguments, chain, local=waiter.local, kept=False)
+                self.tasks.watch(waiter, task)
+                return
         except BaseException as error:
-            _close_arguments(arguments)
-            self.counters["failures"] += 1
+            close_arguments(arguments)
+            self.runs.counters["failures"] += 1
             waiter.deliver(Failure.of(error))
             return
-        stored = self.objects.lookup(key) if key is not None else None
-        if stored is not None:
-            _close_arguments(arguments)
-            self.counters["cache_hits"] += 1
-            self._deliver([waiter], spec, stored.record, stored.live, stored)
-            return
-        waiter.flight = self.calls.join(key, waiter) if spec.singleflight else None
-        if waiter.flight is not None:
-            _close_arguments(arguments)
-            self.counters["joined"] += 1
-            return
-        assert self._tasks is not None, "the core is not running"
-        flight = waiter.flight = self.calls.open(endpoint, key, waiter)
-        publish = not waiter.local or key is not None or spec.managed
-        self._tasks.start_soon(
-            self._run, flight, spec, Invocation(endpoint, arguments, publish, chain | {endpoint, key or endpoint})
-        )
+        self.runs.enter(waiter, spec, key, arguments, chain)
+
+    def submit(self, endpoint: str, lowered: Lowered, arguments: CallArguments, *, local: bool = False) -> TaskInfo:
+        """Make a task of a call; for the parameters see :meth:`call`.
+
+        :raises ServerBusy: if there are too many.
+        """
+        self.runs.counters["calls"] += 1
+        try:
+            spec, key = self._bound(endpoint, lowered, frozenset())
+        except BaseException:
+            close_arguments(arguments)
+            self.runs.counters["failures"] += 1
+            raise
+        return self.tasks.submit(spec, key, arguments, local=local).info
 
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more."""
-        flight, waiter.flight = waiter.flight, None
-        if flight is not None and self.calls.leave(flight, waiter):
-            scope = self._scopes.get(flight)
-            self.calls.close(flight)
-            if scope is not None:
-                scope.cancel()
+        self.tasks.leave(waiter)
+        self.runs.leave(waiter)
 
     def end_session(self, session: str) -> None:
         """Give back all that the session held."""
@@ -176,13 +149,13 @@ class Core:
         key = cache_key(spec, bind(spec, args, kwargs))
         if key is None:
             return 0
-        self.calls.detach(key=key)
+        self.runs.calls.detach(key=key)
         return self.objects.invalidate(key=key)
 
     def invalidate_endpoint(self, endpoint: str) -> int:
         """Drop all cached results of an endpoint, and keep its runs that go on out of the cache."""
         self.registry.get(endpoint)
-        self.calls.detach(endpoint=endpoint)
+        self.runs.calls.detach(endpoint=endpoint)
         return self.objects.invalidate(endpoint=endpoint)
 
     def object_info(self, object_id: str) -> dict[str, Any]:
@@ -210,72 +183,28 @@ class Core:
             "objects": len(self.objects),
             "nbytes": self.objects.nbytes,
             "leases": len(self.leases),
-            "running": len(self.calls),
-            **self.counters,
+            "running": len(self.runs.calls),
+            "tasks": self.tasks.table.counts(),
+            **self.runs.counters,
         }
 
-    async def _run(self, flight: Flight[Waiter], spec: EndpointSpec, invocation: Invocation) -> None:
-        outcome: Produced | Failure = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
-        with anyio.CancelScope() as scope:
-            if flight not in self.calls:  # everybody left before this task had its first turn
-                scope.cancel()
-            self._scopes[flight] = scope
-            try:
-                outcome = await self._execute(flight, spec, invocation)
-            except Exception as error:
-                _log.exception("endpoint %s could not be run", spec.name)
-                outcome = Failure.raised(error)
-            finally:
-                del self._scopes[flight]
-                if not flight.running:
-                    _close_arguments(invocation.arguments)
-                self._finish(flight, spec, outcome)
-
-    async def _execute(self, flight: Flight[Waiter], spec: EndpointSpec, invocation: Invocation) -> Produced | Failure:
-        if spec.concurrency == "parallel":
-            return await self._executor.run(invocation, lambda: self._begin(flight))
-        async with self._serialized.setdefault(spec.name, anyio.Lock()):
-            return await self._executor.run(invocation, lambda: self._begin(flight))
-
-    def _begin(self, flight: Flight[Waiter]) -> None:
-        self.counters["builds"] += 1
-        self.calls.begin(flight)
-
-    def _finish(self, flight: Flight[Waiter], spec: EndpointSpec, outcome: Produced | Failure) -> None:
-        if isinstance(outcome, Failure):
-            self._close(flight, outcome)
-            return
-        key = flight.key
-        waiters = self.calls.close(flight)
-        record = outcome.record
-        if record is None or (key is None and not (spec.managed and waiters)):
-            self._deliver(waiters, spec, record, outcome.live, None)
-            if record is not None:
-                record.close()
-            return
-        stored = self.objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
-        self._deliver(waiters, spec, record, outcome.live, stored)
-        self._settle(stored.object_id)
-
-    def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        for waiter in self.calls.close(flight):
-            self.counters["failures"] += 1
-            _tell(waiter, failure)
-
-    def _deliver(
-        self, waiters: Sequence[Waiter], spec: EndpointSpec, record: Record | None, live: Any, stored: StoredObject | None
-    ) -> None:
-        managed = spec.managed and stored is not None
-        if managed and stored is not None:
-            # All of them before anybody is told: one who gives its lease back at once must not end the others'.
-            for waiter in waiters:
-                self.leases.grant(waiter.session, stored.object_id)
-        for waiter in waiters:
-            _tell(waiter, Delivery(record, live, stored, managed))
+    def _bound(self, endpoint: str, lowered: Lowered, chain: frozenset[str]) -> tuple[EndpointSpec, str | None]:
+        if self._stopped:
+            raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+        spec = self.registry.get(endpoint)
+        key = cache_key(spec, bind(spec, *lowered))
+        check_chain(spec, key, chain)
+        return spec, key
 
     def _settle(self, *object_ids: str) -> None:
         self.objects.settle(*object_ids)
-        self._wake_sweeper.set()
+        self._wake()
+
+    def _release_one(self, session: str, object_id: str) -> None:
+        self.release(session, [object_id])
+
+    def _forget_task(self, task: Task[Waiter]) -> None:
+        self.tasks.forget(task)
 
     def _dropped(self, stored: StoredObject) -> None:
         stored.record.close()
@@ -283,23 +212,12 @@ class Core:
         self._executor.reclaim()
         _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
 
+    def _wake(self) -> None:
+        self._wake_sweeper.set()
+
     async def _sweep(self) -> None:
         while True:
             self._wake_sweeper = anyio.Event()
-            pause = self.objects.expire()
-            with anyio.move_on_after(pause if pause is not None else float("inf")):
+            pauses = [pause for pause in (self.objects.expire(), self.tasks.table.expire()) if pause is not None]
+            with anyio.move_on_after(min(pauses, default=float("inf"))):
                 await self._wake_sweeper.wait()
-
-
-def _tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
-    """What goes wrong with one waiter must not reach the next, and not end the server."""
-    waiter.flight = None
-    try:
-        waiter.deliver(outcome)
-    except Exception:
-        _log.exception("a waiter of session %s could not be told", waiter.session)
-
-
-def _close_arguments(arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    if isinstance(arguments, Arguments):
-        arguments.close()

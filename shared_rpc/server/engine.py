@@ -19,8 +19,12 @@ import anyio
 import anyio.abc
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
-from shared_rpc.server.core import Core, Delivery, Waiter
-from shared_rpc.server.executor import CHAIN, Executor, Failure
+from shared_rpc.running import CURRENT_RUN
+from shared_rpc.server.core import Core
+from shared_rpc.server.executor import Executor, Failure
+from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.server.tasks import Tasks
+from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["LOCAL_SESSION", "Engine", "PendingCall"]
 
@@ -123,8 +127,30 @@ class Engine:
     ) -> PendingCall:
         """A call of this process's own: through the cache, and with the live value for a result."""
         pending = PendingCall(self)
-        chain = CHAIN.get()
+        run = CURRENT_RUN.get()
+        chain = run.chain if run is not None else frozenset()
         self.post(lambda: self.core.call(pending.waiter, endpoint, lowered, (args, kwargs), chain))
+        return pending
+
+    def submit(
+        self, endpoint: str, lowered: tuple[list[Any], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> TaskInfo:
+        """A task of this process's own; see :meth:`call`."""
+        return self.ask(lambda core: core.submit(endpoint, lowered, (args, kwargs), local=True))
+
+    def await_task(
+        self, begin: Callable[[Tasks, Waiter], None], on_event: Callable[[TaskInfo], None] | None = None
+    ) -> PendingCall:
+        """Wait for a task as ``begin`` says, or fetch its result; ``on_event`` is called on the loop."""
+        pending = PendingCall(self, on_event)
+
+        def ask() -> None:
+            try:
+                begin(self.core.tasks, pending.waiter)
+            except Exception as error:
+                pending.waiter.deliver(Failure.of(error))
+
+        self.post(ask)
         return pending
 
     def release(self, object_id: str) -> None:
@@ -192,13 +218,13 @@ class Engine:
 
 
 class PendingCall:
-    """A call of this process's own, until it is answered or given up."""
+    """A call of this process's own, or its wait for a task, until it is answered or given up."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_event: Callable[[TaskInfo], None] | None = None) -> None:
         self.future: concurrent.futures.Future[Delivery] = concurrent.futures.Future()
         self.future.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
         # Not a method of this object: it would be in a cycle, and the result with it.
-        self.waiter = Waiter(LOCAL_SESSION, functools.partial(_settle, self.future), local=True)
+        self.waiter = Waiter(LOCAL_SESSION, functools.partial(_settle, self.future), local=True, on_event=on_event)
         self._engine = engine
 
     def give_up(self) -> None:

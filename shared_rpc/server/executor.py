@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import traceback
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import RemoteError, SharedRPCError, text_of, to_wire
+from shared_rpc.errors import RemoteError, SharedRPCError, TaskCancelled, class_of, text_of, to_wire
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.threads import WorkerThreads
+from shared_rpc.wire.tasks import Progress
 
-__all__ = ["CHAIN", "Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
+__all__ = ["Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
 
 #: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Invocation:
     """One run to do. ``arguments`` are lowered, or the live ``(args, kwargs)`` of a caller in this process.
 
     ``publish``: whether a record is needed; a caller in this process can do with the value alone. ``chain``: see
-    :data:`CHAIN`.
+    :class:`Run`. ``background``: whether it may take long, and must not hold up calls that are waited for.
+
+    ``on_begin`` is called when its work starts, and ``on_progress`` with what the endpoint says, both on the loop.
     """
 
     endpoint: str
     arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]
     publish: bool
-    chain: frozenset[str] = frozenset()
-
-
-#: In an endpoint: the names and keys of the calls it serves. It tells a call that would wait for itself.
-CHAIN: ContextVar[frozenset[str]] = ContextVar("chain", default=frozenset())
+    chain: frozenset[str]
+    background: bool
+    on_begin: Callable[[], None]
+    on_progress: Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,21 @@ class Failure:
     detail: dict[str, str]
     pickled: bytes = b""
     error: BaseException | None = None
+
+    @property
+    def type_name(self) -> str:
+        """The name of the exception's type."""
+        return self.detail.get("type_name") or class_of(self.code).__name__
+
+    def remembered(self, limit: int) -> Failure:
+        """The same, to be kept for long: an exception that pickles larger than ``limit`` bytes is told as a RemoteError, and
+        none keeps what its endpoint had in hand.
+        """
+        error = self.error
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        return dataclasses.replace(self, pickled=self.pickled if len(self.pickled) <= limit else b"")
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -105,11 +124,14 @@ class Executor(Protocol):
     def reclaim(self) -> None:
         """An object was dropped: give back the memory that only its live value held. Does not wait."""
 
-    async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
-        """Run one endpoint; ``begun`` is called when its work starts. Never raises what the endpoint raised.
+    async def run(self, invocation: Invocation) -> Produced | Failure:
+        """Run one endpoint. Never raises what the endpoint raised.
 
         The arguments' descriptors belong to the executor from here on, also if it is cancelled.
         """
+
+    def cancel(self, invocation: Invocation) -> None:
+        """Ask a run that has begun to stop."""
 
 
 class InProcessExecutor:
@@ -130,6 +152,10 @@ class InProcessExecutor:
         self._shares = shares
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
+        #: As many again for tasks: a few that take minutes must not hold up every call.
+        self._background = WorkerThreads(limit, self._prepare)
+        self._runs: dict[Invocation, Run] = {}
+        self._coroutines: dict[Invocation, asyncio.Task[Produced | Failure]] = {}
 
     def _prepare(self) -> None:
         """Make the provider's GPU the current one of this thread: an endpoint's ``"cuda"`` means it, and cuBLAS warns where no
@@ -145,11 +171,13 @@ class InProcessExecutor:
     @property
     def busy(self) -> int:
         """See :class:`Executor`."""
-        return self._threads.busy
+        return self._threads.busy + self._background.busy
 
-    def lend_thread(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def lend_thread(self) -> Iterator[None]:
         """See :class:`Executor`."""
-        return self._threads.lend()
+        with self._threads.lend(), self._background.lend():
+            yield
 
     def reclaim(self) -> None:
         """See :class:`Executor`."""
@@ -159,46 +187,73 @@ class InProcessExecutor:
     def close(self) -> None:
         """See :class:`Executor`."""
         self._threads.close()
+        self._background.close()
 
-    async def run(self, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
+    def cancel(self, invocation: Invocation) -> None:
+        """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
+        run = self._runs.get(invocation)
+        if run is not None:
+            run.cancel()
+            work = self._coroutines.get(invocation)
+            if work is not None:
+                work.cancel()
+
+    async def run(self, invocation: Invocation) -> Produced | Failure:
         """See :class:`Executor`."""
         endpoint = self._endpoints[invocation.endpoint]
+        threads = self._background if invocation.background else self._threads
+        reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
+        run = Run(invocation.chain, reporter.put)
         started = False
 
         def start() -> None:
             nonlocal started
             started = True
-            begun()
+            self._runs[invocation] = run
+            invocation.on_begin()
 
         try:
             if not endpoint.spec.is_async:
-                return await self._threads.run(lambda: _guarded(lambda: self._call(endpoint, invocation)), start)
-            return await self._run_async(endpoint, invocation, start)
+                return await threads.run(lambda: _guarded(lambda: self._call(endpoint, invocation, run)), start)
+            return await self._run_async(endpoint, invocation, run, threads, start)
         finally:
+            self._runs.pop(invocation, None)
+            reporter.close()
             if not started and isinstance(invocation.arguments, Arguments):
                 invocation.arguments.close()
 
-    async def _run_async(self, endpoint: Endpoint, invocation: Invocation, begun: Callable[[], None]) -> Produced | Failure:
-        loaded = await self._threads.run(lambda: _guarded(lambda: Produced(None, _load(invocation))), begun)
+    async def _run_async(
+        self, endpoint: Endpoint, invocation: Invocation, run: Run, threads: WorkerThreads, begun: Callable[[], None]
+    ) -> Produced | Failure:
+        loaded = await threads.run(lambda: _guarded(lambda: Produced(None, _load(invocation))), begun)
         if isinstance(loaded, Failure):
             return loaded
         args, kwargs = loaded.live
-        CHAIN.set(invocation.chain)
+        CURRENT_RUN.set(run)
         self._prepare()
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        outcome = await asyncio.create_task(_awaited(endpoint.function(*args, **kwargs)))
+        work = asyncio.create_task(_awaited(endpoint.function(*args, **kwargs), run))
+        self._coroutines[invocation] = work
+        try:
+            outcome = await work
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
+            return Failure.of(TaskCancelled())  # asked before its first step
+        finally:
+            del self._coroutines[invocation]
         if isinstance(outcome, Failure):
             return outcome
         value = outcome.live
-        return await self._threads.run(lambda: _guarded(lambda: self._publish(endpoint, invocation, value)), _nothing)
+        return await threads.run(lambda: _guarded(lambda: self._publish(endpoint, invocation, value)), _nothing)
 
-    def _call(self, endpoint: Endpoint, invocation: Invocation) -> Produced:
+    def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
         args, kwargs = _load(invocation)
-        token = CHAIN.set(invocation.chain)
+        token = CURRENT_RUN.set(run)
         try:
             value = endpoint.function(*args, **kwargs)
         finally:
-            CHAIN.reset(token)
+            CURRENT_RUN.reset(token)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
         return self._publish(endpoint, invocation, value)
@@ -234,12 +289,14 @@ def _load(invocation: Invocation) -> tuple[Any, Any]:
         invocation.arguments.close()
 
 
-async def _awaited(work: Awaitable[Any]) -> Produced | Failure:
+async def _awaited(work: Awaitable[Any], run: Run) -> Produced | Failure:
     """:func:`_guarded` for what is awaited. SystemExit would end the loop, and every waiter would hang."""
     try:
         return Produced(None, await work)
     except SharedRPCError as error:
         return Failure.of(error)
+    except asyncio.CancelledError as error:
+        return Failure.of(TaskCancelled()) if run.cancelled else Failure.raised(error)
     except BaseException as error:
         return Failure.raised(error)
 

@@ -33,6 +33,8 @@ class Server:
     :param socket_path: where to listen; by default what the provider's base path and device give.
     :param max_workers: threads that run endpoints; by default four more than there are cores, and at most 32.
     :param max_bytes: memory budget in bytes for objects nobody holds, see :class:`~shared_rpc.store.objects.ObjectStore`.
+    :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
+    :param result_ttl: seconds a finished task is remembered, and its result kept until somebody fetches it.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
@@ -45,6 +47,8 @@ class Server:
         socket_path: str | os.PathLike[str] | None = None,
         max_workers: int | None = None,
         max_bytes: int | None = None,
+        max_tasks: int = 1000,
+        result_ttl: float = 3600.0,
         max_connections: int = 8192,
         allow_uids: Collection[int] = (),
     ) -> None:
@@ -52,6 +56,8 @@ class Server:
         self._asked_path = socket_path
         self._max_workers = max_workers
         self._max_bytes = max_bytes
+        self._max_tasks = max_tasks
+        self._result_ttl = result_ttl
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
         self._engine: Engine | None = None
@@ -103,7 +109,14 @@ class Server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
         executor = InProcessExecutor(self._provider.endpoints, device, self._max_workers)
-        core = Core(self._provider.registry, executor, device, max_bytes=self._max_bytes)
+        core = Core(
+            self._provider.registry,
+            executor,
+            device,
+            max_bytes=self._max_bytes,
+            max_tasks=self._max_tasks,
+            result_ttl=self._result_ttl,
+        )
         acceptor = Acceptor(core, path, self._uids, self._max_connections)
         engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
         try:

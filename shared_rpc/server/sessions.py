@@ -11,7 +11,6 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.server.core import Core
-from shared_rpc.server.engine import LOCAL_SESSION
 from shared_rpc.transport import Peer
 
 if TYPE_CHECKING:
@@ -66,11 +65,11 @@ class Sessions:
             self._core.end_session(session.session_id)
 
     def holders(self, object_id: str) -> list[dict[str, Any]]:
-        """The sessions that hold an object; the server's own process, which needs no connection, among them."""
+        """Who holds an object: clients, and without a connection this process itself, and tasks nobody has fetched yet."""
         return [
-            {"session": session_id, "pid": os.getpid(), "connections": 0}
-            if session_id == LOCAL_SESSION
-            else self._by_id[session_id].facts()
+            self._by_id[session_id].facts()
+            if session_id in self._by_id
+            else {"session": session_id, "pid": os.getpid(), "connections": 0}
             for session_id in self._core.leases.holders(object_id)
         ]
 

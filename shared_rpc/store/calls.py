@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["CallTable", "Flight"]
 
@@ -22,11 +22,12 @@ W = TypeVar("W")
 
 @dataclass(eq=False)
 class Flight(Generic[W]):
-    """One run. ``key`` is None where its result is not to be cached, or no longer."""
+    """One run. ``key`` is None where its result is not to be cached, or no longer; ``progress`` is what it said last."""
 
     endpoint: str
     key: str | None
     running: bool = False
+    progress: Any = None
     waiters: list[W] = field(default_factory=list)
 
 
@@ -69,12 +70,16 @@ class CallTable(Generic[W]):
         waiters, flight.waiters = flight.waiters, []
         return waiters
 
+    def part(self, flight: Flight[W]) -> None:
+        """Keep one run's result out of the cache, and later calls from joining it."""
+        self._unlist(flight)
+        flight.key = None
+
     def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
         """Keep the results of matching runs out of the cache; how many runs that were."""
         matching = [f for f in self._flights if f.key is not None and (f.key == key or f.endpoint == endpoint)]
         for flight in matching:
-            self._unlist(flight)
-            flight.key = None
+            self.part(flight)
         return len(matching)
 
     def _unlist(self, flight: Flight[W]) -> None:

@@ -11,8 +11,9 @@ from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import EMPTY_TABLE
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 
-__all__ = ["Message", "decode_message", "encode_message"]
+__all__ = ["Message", "decode_message", "encode_message", "number_of"]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -133,6 +134,66 @@ class InvalidateEndpoint(Message):
     endpoint: str
 
 
+class Submit(Call):
+    """Make a task of a call; the answer is :class:`TaskIs`."""
+
+
+class GetTask(Message):
+    """Ask for :class:`TaskIs`."""
+
+    task_id: str
+
+
+class TaskIs(Message):
+    """A task now."""
+
+    info: TaskInfo
+
+
+class TaskChanged(Message):
+    """A task that is waited for has changed. The only message that is not the last one of its request."""
+
+    info: TaskInfo
+
+
+class WaitTask(Message):
+    """Ask for the :class:`Result` of a task, when it has ended.
+
+    ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error.
+    """
+
+    task_id: str
+    events: bool = False
+    poll: bool = False
+
+
+class FetchTask(Message):
+    """Ask for the :class:`Result` of a task that has ended; any other is an error."""
+
+    task_id: str
+
+
+class CancelTask(Message):
+    """Cancel a task, or ask it to stop; :class:`Count` is 0 if it had ended."""
+
+    task_id: str
+
+
+class ListTasks(Message):
+    """Ask for a :class:`TaskPage`: tasks of one status, or of all, that were made after that of number ``after``."""
+
+    status: TaskStatus | None = None
+    after: int = 0
+    limit: int = 1000
+
+
+class TaskPage(Message):
+    """Tasks in the order they were made. ``after`` is what to ask for next, None at the end."""
+
+    infos: list[TaskInfo]
+    after: int | None
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 
@@ -163,10 +224,24 @@ _KINDS: dict[int, type[Message]] = {
     17: InvalidateCall,
     18: InvalidateEndpoint,
     19: Error,
+    20: Submit,
+    21: GetTask,
+    22: TaskIs,
+    23: WaitTask,
+    24: CancelTask,
+    25: ListTasks,
+    26: TaskPage,
+    27: FetchTask,
+    28: TaskChanged,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def number_of(kind: type[Message]) -> int:
+    """The kind byte of a message."""
+    return _NUMBERS[kind]
 
 
 def encode_message(message: Message) -> tuple[int, bytes]:

@@ -1,0 +1,78 @@
+"""What a frame from the server means to its receiver."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shared_rpc.errors import RemoteTraceback, from_wire
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.tasks import TaskInfo
+
+__all__ = ["event_of", "message_of"]
+
+
+def message_of(frame: Frame) -> m.Message:
+    """The message of a frame, which is closed if this raises.
+
+    :raises Exception: what an error reply stands for.
+    """
+    try:
+        message = decode_message(frame)
+        if isinstance(message, m.Error):
+            _raise_error(message, frame)
+        return message
+    except BaseException:
+        frame.close()
+        raise
+
+
+#: The kind byte of what may come before the last answer to a request.
+_EVENT = m.number_of(m.TaskChanged)
+
+
+def event_of(frame: Frame) -> TaskInfo | None:
+    """What a frame tells of a task that is waited for; None for a request's last answer."""
+    if frame.kind != _EVENT:
+        return None
+    message = decode_message(frame)
+    assert isinstance(message, m.TaskChanged)
+    return message.info
+
+
+def _native(error: Any, type_name: str) -> Any:
+    """The exception with this process's own class of that name, where the script that defines it runs here as well.
+
+    Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
+    """
+    module = type(error).__module__
+    script = sys.modules.get("__main__")
+    here = module in ("__main__", Path(getattr(script, "__file__", None) or "").stem)
+    found: Any = script if here else sys.modules.get(module)
+    for name in type_name.removeprefix(f"{module}.").split("."):
+        found = getattr(found, name, None)
+    if isinstance(found, type) and issubclass(found, Exception) and found is not type(error):
+        with suppress(TypeError):  # another class altogether
+            error.__class__ = found
+    return error
+
+
+def _raise_error(message: m.Error, frame: Frame) -> NoReturn:
+    """Raise what an error reply stands for: an endpoint's own exception where it can be rebuilt, with the remote
+    traceback as its cause; else the library's.
+    """
+    error = from_wire(message.code, message.text, message.detail)
+    cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
+    if message.endpoint_raised:
+        try:
+            own = _native(pickle.loads(frame.payload), message.detail["type_name"])
+        except Exception:
+            own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
+        if isinstance(own, Exception):
+            raise own from cause
+    raise error from cause

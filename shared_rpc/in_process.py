@@ -1,0 +1,177 @@
+"""Calls within the process that runs the endpoints: its own, beside those of a server's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
+from shared_rpc.handle import Handle
+from shared_rpc.memory.devices import device_kind
+from shared_rpc.running import CURRENT_RUN
+from shared_rpc.server.engine import Engine, PendingCall
+from shared_rpc.server.runs import Delivery
+from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+
+__all__ = ["InProcessRuntime"]
+
+T = TypeVar("T")
+
+
+class InProcessRuntime:
+    """Every call goes through the core of this process, and gets the live value."""
+
+    def __init__(self, engine: Engine, device: str) -> None:
+        self.server_id = engine.core.server_id
+        self._engine = engine
+        self._device = device
+
+    def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`Runtime`.
+
+        :raises ConfigurationError: on the event loop that endpoints run on, which would wait for itself.
+        """
+        if self._engine.here():
+            raise ConfigurationError(
+                f"{endpoint}() was called on the server's event loop, by an async endpoint perhaps: make {endpoint!r} an "
+                f"async def and await it, or call it with anyio.to_thread.run_sync"
+            )
+        with self._wanted(self._begin(endpoint, args, kwargs)) as future, self._waiting():
+            return self._hand(future.result())
+
+    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See :class:`Runtime`."""
+        with self._wanted(self._begin(endpoint, args, kwargs)) as future:
+            if self._engine.here():
+                return self._hand(await asyncio.wrap_future(future))
+            return self._hand(await _waited_for(future))
+
+    @property
+    def tasks(self) -> InProcessRuntime:
+        """See :class:`shared_rpc.runtime.Runtime`."""
+        return self
+
+    def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
+        """See :meth:`Client.submit`."""
+        return self._engine.submit(endpoint, self._lowered(args, kwargs), args, kwargs).task_id
+
+    def wait_for_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> Any:
+        """See :meth:`Client.wait_for_task`.
+
+        :raises ConfigurationError: on the event loop that endpoints run on.
+        """
+        if self._engine.here():
+            raise ConfigurationError("wait_for_task() was called on the server's event loop: use anyio.to_thread.run_sync")
+        poll = timeout is not None and timeout <= 0
+        until = time.monotonic() + (timeout if timeout is not None and not poll else threading.TIMEOUT_MAX / 2)
+        #: What happens to the task, and None at its end.
+        events: queue.SimpleQueue[TaskInfo | None] = queue.SimpleQueue()
+        pending = self._engine.await_task(
+            lambda tasks, waiter: tasks.wait(waiter, task_id, poll=poll), events.put if callback is not None else None
+        )
+        pending.future.add_done_callback(lambda _: events.put(None))
+        with self._wanted(pending) as future, self._waiting():
+            try:
+                while (info := events.get(timeout=max(until - time.monotonic(), 0))) is not None:
+                    if callback is not None:
+                        callback(info)
+            except queue.Empty:
+                raise DeadlineExceeded(
+                    f"task {task_id} did not end within {timeout} s; it goes on, and a later wait gets its result"
+                ) from None
+            return self._hand(future.result())
+
+    def get_task_status(self, task_id: str) -> TaskInfo:
+        """See :meth:`Client.get_task_status`."""
+        return self._engine.ask(lambda core: core.tasks.table.get(task_id).info)
+
+    def get_task_result(self, task_id: str) -> Any:
+        """See :meth:`Client.get_task_result`."""
+        with self._wanted(self._engine.await_task(lambda tasks, waiter: tasks.fetch(waiter, task_id))) as future:
+            return self._hand(future.result())
+
+    def cancel_task(self, task_id: str) -> bool:
+        """See :meth:`Client.cancel_task`."""
+        return self._engine.ask(lambda core: core.tasks.cancel(core.tasks.table.get(task_id)))
+
+    def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
+        """See :meth:`Client.list_tasks`."""
+        chosen = TaskStatus(status) if status is not None else None
+        return self._engine.ask(lambda core: [task.info for task in core.tasks.table if chosen in (None, task.info.status)])
+
+    def _begin(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall:
+        return self._engine.call(endpoint, self._lowered(args, kwargs), args, kwargs)
+
+    @contextmanager
+    def _wanted(self, pending: PendingCall) -> Iterator[concurrent.futures.Future[Delivery]]:
+        """A caller that is cancelled or interrupted gives its call up, and leaves no lease behind."""
+        try:
+            yield pending.future
+        except BaseException:
+            pending.give_up()
+            raise
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Around a wait: in an endpoint it must not use up the threads that whatever it waits for needs."""
+        return self._engine.lend_thread() if CURRENT_RUN.get() is not None else nullcontext()
+
+    def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        from shared_rpc.codec import lower_arguments
+
+        return lower_arguments(args, kwargs, device_kind(self._device))
+
+    def _hand(self, delivery: Delivery) -> Any:
+        if not delivery.managed or delivery.stored is None:
+            return delivery.live
+        return Handle(
+            delivery.live,
+            object_id=delivery.stored.object_id,
+            server_id=self.server_id,
+            generation=delivery.stored.generation,
+            issuer=self,
+            session=self,
+        )
+
+    def invalidate_call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """See :meth:`Client.invalidate_call_cache`."""
+        lowered = self._lowered(args, kwargs)
+        return self._engine.ask(lambda core: core.invalidate_call(endpoint, *lowered))
+
+    def invalidate_endpoint(self, endpoint: str) -> int:
+        """See :meth:`Client.invalidate_endpoint_cache`."""
+        return self._engine.ask(lambda core: core.invalidate_endpoint(endpoint))
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        self._engine.release(object_id)
+
+    def object_info(self, object_id: str) -> dict[str, Any]:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        return self._engine.ask(lambda core: core.object_info(object_id))
+
+    def ensure_handle_live(self, handle: Handle[Any]) -> None:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        if handle.released:
+            raise StaleHandleError(f"the handle of object {handle.object_id} was released", reason="released")
+        try:
+            self.object_info(handle.object_id)
+        except ConnectionClosed as error:
+            raise StaleHandleError(str(error), reason="server_unreachable") from error
+
+
+async def _waited_for(future: concurrent.futures.Future[T]) -> T:
+    if future.done():
+        return future.result()
+    # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
+    return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

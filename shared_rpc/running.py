@@ -1,0 +1,134 @@
+"""What an endpoint can say of itself, and ask, while it runs.
+
+``progress``, ``cancelled`` and ``raise_if_cancelled`` may be called anywhere: where no endpoint runs, or nobody asked, they
+do nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from shared_rpc.errors import TaskCancelled
+from shared_rpc.wire.tasks import Progress
+
+__all__ = ["CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled"]
+
+
+class Run:
+    """One run of an endpoint, as the endpoint sees it. Thread-safe.
+
+    :param chain: names and keys of the calls it serves: they tell a call that would wait for itself.
+    :param report: takes progress, from whichever thread.
+    """
+
+    __slots__ = ("_asked", "chain", "report")
+
+    def __init__(self, chain: frozenset[str], report: Callable[[Progress], None]) -> None:
+        self.chain = chain
+        self.report = report
+        self._asked = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._asked.is_set()
+
+    def cancel(self) -> None:
+        """Ask it to stop."""
+        self._asked.set()
+
+
+#: The run of the endpoint that this thread, or this coroutine, carries out.
+CURRENT_RUN: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+def progress(done: float, total: float | None = None, message: str = "") -> None:
+    """Tell everybody who waits for this endpoint's task how far it is.
+
+    Cheap enough for every step of a loop: what comes faster than 20 times a second is thinned out, and the last always told.
+
+    :param done: how much is done, in units of your choice.
+    :param total: how much there is in all, None where that is not known.
+    :param message: what is going on.
+    """
+    run = CURRENT_RUN.get()
+    if run is not None:
+        run.report(Progress(float(done), None if total is None else float(total), str(message)))
+
+
+def cancelled() -> bool:
+    """Whether somebody asked this endpoint's task to stop. An endpoint that takes long should look, and end early."""
+    run = CURRENT_RUN.get()
+    return run is not None and run.cancelled
+
+
+def raise_if_cancelled() -> None:
+    """End the endpoint here if somebody asked its task to stop.
+
+    :raises TaskCancelled: then; let it pass.
+    """
+    if cancelled():
+        raise TaskCancelled
+
+
+@contextmanager
+def forward_tqdm() -> Iterator[None]:
+    """Report the progress bars of tqdm that are made in this block, in an endpoint, as its progress.
+
+    Hugging Face's bar for loading checkpoints is one of them. A bar that is disabled says nothing here either, and one in
+    another does not hide the outer one for longer than it lives. tqdm must be installed.
+    """
+    from tqdm.std import tqdm
+
+    run = CURRENT_RUN.get()
+    if run is None:
+        yield
+        return
+    _hook(tqdm)
+    token = _forwarding.set(run)
+    try:
+        yield
+    finally:
+        _forwarding.reset(token)
+
+
+_forwarding: ContextVar[Run | None] = ContextVar("forwarding", default=None)
+_hooking = threading.Lock()
+#: The attribute by which a bar, updated from whichever thread, knows its run.
+_MARK = "_shared_rpc_run"
+
+
+def _hook(bar: Any) -> None:
+    """Have tqdm's bars tell of themselves: a library that makes them has its class by name already."""
+    with _hooking:
+        if hasattr(bar, _MARK):
+            return
+        setattr(bar, _MARK, None)
+        made, updated, closed = bar.__init__, bar.update, bar.close
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            setattr(self, _MARK, _forwarding.get())
+            _tell(self)
+
+        def update(self: Any, n: float | None = 1) -> Any:
+            result = updated(self, n)
+            _tell(self)
+            return result
+
+        def close(self: Any) -> None:
+            _tell(self)
+            closed(self)
+
+        bar.__init__, bar.update, bar.close = __init__, update, close
+
+
+def _tell(bar: Any) -> None:
+    run = getattr(bar, _MARK, None)
+    if run is not None and not bar.disable:
+        total = bar.total
+        run.report(Progress(float(bar.n), None if total is None else float(total), str(bar.desc or "").rstrip(": ")))

@@ -1,0 +1,73 @@
+"""Progress on its way from an endpoint's thread to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from shared_rpc.wire.tasks import Progress
+
+__all__ = ["Reporter"]
+
+#: Reports that are told one by one, before they are thinned out.
+_BURST = 100
+#: Seconds between two reports from then on; one that was held back is told after as long.
+_PERIOD = 0.05
+
+
+class Reporter:
+    """Takes reports from any thread, and tells them on the loop. What comes too fast is thinned out; the last is told.
+
+    :param tell: is called on the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[Progress], None]) -> None:
+        self._loop = loop
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._waiting: deque[Progress] = deque(maxlen=_BURST)
+        self._scheduled = False
+        self._allowance = float(_BURST)
+        self._counted = loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def put(self, progress: Progress) -> None:
+        """Report; from any thread. After the end of the run, or of the loop, nobody is told."""
+        with self._lock:
+            self._waiting.append(progress)
+            if self._scheduled or self._closed:
+                return
+            self._scheduled = True
+        with suppress(RuntimeError):  # the loop is closed: the server stopped while the endpoint ran
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def close(self) -> None:
+        """The run ended: tell what was held back. On the loop."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = list(self._waiting), deque(maxlen=0)
+        if self._timer is not None:
+            self._timer.cancel()
+        for progress in waiting[-1:]:
+            self._tell(progress)
+
+    def _flush(self) -> None:
+        now = self._loop.time()
+        self._allowance = min(self._allowance + (now - self._counted) / _PERIOD, float(_BURST))
+        self._counted = now
+        count = int(self._allowance)
+        with self._lock:
+            # The newest ones: whoever waits wants to know how far it is, not how far it was.
+            told = list(self._waiting)[-count:] if count else []
+            if count or not self._waiting:
+                self._waiting.clear()
+                self._scheduled = False
+            else:
+                self._timer = self._loop.call_later(_PERIOD, self._flush)
+        self._allowance -= len(told)
+        for progress in told:
+            self._tell(progress)

@@ -1,0 +1,247 @@
+"""Runs: a call is answered from the cache, joins a run of its key, or starts one; and what becomes of its result."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+
+from shared_rpc.errors import ConnectionClosed
+from shared_rpc.records import Arguments, Record
+from shared_rpc.server.executor import Executor, Failure, Invocation, Produced
+from shared_rpc.store.calls import CallTable, Flight
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.tasks import Progress, TaskInfo
+
+if TYPE_CHECKING:
+    from shared_rpc.store.tasks import Task
+
+__all__ = ["CallArguments", "Delivery", "Runs", "Waiter", "close_arguments", "tell"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: The arguments as the executor takes them: lowered, or the live ``(args, kwargs)`` of a caller in this process.
+CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
+
+    ``stored`` is the object where the server keeps it; with ``managed`` the waiter's session holds a lease on it now.
+    """
+
+    record: Record | None
+    live: Any
+    stored: StoredObject | None
+    managed: bool
+
+
+@dataclass(eq=False)
+class Waiter:
+    """Somebody who waits for an outcome: the session it belongs to, and where the outcome goes.
+
+    :param local: whether it is a caller in this process, who can do with the live value.
+    :param keeps: whether its session is to hold the result, managed or not: it is a task.
+    :param on_begin: called when the work starts.
+    :param on_progress: called with what the endpoint says of it.
+    :param on_event: of somebody who waits for a task: called with every change.
+    """
+
+    session: str
+    deliver: Callable[[Delivery | Failure], None]
+    local: bool = False
+    keeps: bool = False
+    on_begin: Callable[[], None] | None = None
+    on_progress: Callable[[Progress], None] | None = None
+    on_event: Callable[[TaskInfo], None] | None = None
+    flight: Flight[Waiter] | None = field(default=None, repr=False)
+    task: Task[Waiter] | None = field(default=None, repr=False)
+
+
+class Runs:
+    """All runs of a server. On its loop only.
+
+    :param settle: called with the ids of objects whose leases changed, or which were added.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        settle: Callable[[str], None],
+    ) -> None:
+        self.calls: CallTable[Waiter] = CallTable()
+        self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
+        self._executor = executor
+        self._objects = objects
+        self._leases = leases
+        self._settle = settle
+        self._serialized: dict[str, anyio.Lock] = {}
+        self._scopes: dict[Flight[Waiter], anyio.CancelScope] = {}
+        self._begun: dict[Flight[Waiter], Invocation] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    def run_in(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Where runs go on."""
+        self._tasks = tasks
+
+    def stop(self) -> None:
+        """Release every waiter."""
+        gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
+        for flight in self.calls:
+            self._close(flight, gone)
+
+    def enter(
+        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> None:
+        """Answer from the cache, join a run, or start one. The waiter is told exactly once, perhaps before this returns.
+
+        :param arguments: descriptors in them belong to this object now.
+        """
+        if self.answer_from_cache(waiter, spec, key):
+            close_arguments(arguments)
+            return
+        waiter.flight = self.calls.join(key, waiter) if spec.singleflight else None
+        if waiter.flight is not None:
+            close_arguments(arguments)
+            self.counters["joined"] += 1
+            self._catch_up(waiter, waiter.flight)
+            return
+        assert self._tasks is not None, "the core is not running"
+        flight = waiter.flight = self.calls.open(spec.name, key, waiter)
+        publish = not waiter.local or key is not None or spec.managed or waiter.keeps
+        invocation = Invocation(
+            spec.name,
+            arguments,
+            publish,
+            chain | {spec.name, key or spec.name},
+            background=waiter.keeps,
+            on_begin=lambda: self._begin(flight, invocation),
+            on_progress=lambda progress: self._progress(flight, progress),
+        )
+        self._tasks.start_soon(self._run, flight, spec, invocation)
+
+    def answer_from_cache(self, waiter: Waiter, spec: EndpointSpec, key: str | None) -> bool:
+        """Deliver the cached result of a key, if there is one."""
+        stored = self._objects.lookup(key) if key is not None else None
+        if stored is None:
+            return False
+        self.counters["cache_hits"] += 1
+        self._deliver([waiter], spec, stored.record, stored.live, stored)
+        return True
+
+    def leave(self, waiter: Waiter) -> None:
+        """The waiter no longer waits; it is not told anything any more. Work that has not begun is dropped with its last."""
+        flight, waiter.flight = waiter.flight, None
+        if flight is not None and self.calls.leave(flight, waiter):
+            scope = self._scopes.get(flight)
+            self.calls.close(flight)
+            if scope is not None:
+                scope.cancel()
+
+    def ask_to_stop(self, flight: Flight[Waiter]) -> None:
+        """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
+        self.calls.part(flight)
+        invocation = self._begun.get(flight)
+        if invocation is not None:
+            self._executor.cancel(invocation)
+
+    def _catch_up(self, waiter: Waiter, flight: Flight[Waiter]) -> None:
+        if flight.running and waiter.on_begin is not None:
+            waiter.on_begin()
+        if flight.progress is not None and waiter.on_progress is not None:
+            waiter.on_progress(flight.progress)
+
+    def _begin(self, flight: Flight[Waiter], invocation: Invocation) -> None:
+        self.counters["builds"] += 1
+        self._begun[flight] = invocation
+        self.calls.begin(flight)
+        for waiter in tuple(flight.waiters):
+            if waiter.on_begin is not None:
+                waiter.on_begin()
+
+    def _progress(self, flight: Flight[Waiter], progress: Progress) -> None:
+        flight.progress = progress
+        for waiter in tuple(flight.waiters):
+            if waiter.on_progress is not None:
+                waiter.on_progress(progress)
+
+    async def _run(self, flight: Flight[Waiter], spec: EndpointSpec, invocation: Invocation) -> None:
+        outcome: Produced | Failure = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
+        with anyio.CancelScope() as scope:
+            if flight not in self.calls:  # everybody left before this task had its first turn
+                scope.cancel()
+            self._scopes[flight] = scope
+            try:
+                if spec.concurrency == "parallel":
+                    outcome = await self._executor.run(invocation)
+                else:
+                    async with self._serialized.setdefault(spec.name, anyio.Lock()):
+                        outcome = await self._executor.run(invocation)
+            except Exception as error:
+                _log.exception("endpoint %s could not be run", spec.name)
+                outcome = Failure.raised(error)
+            finally:
+                del self._scopes[flight]
+                self._begun.pop(flight, None)
+                if not flight.running:
+                    close_arguments(invocation.arguments)
+                self._finish(flight, spec, outcome)
+
+    def _finish(self, flight: Flight[Waiter], spec: EndpointSpec, outcome: Produced | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self._close(flight, outcome)
+            return
+        key, record = flight.key, outcome.record
+        waiters = self.calls.close(flight)
+        kept = key is not None or (spec.managed and waiters) or any(waiter.keeps for waiter in waiters)
+        if record is None or not kept:
+            self._deliver(waiters, spec, record, outcome.live, None)
+            if record is not None:
+                record.close()
+            return
+        stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
+        self._deliver(waiters, spec, record, outcome.live, stored)
+        self._settle(stored.object_id)
+
+    def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
+        for waiter in self.calls.close(flight):
+            self.counters["failures"] += 1
+            tell(waiter, failure)
+
+    def _deliver(
+        self, waiters: Sequence[Waiter], spec: EndpointSpec, record: Record | None, live: Any, stored: StoredObject | None
+    ) -> None:
+        managed = spec.managed and stored is not None
+        if stored is not None:
+            # All of them before anybody is told: one who gives its lease back at once must not end the others'.
+            for waiter in waiters:
+                if managed or waiter.keeps:
+                    self._leases.grant(waiter.session, stored.object_id)
+        # Tasks last: what a task hands on and lets go of may be all that keeps the record.
+        for waiter in sorted(waiters, key=lambda waiter: waiter.keeps):
+            tell(waiter, Delivery(record, live, stored, managed))
+
+
+def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
+    """Deliver. What goes wrong with one waiter must not reach the next, and not end the server."""
+    waiter.flight = None
+    try:
+        waiter.deliver(outcome)
+    except Exception:
+        _log.exception("a waiter of session %s could not be told", waiter.session)
+
+
+def close_arguments(arguments: CallArguments) -> None:
+    """Close the descriptors of arguments that nobody will use."""
+    if isinstance(arguments, Arguments):
+        arguments.close()

@@ -1,0 +1,214 @@
+"""Tasks at work: a task waits for a run as a caller does, and others wait for the task."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
+from shared_rpc.server.executor import Failure
+from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore
+from shared_rpc.store.tasks import Task, TaskTable
+from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.tasks import Progress, TaskStatus
+
+__all__ = ["Tasks"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Bytes. A task remembers an exception that pickles larger as its type, message and traceback.
+_EXCEPTION_LIMIT = 1 << 14
+
+
+class Tasks:
+    """All tasks of a server. On its loop only.
+
+    :param release: gives a lease back: session, object id.
+    :param changed: called when a task ended: there may be one more to expire.
+    """
+
+    def __init__(
+        self,
+        table: TaskTable[Waiter],
+        runs: Runs,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        release: Callable[[str, str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.table = table
+        self._runs = runs
+        self._objects = objects
+        self._leases = leases
+        self._release = release
+        self._changed = changed
+
+    def submit(
+        self,
+        spec: EndpointSpec,
+        key: str | None,
+        arguments: CallArguments,
+        chain: frozenset[str] = frozenset(),
+        *,
+        local: bool = False,
+        kept: bool = True,
+    ) -> Task[Waiter]:
+        """A task for a call; one whose result is cached has ended when this returns.
+
+        :param arguments: descriptors in them belong to this object now.
+        :param kept: False for the task behind a call: what nobody waits for is not kept to be fetched.
+        :raises ServerBusy: if there are too many.
+        """
+        try:
+            self.table.check_capacity()
+        except BaseException:
+            close_arguments(arguments)
+            raise
+        task = self.table.add(spec.name, key, kept=kept)
+        task.run = Waiter(
+            task.session,
+            functools.partial(self._ended, task),
+            local=local,
+            keeps=True,
+            on_begin=lambda: self._change(task, TaskStatus.RUNNING),
+            on_progress=lambda progress: self._note(task, progress),
+        )
+        self._runs.enter(task.run, spec, key, arguments, chain)
+        return task
+
+    def wait(self, waiter: Waiter, task_id: str, *, poll: bool = False) -> None:
+        """Tell the waiter how the task ends, at once where it has ended, and before that of every change.
+
+        :param poll: do not wait.
+        :raises TaskError: if the task is not known.
+        :raises DeadlineExceeded: with ``poll``, if it has not ended.
+        """
+        task = self.table.get(task_id)
+        if poll and not task.finished:
+            raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is {task.info.status}: it goes on")
+        self.watch(waiter, task)
+
+    def fetch(self, waiter: Waiter, task_id: str) -> None:
+        """Tell the waiter how the task ended.
+
+        :raises TaskError: if the task is not known, or has not ended.
+        """
+        task = self.table.get(task_id)
+        if not task.finished:
+            raise TaskError(
+                f"task {task_id} of {task.info.endpoint!r} is {task.info.status}, and has no result yet: wait_for_task() waits",
+                reason="unfinished",
+            )
+        self.watch(waiter, task)
+
+    def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
+        """:meth:`wait` for a task that is at hand."""
+        if waiter.on_event is not None:
+            waiter.on_event(task.info)
+        if task.finished:
+            self._hand(task, [waiter])
+        else:
+            waiter.task = task
+            task.watchers.append(waiter)
+
+    def leave(self, waiter: Waiter) -> None:
+        """The waiter no longer waits. A task that only a call was waiting for, and which has not begun, is dropped."""
+        task, waiter.task = waiter.task, None
+        if task is None or task.finished:
+            return
+        task.watchers.remove(waiter)
+        if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
+            self.cancel(task)
+
+    def cancel(self, task: Task[Waiter]) -> bool:
+        """Cancel a task, or ask it to stop where it runs; False if it had ended.
+
+        A run that others wait for too goes on: the task leaves it.
+        """
+        if task.finished:
+            return False
+        flight = task.run.flight
+        if flight is not None and flight.running and len(flight.waiters) == 1:
+            if not task.info.cancel_requested:
+                self.table.update(task, cancel_requested=True)
+                self._runs.ask_to_stop(flight)
+                self._tell_watchers(task)
+            return True
+        self._runs.leave(task.run)
+        self.table.update(task, cancel_requested=True)
+        self._end(task, Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled")))
+        return True
+
+    def forget(self, task: Task[Waiter]) -> None:
+        """A task has expired: its result is not kept for it any more."""
+        self._let_go(task)
+
+    def _ended(self, task: Task[Waiter], outcome: Delivery | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self._end(task, outcome.remembered(_EXCEPTION_LIMIT))
+            return
+        assert outcome.stored is not None, "what a task waits for is stored"
+        self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
+        task.managed = outcome.managed
+        self._hand(task, task.watchers)
+        if not task.kept:
+            self._let_go(task)
+
+    def _end(self, task: Task[Waiter], failure: Failure) -> None:
+        cancelled = failure.code == TaskCancelled.code and task.info.cancel_requested
+        if cancelled:
+            self._change(task, TaskStatus.CANCELLED)
+        else:
+            self._change(task, TaskStatus.FAILED, error_type=failure.type_name, error_message=failure.text)
+        task.failure = failure
+        self._hand(task, task.watchers)
+
+    def _hand(self, task: Task[Waiter], waiters: list[Waiter]) -> None:
+        """Tell how the task ended. Once its result was fetched, who fetched it keeps it, and the task does not."""
+        waiters, task.watchers = list(waiters), []
+        outcome = task.failure or self._result(task)
+        if isinstance(outcome, Delivery) and outcome.managed and outcome.stored is not None:
+            for waiter in waiters:
+                self._leases.grant(waiter.session, outcome.stored.object_id)
+        for waiter in waiters:
+            waiter.task = None
+            tell(waiter, outcome)
+        if waiters and isinstance(outcome, Delivery):
+            self._let_go(task)
+
+    def _result(self, task: Task[Waiter]) -> Delivery | Failure:
+        stored = self._objects.get(task.info.object_id or "")
+        if stored is None:
+            return Failure.of(
+                TaskError(
+                    f"the result of task {task.info.task_id} was fetched, and nothing has kept it since: call "
+                    f"{task.info.endpoint!r} again; managed handles and the cache keep a result longer",
+                    reason="released",
+                )
+            )
+        return Delivery(stored.record, stored.live, stored, task.managed)
+
+    def _let_go(self, task: Task[Waiter]) -> None:
+        if task.info.object_id is not None:
+            self._release(task.session, task.info.object_id)
+
+    def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
+        self.table.advance(task, status, **facts)
+        self._tell_watchers(task)
+        if status.finished:
+            self._changed()
+
+    def _note(self, task: Task[Waiter], progress: Progress) -> None:
+        self.table.update(task, progress=progress)
+        self._tell_watchers(task)
+
+    def _tell_watchers(self, task: Task[Waiter]) -> None:
+        for waiter in tuple(task.watchers):
+            if waiter.on_event is not None:
+                try:
+                    waiter.on_event(task.info)
+                except Exception:
+                    _log.exception("a waiter of session %s could not be told of its task", waiter.session)

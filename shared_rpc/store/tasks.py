@@ -1,0 +1,215 @@
+"""Tasks: runs that outlive the request that started them.
+
+::
+
+    pending ──► running ──► completed | failed | cancelled
+       └──────────────────► completed (from the cache) | failed | cancelled
+
+A finished task is remembered for ``result_ttl`` seconds. Its id tells who issued it and in which order, so that one
+which is no longer known can be told from one that never was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from shared_rpc.errors import ServerBusy, TaskError
+from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+
+__all__ = ["TRANSITIONS", "Task", "TaskTable"]
+
+W = TypeVar("W")
+
+#: Where a task may go from each status.
+TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
+    TaskStatus.PENDING: frozenset(TaskStatus) - {TaskStatus.PENDING},
+    TaskStatus.RUNNING: frozenset({TaskStatus.COMPLETED, TaskStatus.FAILED, TaskStatus.CANCELLED}),
+    TaskStatus.COMPLETED: frozenset(),
+    TaskStatus.FAILED: frozenset(),
+    TaskStatus.CANCELLED: frozenset(),
+}
+
+#: Characters of an error's message that a status shows; the error itself is told whole.
+_SHOWN = 2000
+
+
+class Task(Generic[W]):
+    """One task. ``watchers`` are told of every change.
+
+    :param kept: whether its result waits to be fetched; False for the task behind a call, whose caller gets it at once.
+    """
+
+    __slots__ = ("failure", "info", "kept", "managed", "number", "run", "watchers")
+
+    #: What waits for the task's run; opaque here, as is ``failure``, how it ended where that was not well.
+    run: W
+    failure: Any
+    #: Whether who fetches the result gets a lease on it.
+    managed: bool
+
+    def __init__(self, info: TaskInfo, number: int, kept: bool) -> None:
+        self.info = info
+        self.number = number
+        self.kept = kept
+        self.watchers: list[W] = []
+        self.failure = None
+        self.managed = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.info.status.finished
+
+    @property
+    def session(self) -> str:
+        """The session that holds the result until somebody fetches it."""
+        return f"task {self.info.task_id}"
+
+
+class TaskTable(Generic[W]):
+    """All tasks of a server; ``W`` is what stands for a watcher.
+
+    :param issuer: what the ids of these tasks begin with, the server's id.
+    :param now: the clock, in Unix seconds.
+    :param on_forget: called with every finished task that is forgotten.
+    :param result_ttl: seconds a finished task is remembered.
+    :param capacity: how many tasks may be unfinished.
+    :param remembered: how many finished tasks are remembered; the oldest give way.
+    """
+
+    def __init__(
+        self,
+        issuer: str,
+        now: Callable[[], float],
+        on_forget: Callable[[Task[W]], None],
+        *,
+        result_ttl: float = 3600.0,
+        capacity: int = 1000,
+        remembered: int = 10_000,
+    ) -> None:
+        self._issuer = issuer
+        self._now = now
+        self._on_forget = on_forget
+        self._result_ttl = result_ttl
+        self._capacity = capacity
+        self._remembered = remembered
+        self._numbers = itertools.count(1)
+        self._issued = 0
+        self._tasks: dict[str, Task[W]] = {}
+        #: In the order they ended.
+        self._finished: OrderedDict[str, Task[W]] = OrderedDict()
+
+    def check_capacity(self) -> None:
+        """Before a task is made.
+
+        :raises ServerBusy: if there are as many as there may be.
+        """
+        if len(self._tasks) - len(self._finished) >= self._capacity:
+            raise ServerBusy(
+                f"{self._capacity} tasks are pending or running, as many as this server takes (max_tasks): wait for one to end"
+            )
+
+    def add(self, endpoint: str, cache_key: str | None, *, kept: bool = True) -> Task[W]:
+        """A new, pending task."""
+        self._issued = next(self._numbers)
+        info = TaskInfo(
+            task_id=f"{self._issuer}-{self._issued}",
+            endpoint=endpoint,
+            status=TaskStatus.PENDING,
+            created_at=self._now(),
+            cache_key=cache_key,
+        )
+        task = self._tasks[info.task_id] = Task(info, self._issued, kept)
+        return task
+
+    def advance(self, task: Task[W], status: TaskStatus, **facts: Any) -> None:
+        """Change a task's status; ``facts`` are further fields of its :class:`TaskInfo`.
+
+        :raises ValueError: for a change that :data:`TRANSITIONS` does not have.
+        """
+        if status not in TRANSITIONS[task.info.status]:
+            raise ValueError(f"task {task.info.task_id} cannot go from {task.info.status} to {status}")
+        now = self._now()
+        if status is TaskStatus.RUNNING:
+            facts["started_at"] = now
+        if status.finished:
+            facts["finished_at"] = now
+            self._finished[task.info.task_id] = task
+        if facts.get("error_message"):
+            facts["error_message"] = facts["error_message"][:_SHOWN]
+        task.info = msgspec.structs.replace(task.info, status=status, **facts)
+        while len(self._finished) > self._remembered:
+            self._forget(next(iter(self._finished.values())))
+
+    def update(self, task: Task[W], *, progress: Progress | None = None, cancel_requested: bool | None = None) -> None:
+        """Note progress, or that the task was asked to stop."""
+        if progress is not None:
+            task.info = msgspec.structs.replace(task.info, progress=progress)
+        if cancel_requested is not None:
+            task.info = msgspec.structs.replace(task.info, cancel_requested=cancel_requested)
+
+    def get(self, task_id: str) -> Task[W]:
+        """A task by id.
+
+        :raises TaskError: if it is unknown, expired, or another server's.
+        """
+        task = self._tasks.get(task_id)
+        if task is not None:
+            return task
+        issuer, _, number = task_id[:100].rpartition("-")
+        if issuer == self._issuer and number.isdecimal() and 0 < int(number) <= self._issued:
+            raise TaskError(
+                f"task {task_id} has expired: a finished task is remembered for {self._result_ttl:g} s (result_ttl), "
+                f"and the last {self._remembered} of them",
+                reason="expired",
+            )
+        raise TaskError(
+            f"this server knows no task {task_id[:100]!r}: ids are those that submit() returned, of the server that runs now",
+            reason="unknown",
+        )
+
+    def expire(self) -> float | None:
+        """Forget what ended ``result_ttl`` ago; the seconds until the next one may be, None for never."""
+        now = self._now()
+        while self._finished:
+            task = next(iter(self._finished.values()))
+            left = (task.info.finished_at or now) + self._result_ttl - now
+            if left > 0:
+                return left
+            self._forget(task)
+        return None
+
+    def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
+        """Tasks in the order they were made, from the first one after number ``after`` on: ``(infos, next after or None)``."""
+        infos: list[TaskInfo] = []
+        last = after
+        for task in self._tasks.values():
+            if task.number <= after or (status is not None and task.info.status is not status):
+                continue
+            if len(infos) == limit:
+                return infos, last
+            infos.append(task.info)
+            last = task.number
+        return infos, None
+
+    def counts(self) -> dict[str, int]:
+        """How many tasks there are of each status."""
+        counts = {status.value: 0 for status in TaskStatus}
+        for task in self._tasks.values():
+            counts[task.info.status.value] += 1
+        return counts
+
+    def _forget(self, task: Task[W]) -> None:
+        del self._tasks[task.info.task_id], self._finished[task.info.task_id]
+        self._on_forget(task)
+
+    def __iter__(self) -> Iterator[Task[W]]:
+        return iter(tuple(self._tasks.values()))
+
+    def __len__(self) -> int:
+        return len(self._tasks)

@@ -1,0 +1,53 @@
+"""What is told of a task."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+__all__ = ["Progress", "TaskInfo", "TaskStatus"]
+
+
+class TaskStatus(StrEnum):
+    """Where a task is in its life; it is also a plain string, ``"pending"`` for instance."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is the last status a task has."""
+        return self not in (TaskStatus.PENDING, TaskStatus.RUNNING)
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What an endpoint said last: ``done`` of ``total`` (None where it is not known), and a text."""
+
+    done: float
+    total: float | None = None
+    message: str = ""
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """A task at one moment. Times are Unix seconds, None for what has not come yet.
+
+    ``cancel_requested`` tells that somebody asked a running task to stop; whether it did is told by ``status``.
+    ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's.
+    """
+
+    task_id: str
+    endpoint: str
+    status: TaskStatus
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    progress: Progress | None = None
+    cancel_requested: bool = False
+    error_type: str | None = None
+    error_message: str | None = None
+    cache_key: str | None = None
+    object_id: str | None = None
