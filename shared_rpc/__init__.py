@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.client import Client
-    from shared_rpc.handle import Handle
+    from shared_rpc.client import AsyncClient, Client
+    from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
     from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
 __all__ = [
+    "AsyncClient",
+    "AsyncHandle",
     "Client",
     "Handle",
     "Progress",
@@ -37,6 +39,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncClient": "shared_rpc.client",
+    "AsyncHandle": "shared_rpc.handle",
     "Client": "shared_rpc.client",
     "Handle": "shared_rpc.handle",
     "Progress": "shared_rpc.wire.tasks",

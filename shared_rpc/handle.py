@@ -1,24 +1,29 @@
-"""A managed object in the hands of its user."""
+"""Managed objects in the hands of their users."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
 from shared_rpc.reaper import REAPER
 
-__all__ = ["Handle", "Issuer"]
+__all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable"]
 
 T = TypeVar("T")
 
 
-class Issuer(Protocol):
-    """Who gave a handle out, and takes its lease back."""
+class Giver(Protocol):
+    """Who takes a lease back."""
 
     def give_back(self, object_id: str, session: object) -> None:
-        """Give back one lease. Never raises: where the session is gone, so is the lease."""
+        """Give back one lease, from any thread. Never raises: where the session is gone, so is the lease."""
+
+
+class Issuer(Giver, Protocol):
+    """Who gave a :class:`Handle` out."""
 
     def object_info(self, object_id: str) -> dict[str, Any]:
         """See :meth:`Handle.get_object_info`."""
@@ -27,30 +32,29 @@ class Issuer(Protocol):
         """See :meth:`shared_rpc.Client.ensure_handle_live`."""
 
 
-class Handle(Generic[T]):
-    """A lease on an object of the server, and the object itself.
+class AsyncIssuer(Giver, Protocol):
+    """Who gave an :class:`AsyncHandle` out."""
 
-    The lease is given back by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
-    client, and by the end of the process, however it comes. Tensors taken from :attr:`value` stay valid after that: a
-    mapping of this process holds their memory.
-    """
+    async def agive_back(self, object_id: str, session: object) -> None:
+        """:meth:`Giver.give_back` in a coroutine."""
 
-    def __init__(
-        self,
-        value: T,
-        *,
-        object_id: str,
-        server_id: str,
-        generation: int,
-        issuer: Issuer,
-        session: object,
-    ) -> None:
+    async def object_info(self, object_id: str) -> dict[str, Any]:
+        """See :meth:`AsyncHandle.get_object_info`."""
+
+    async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
+        """See :meth:`shared_rpc.AsyncClient.ensure_handle_live`."""
+
+
+class Lease(Generic[T]):
+    """A lease on an object of the server, and the object itself: what every handle is."""
+
+    def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Giver, session: object) -> None:
         self.object_id = object_id
         self.server_id = server_id
         #: Counts the builds of the same cache key, from 1.
         self.generation = generation
         self._value: T | None = value
-        self._issuer = issuer
+        self._giver = issuer
         self._session = session
         self._released = False
         self._lock = threading.Lock()
@@ -61,10 +65,9 @@ class Handle(Generic[T]):
     def value(self) -> T:
         """The tensor, module or container.
 
-        :raises StaleHandleError: after :meth:`release`.
+        :raises StaleHandleError: once it was released.
         """
-        if self._released:
-            raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
+        self._check_held()
         return self._value  # type: ignore[return-value]
 
     @property
@@ -72,10 +75,9 @@ class Handle(Generic[T]):
         """Whether the lease was given back."""
         return self._released
 
-    def release(self) -> None:
-        """Give the lease back and let go of the value. Calling it again does nothing; it never raises."""
-        if self._forgo():
-            self._issuer.give_back(self.object_id, self._session)
+    def _check_held(self) -> None:
+        if self._released:
+            raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
 
     def _forgo(self) -> bool:
         """Let go of the value; whether there is a lease to give back."""
@@ -85,6 +87,40 @@ class Handle(Generic[T]):
             self._released = True
         self._value = None
         return True
+
+    def __reduce__(self) -> NoReturn:
+        raise CapabilityError(
+            f"the handle of object {self.object_id} cannot be pickled or copied, because its lease belongs to this process: "
+            f"call the endpoint in the process that needs the object"
+        )
+
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True):
+            self._released = True
+            giver, object_id, session = self._giver, self.object_id, self._session
+            REAPER.submit(lambda: giver.give_back(object_id, session))
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else type(self._value).__name__
+        return f"<{type(self).__name__} {self.object_id} generation {self.generation}: {state}>"
+
+
+class Handle(Lease[T]):
+    """A lease on an object of the server, and the object itself.
+
+    The lease is given back by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
+    client, and by the end of the process, however it comes. Tensors taken from :attr:`value` stay valid after that: a
+    mapping of this process holds their memory.
+    """
+
+    def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Issuer, session: object) -> None:
+        super().__init__(value, object_id=object_id, server_id=server_id, generation=generation, issuer=issuer, session=session)
+        self._issuer = issuer
+
+    def release(self) -> None:
+        """Give the lease back and let go of the value. Calling it again does nothing; it never raises."""
+        if self._forgo():
+            self._issuer.give_back(self.object_id, self._session)
 
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """What the server knows of the object; asked once, and again with ``refresh``.
@@ -106,24 +142,76 @@ class Handle(Generic[T]):
             return True
         return False
 
-    def __reduce__(self) -> NoReturn:
-        raise CapabilityError(
-            f"the handle of object {self.object_id} cannot be pickled or copied, because its lease belongs to this process: "
-            f"call the endpoint in the process that needs the object"
-        )
-
     def __enter__(self) -> Handle[T]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_released", True):
-            self._released = True
-            issuer, object_id, session = self._issuer, self.object_id, self._session
-            REAPER.submit(lambda: issuer.give_back(object_id, session))
+    async def __aenter__(self) -> Handle[T]:
+        return self
 
-    def __repr__(self) -> str:
-        state = "released" if self._released else type(self._value).__name__
-        return f"<Handle {self.object_id} generation {self.generation}: {state}>"
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # An async def endpoint gives handles too, and releasing one may be a round trip.
+        from anyio import CancelScope, to_thread
+
+        with CancelScope(shield=True):
+            await to_thread.run_sync(self.release)
+
+
+class AsyncHandle(Lease[T]):
+    """What :class:`Handle` is, for coroutines: ``async with await client.call(...) as handle``."""
+
+    def __init__(
+        self, value: T, *, object_id: str, server_id: str, generation: int, issuer: AsyncIssuer, session: object
+    ) -> None:
+        super().__init__(value, object_id=object_id, server_id=server_id, generation=generation, issuer=issuer, session=session)
+        self._issuer = issuer
+
+    async def release(self) -> None:
+        """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
+        if self._forgo():
+            await self._issuer.agive_back(self.object_id, self._session)
+
+    async def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
+        """See :meth:`Handle.get_object_info`."""
+        if self._info is None or refresh:
+            self._info = await self._issuer.object_info(self.object_id)
+        return dict(self._info)
+
+    async def is_stale(self) -> bool:
+        """See :meth:`Handle.is_stale`."""
+        try:
+            await self._issuer.ensure_handle_live(self)
+        except SharedRPCError:
+            return True
+        return False
+
+    async def __aenter__(self) -> AsyncHandle[T]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        from anyio import CancelScope
+
+        with CancelScope(shield=True):  # a cancelled block gives its lease back too
+            await self.release()
+
+
+def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
+    """The object ids of handles that are let go of now, those that were released before left out; ids are taken as they are."""
+    return [
+        handle if isinstance(handle, str) else handle.object_id
+        for handle in handles
+        if isinstance(handle, str) or handle._forgo()
+    ]
+
+
+def unreachable(server_id: str, error: Exception) -> StaleHandleError:
+    """The error for a handle whose server cannot be asked."""
+    return StaleHandleError(
+        f"the server {server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
+    )

@@ -162,8 +162,7 @@ class InProcessRuntime:
 
     def ensure_handle_live(self, handle: Handle[Any]) -> None:
         """See :class:`shared_rpc.handle.Issuer`."""
-        if handle.released:
-            raise StaleHandleError(f"the handle of object {handle.object_id} was released", reason="released")
+        handle._check_held()
         try:
             self.object_info(handle.object_id)
         except ConnectionClosed as error:

@@ -59,7 +59,7 @@ def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], Non
 @pytest.fixture
 def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
     """A client that is not patient."""
-    monkeypatch.setattr(connection_module, "_PROMPT", 0.5)
+    monkeypatch.setattr(connection_module, "PROMPT", 0.5)
     return connect(timeout=0.5)
 
 

@@ -1,5 +1,6 @@
-"""The client: every operation once, as a generator, and the shells that drive it."""
+"""The clients: every operation once, as a generator, and the shells that drive it."""
 
+from shared_rpc.client.aio import AsyncClient
 from shared_rpc.client.sync import Client
 
-__all__ = ["Client"]
+__all__ = ["AsyncClient", "Client"]

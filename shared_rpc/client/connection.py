@@ -20,13 +20,28 @@ from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["Connection"]
+__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "refuse_stranger", "why_not"]
 
-_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
-_PROMPT = 5.0
+PROMPT = 5.0
 #: Request ids have 32 bits, begin again after the last one, and 0 is the server's own.
-_IDS = (1 << 32) - 1
+LAST_ID = (1 << 32) - 1
+
+
+def why_not(error: OSError) -> str:
+    """Why connect(2) failed, for people."""
+    return "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+
+
+def refuse_stranger(sock: socket.socket, path: str) -> None:
+    """Before anything is read.
+
+    :raises ConnectError: if the server is neither this user's nor root's.
+    """
+    uid = peer_of(sock).uid
+    if uid not in (os.geteuid(), 0):
+        raise ConnectError(f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
 
 
 class Connection:
@@ -43,9 +58,9 @@ class Connection:
         self._ids = itertools.count()
         self._usable = True
         try:
-            self._socket.limit(min(timeout, _PROMPT))
+            self._socket.limit(min(timeout, PROMPT))
             self._connect(sock)
-            self.welcome = self._greet(token, time.monotonic() + min(timeout, _PROMPT))
+            self.welcome = self._greet(token, time.monotonic() + min(timeout, PROMPT))
         except BaseException:
             self.close()
             raise
@@ -54,11 +69,8 @@ class Connection:
         try:
             sock.connect(self.path)
         except OSError as error:
-            reason = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
-            raise ConnectError(f"cannot connect to {self.path}: {reason}") from error
-        uid = peer_of(sock).uid
-        if uid not in (os.geteuid(), 0):
-            raise ConnectError(f"the server at {self.path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
+            raise ConnectError(f"cannot connect to {self.path}: {why_not(error)}") from error
+        refuse_stranger(sock, self.path)
 
     def _greet(self, token: str, deadline: float) -> m.Welcome:
         try:
@@ -100,7 +112,7 @@ class Connection:
         :raises DeadlineExceeded: in time; the connection stays good, because the server was told and has answered.
         :raises ConnectionClosed: if the server goes away.
         """
-        number = next(self._ids) % _IDS + 1
+        number = next(self._ids) % LAST_ID + 1
         self._usable = False
         try:
             self._socket.queue(request.message, number, request.payload, request.fds)
@@ -127,7 +139,7 @@ class Connection:
 
     def _give_up(self, request: Request, number: int) -> Frame:
         """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
-        prompt = time.monotonic() + _PROMPT
+        prompt = time.monotonic() + PROMPT
         try:
             self._socket.queue(m.Cancel(), number)
             self._send(prompt)
@@ -154,7 +166,7 @@ class Connection:
         if self._socket.fileno() < 0:
             return False
         try:
-            self._socket.sock.recv(1, _PEEK)
+            self._socket.sock.recv(1, PEEK)
         except BlockingIOError:
             return True  # nothing to read, not even the end
         except OSError:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared_rpc.errors import ProtocolError
+from shared_rpc.errors import ProtocolError, StaleHandleError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
@@ -34,6 +34,7 @@ __all__ = [
     "cancel_task",
     "fetch",
     "fetch_task",
+    "handle_state",
     "invalidate_call",
     "invalidate_endpoint",
     "list_endpoints",
@@ -77,9 +78,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Work:
-    """Something that takes time: a shell with an event loop runs it elsewhere."""
+    """Something that takes time: a shell with an event loop runs it elsewhere.
+
+    ``nbytes`` is what there is to decode, None where nothing is known: it tells whether it takes less than a millisecond.
+    """
 
     function: Callable[[], Any]
+    nbytes: int | None = None
 
 
 Operation = Generator[Request | Work, Any, T]
@@ -131,7 +136,7 @@ def release(object_ids: Iterable[str]) -> Operation[int]:
 
 def invalidate_call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[int]:
     """Drop the cached result of one call; 1 if there was one."""
-    arguments: Arguments = yield Work(lambda: _lower(args, kwargs, device_kind(device)))
+    arguments = yield from _lower(args, kwargs, device)
     arguments.close()  # only what tells the call from others is needed
     message = m.InvalidateCall(endpoint, *_encoded(arguments))
     reply = yield from _ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
@@ -249,7 +254,7 @@ def list_tasks(status: str | None) -> Operation[list[TaskInfo]]:
 def _send(
     kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, what: str
 ) -> Operation[Reply]:
-    arguments: Arguments = yield Work(lambda: _lower(args, kwargs, device_kind(device)))
+    arguments = yield from _lower(args, kwargs, device)
     try:
         message = kind(
             endpoint,
@@ -275,11 +280,17 @@ def _result(what: str, reply: Reply) -> Result:
 
 
 def _valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
+    object_id = result.message.object_id
+    known = values.get(object_id)
+    if known is not None:
+        result.close()
+        return result.message, known
     try:
-        value = yield Work(lambda: _rebuild(result, values))
+        nbytes = len(result.skeleton) + len(result.message.table)
+        value = yield Work(lambda: _rebuild(result, values), nbytes)
     except (Exception, KeyboardInterrupt):
         if result.message.managed:
-            yield from release([result.message.object_id])
+            yield from release([object_id])
         raise
     return result.message, value
 
@@ -288,13 +299,10 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec import decode_result
 
     with result:
-        object_id = result.message.object_id
-        value = values.get(object_id)
-        if value is None:
-            value = decode_result(result.skeleton, result.message.table, result.segments)
-            if object_id:
-                with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
-                    return values.setdefault(object_id, value)
+        value = decode_result(result.skeleton, result.message.table, result.segments)
+        if result.message.object_id:
+            with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
+                return values.setdefault(result.message.object_id, value)
         return value
 
 
@@ -302,18 +310,37 @@ class _HasMemory(Exception):
     """An argument needs the codec."""
 
 
-def _lower(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Arguments:
+def _lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
 
     def leaf(value: Any, path: str) -> Any:
         raise _HasMemory(path)
 
+    def encode_all() -> Arguments:
+        from shared_rpc.codec import encode_arguments
+
+        return encode_arguments(args, kwargs, device_kind(device))
+
     try:
         return Arguments(*lower_call(args, kwargs, leaf))
     except _HasMemory:
-        from shared_rpc.codec import encode_arguments
+        pass
+    arguments: Arguments = yield Work(encode_all)
+    return arguments
 
-        return encode_arguments(args, kwargs, kind)
+
+def handle_state(object_id: str, server_id: str, path: str) -> Operation[None]:
+    """Return if the server that issued a handle still owns its object.
+
+    :raises StaleHandleError: if not.
+    """
+    info = yield from server_info()
+    if info["server_id"] != server_id:
+        raise StaleHandleError(
+            f"the handle was issued by server {server_id}, and {info['server_id']} runs at {path} now: call the endpoint again",
+            reason="server_changed",
+        )
+    yield from object_info(object_id)
 
 
 def _encoded(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:

@@ -11,10 +11,10 @@ from shared_rpc.client.connection import Connection
 from shared_rpc.client.operations import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 
-__all__ = ["ConnectionPool", "Session"]
+__all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]
 
 #: Seconds between two tries to reach a server that is not there yet.
-_RETRY = 0.05
+RETRY = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +24,14 @@ class Session:
     server_id: str
     token: str
     device: str
+
+
+def nobody_there(error: ConnectError, begin: float) -> ConnectError:
+    """The error for a server that did not come up since ``begin`` (time.monotonic())."""
+    return ConnectError(
+        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
+        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
+    )
 
 
 class ConnectionPool:
@@ -133,16 +141,13 @@ class ConnectionPool:
             session = self.session
             try:
                 connection = Connection(
-                    path, session.token if session is not None else "", max(deadline - time.monotonic(), _RETRY)
+                    path, session.token if session is not None else "", max(deadline - time.monotonic(), RETRY)
                 )
                 break
             except ConnectError as error:
-                if time.monotonic() + _RETRY > until:
-                    raise ConnectError(
-                        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
-                        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
-                    ) from error
-                time.sleep(_RETRY)
+                if time.monotonic() + RETRY > until:
+                    raise nobody_there(error, begin) from error
+                time.sleep(RETRY)
         welcome = connection.welcome
         with self._lock:
             if self._closed:

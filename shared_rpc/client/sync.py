@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from shared_rpc.client import operations
 from shared_rpc.client.operations import Operation, Work
 from shared_rpc.client.pool import ConnectionPool, Session
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, StaleHandleError
-from shared_rpc.handle import Handle
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.preload import preload_codec
@@ -188,12 +188,7 @@ class Client:
 
     def release_many(self, handles: Iterable[Handle[Any] | str]) -> int:
         """Give several leases back in one round trip; how many this process held."""
-        object_ids = []
-        for handle in handles:
-            if isinstance(handle, str):
-                object_ids.append(handle)
-            elif handle._forgo():
-                object_ids.append(handle.object_id)
+        object_ids = forgone(handles)
         count = self._run(operations.release(object_ids)) if object_ids else 0
         MAPPINGS.drain()
         return count
@@ -210,21 +205,11 @@ class Client:
 
         :raises StaleHandleError: if not; ``reason`` is one of those of :class:`StaleHandleError`.
         """
-        if handle.released:
-            raise StaleHandleError(f"the handle of object {handle.object_id} was released", reason="released")
+        handle._check_held()
         try:
-            info = self._run(operations.server_info())
+            self._run(operations.handle_state(handle.object_id, handle.server_id, self.socket_path))
         except (ConnectError, ConnectionClosed) as error:
-            raise StaleHandleError(
-                f"the server {handle.server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
-            ) from error
-        if info["server_id"] != handle.server_id:
-            raise StaleHandleError(
-                f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at {self.socket_path} now: "
-                f"call the endpoint again",
-                reason="server_changed",
-            )
-        self.object_info(handle.object_id)
+            raise unreachable(handle.server_id, error) from error
 
     def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""

@@ -155,6 +155,11 @@ class MappingTable:
             offset = address - start
             return (mapping, offset) if offset < mapping.info.nbytes else None
 
+    @property
+    def has_unused(self) -> bool:
+        """Whether :meth:`drain` has something to do, as far as can be told without waiting."""
+        return bool(self._unused) or not self._gone.empty()
+
     def drain(self) -> None:
         """Unmap what nothing uses any more, after waiting for the device: a safe point. Never called in a finaliser.
 

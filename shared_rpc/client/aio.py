@@ -1,0 +1,339 @@
+"""The client for coroutines, on asyncio and on trio: one connection, many calls at once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from shared_rpc.client import operations
+from shared_rpc.client.channel import Channel
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.operations import Operation, Reply, Request, Work
+from shared_rpc.client.pool import RETRY, Session, nobody_there
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
+from shared_rpc.handle import AsyncHandle, forgone, unreachable
+from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.preload import preload_codec
+from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.tasks import TaskInfo
+
+__all__ = ["AsyncClient"]
+
+T = TypeVar("T")
+
+#: Bytes of a skeleton and a table that are decoded on the loop: that takes well under a millisecond.
+_QUICK = 2048
+#: The timeout that the client was made with.
+_OWN = -1.0
+
+
+class AsyncClient:
+    """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
+
+    All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in
+    arguments, is done in threads, so that the event loop goes on. Cancelling the scope that awaits an operation takes the
+    request back, and leaves the connection to the others. A client belongs to the event loop it is first used on.
+
+    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param device: which server's: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
+    :param socket_path: the server's socket itself; base path and device are not looked at then.
+    :param timeout: seconds an operation may take; None for no limit.
+    :param connect_timeout: seconds to wait for a server that is not there yet.
+    """
+
+    def __init__(
+        self,
+        base_path: str | os.PathLike[str] | None = None,
+        *,
+        device: str = "auto",
+        socket_path: str | os.PathLike[str] | None = None,
+        timeout: float | None = 600.0,
+        connect_timeout: float = 5.0,
+    ) -> None:
+        self._base_path = base_path
+        self._device = device
+        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        self._closed = False
+        self._forget()
+        preload_codec()
+        _clients.add(self)
+
+    def _forget(self) -> None:
+        self._channel: Channel | None = None
+        self._session: Session | None = None
+        self._connecting = anyio.Lock()
+        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+    @property
+    def socket_path(self) -> str:
+        """The server's socket."""
+        if self._asked_path is None:
+            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
+        return self._asked_path
+
+    async def ping(self) -> float:
+        """One round trip; the seconds it took."""
+        begin = time.perf_counter()
+        await self._run(operations.ping())
+        return time.perf_counter() - begin
+
+    async def get_server_info(self) -> dict[str, Any]:
+        """See :meth:`Client.get_server_info`."""
+        return await self._run(operations.server_info())
+
+    async def list_endpoints(self) -> dict[str, dict[str, Any]]:
+        """See :meth:`Client.list_endpoints`."""
+        return await self._run(operations.list_endpoints())
+
+    async def list_objects(self) -> list[dict[str, Any]]:
+        """See :meth:`Client.list_objects`."""
+        return await self._run(operations.list_objects())
+
+    async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
+        device = (await self._need_session()).device
+        return self._hand(await self._run(operations.call(endpoint, args, kwargs, device, self._values)))
+
+    async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
+        """See :meth:`Client.submit`."""
+        device = (await self._need_session()).device
+        return await self._run(operations.submit(endpoint, args, kwargs, device))
+
+    async def execute(
+        self,
+        endpoint: str,
+        /,
+        *args: Any,
+        wait: bool = True,
+        timeout: float | None = None,
+        callback: Callable[[TaskInfo], object] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See :meth:`Client.execute`."""
+        task_id = await self.submit(endpoint, *args, **kwargs)
+        return await self.wait_for_task(task_id, timeout, callback) if wait else task_id
+
+    async def get_task_status(self, task_id: str) -> TaskInfo:
+        """See :meth:`Client.get_task_status`."""
+        return await self._run(operations.task_status(task_id))
+
+    async def get_task_result(self, task_id: str) -> Any:
+        """See :meth:`Client.get_task_result`."""
+        return self._hand(await self._run(operations.task_result(task_id, self._values)))
+
+    async def wait_for_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> Any:
+        """See :meth:`Client.wait_for_task`. The callback may be a coroutine function; it is called on the loop."""
+        poll = timeout is not None and timeout <= 0
+        operation = operations.wait_task(task_id, callback, poll, self._values)
+        return self._hand(await self._run(operation, timeout=self._timeout if poll else timeout))
+
+    async def cancel_task(self, task_id: str) -> bool:
+        """See :meth:`Client.cancel_task`."""
+        return await self._run(operations.cancel_task(task_id))
+
+    async def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
+        """See :meth:`Client.list_tasks`."""
+        return await self._run(operations.list_tasks(status))
+
+    async def release(self, handle: AsyncHandle[Any] | str) -> bool:
+        """See :meth:`Client.release`."""
+        return await self.release_many([handle]) == 1
+
+    async def release_many(self, handles: Iterable[AsyncHandle[Any] | str]) -> int:
+        """See :meth:`Client.release_many`."""
+        object_ids = forgone(handles)
+        count = await self._run(operations.release(object_ids)) if object_ids else 0
+        await _drain()
+        return count
+
+    async def get_object_info(self, handle: AsyncHandle[Any] | str) -> dict[str, Any]:
+        """See :meth:`Client.get_object_info`."""
+        return await self.object_info(handle if isinstance(handle, str) else handle.object_id)
+
+    async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
+        """See :meth:`Client.ensure_handle_live`."""
+        handle._check_held()
+        try:
+            await self._run(operations.handle_state(handle.object_id, handle.server_id, self.socket_path))
+        except (ConnectError, ConnectionClosed) as error:
+            raise unreachable(handle.server_id, error) from error
+
+    async def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
+        """See :meth:`Client.invalidate_call_cache`."""
+        device = (await self._need_session()).device
+        return await self._run(operations.invalidate_call(endpoint, args, kwargs, device))
+
+    async def invalidate_endpoint_cache(self, endpoint: str) -> int:
+        """See :meth:`Client.invalidate_endpoint_cache`."""
+        return await self._run(operations.invalidate_endpoint(endpoint))
+
+    async def close(self) -> None:
+        """See :meth:`Client.close`."""
+        self._closed = True
+        channel, self._channel, self._session = self._channel, None, None
+        if channel is not None:
+            channel.close()
+        await anyio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.close()
+
+    # What a handle asks of whoever issued it.
+
+    async def agive_back(self, object_id: str, session: object) -> None:
+        """See :class:`shared_rpc.handle.AsyncIssuer`."""
+        channel = self._channel
+        if session is not self._session or channel is None:
+            return
+        with suppress(SharedRPCError):  # the connection is gone, and the session's leases with it
+            await channel.exchange(Request(m.Release([object_id]), "release"))
+            await _drain()
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """See :class:`shared_rpc.handle.Giver`. Away from the loop: over a connection of its own, in the same session."""
+        if session is not self._session or not isinstance(session, Session):
+            return
+        with suppress(SharedRPCError, OSError):
+            connection = Connection(self.socket_path, session.token, 1.0)
+            try:
+                connection.exchange(Request(m.Release([object_id]), "release"), time.monotonic() + 1.0)
+            finally:
+                connection.close()
+
+    async def object_info(self, object_id: str) -> dict[str, Any]:
+        """See :class:`shared_rpc.handle.AsyncIssuer`."""
+        return await self._run(operations.object_info(object_id))
+
+    # Driving operations.
+
+    def _hand(self, outcome: tuple[m.Result, Any]) -> Any:
+        message, value = outcome
+        session = self._session
+        if not message.managed:
+            return value
+        if session is None:
+            raise ConnectionClosed("this client was closed, and the lease went with it")
+        return AsyncHandle(
+            value,
+            object_id=message.object_id,
+            server_id=session.server_id,
+            generation=message.generation,
+            issuer=self,
+            session=session,
+        )
+
+    async def _run(self, operation: Operation[T], *, timeout: float | None = _OWN) -> T:
+        limit = self._timeout if timeout is _OWN else timeout
+        what = "the operation"
+        advance = functools.partial(operation.send, None)
+        try:
+            with anyio.move_on_after(limit):
+                while True:
+                    # Around this alone: an endpoint may raise StopIteration too.
+                    try:
+                        step = advance()
+                    except StopIteration as stop:
+                        result: T = stop.value
+                        return result
+                    if not isinstance(step, Work):
+                        what = step.what
+                        advance = functools.partial(operation.send, await self._exchange(step))
+                        continue
+                    try:
+                        advance = functools.partial(operation.send, await _worked(step))
+                    except Exception as error:
+                        advance = functools.partial(operation.throw, error)
+            raise DeadlineExceeded(
+                f"{what} took longer than its timeout; what has begun goes on in the server, and asking again joins it or "
+                f"finds its result"
+            )
+        finally:
+            operation.close()
+
+    async def _exchange(self, request: Request) -> Reply:
+        return await (await self._connected()).exchange(request)
+
+    async def _need_session(self) -> Session:
+        """The current session, of a server that is there; one that was restarted since is noticed here."""
+        await self._connected()
+        if self._session is None:
+            raise ConnectionClosed("this client is closed")
+        return self._session
+
+    async def _connected(self) -> Channel:
+        channel = self._channel
+        if channel is not None and channel.alive:
+            return channel
+        async with self._connecting:
+            if self._closed:
+                raise ConnectionClosed("this client is closed")
+            if self._channel is None or not self._channel.alive:
+                self._channel = await self._connect()
+            return self._channel
+
+    async def _connect(self) -> Channel:
+        path, begin = self.socket_path, time.monotonic()
+        while True:
+            token = self._session.token if self._session is not None else ""
+            try:
+                channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
+                break
+            except ConnectError as error:
+                if time.monotonic() + RETRY > begin + self._connect_timeout:
+                    raise nobody_there(error, begin) from error
+                await anyio.sleep(RETRY)
+        if self._closed:
+            channel.close()
+            raise ConnectionClosed("this client is closed")
+        welcome = channel.welcome
+        if self._session is None or self._session.token != welcome.token:
+            self._session = Session(welcome.server_id, welcome.token, welcome.device)
+        return channel
+
+
+async def _worked(step: Work) -> Any:
+    if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
+        return step.function()
+    return await anyio.to_thread.run_sync(step.function)
+
+
+async def _drain() -> None:
+    # On a GPU it waits for the device.
+    if MAPPINGS.has_unused:
+        await anyio.to_thread.run_sync(MAPPINGS.drain)
+
+
+_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # The child's copies of the connections are closed by their own module.
+    for client in list(_clients):
+        client._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,256 @@
+"""One connection that carries many requests at once, for coroutines on asyncio and on trio."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import anyio
+import anyio.lowlevel
+
+from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, refuse_stranger, why_not
+from shared_rpc.client.operations import Reply, Request
+from shared_rpc.client.replies import event_of, message_of
+from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.tasks import TaskInfo
+
+__all__ = ["Channel"]
+
+
+class _Exchange:
+    """A request under way: the frames that came for it, and what wakes the coroutine that waits for them."""
+
+    __slots__ = ("frames", "ready")
+
+    def __init__(self) -> None:
+        self.frames: deque[Frame] = deque()
+        self.ready = anyio.Event()
+
+
+class Channel:
+    """A connected, welcomed socket. Make one with :meth:`open`.
+
+    There is no task in the background: of the coroutines that wait for replies one reads, and hands the others theirs; when
+    it has its own, another one reads.
+    """
+
+    welcome: m.Welcome
+
+    def __init__(self, path: str, sock: socket.socket) -> None:
+        self.path = path
+        self._socket = FrameSocket(sock)
+        self._ids = itertools.count(1)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._reading = False
+        self._writing = anyio.Lock()
+        #: Why nothing comes any more.
+        self._broken: SharedRPCError | None = None
+        _open.add(self)
+
+    @classmethod
+    async def open(cls, path: str, token: str, timeout: float) -> Channel:
+        """Connect and shake hands.
+
+        :raises ConnectError: if nobody answers at ``path``, or somebody else's process does.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        channel = cls(path, sock)
+        try:
+            try:
+                sock.connect(path)
+            except OSError as error:
+                raise ConnectError(f"cannot connect to {path}: {why_not(error)}") from error
+            refuse_stranger(sock, path)
+            with anyio.fail_after(min(timeout, PROMPT)):
+                reply = await channel.exchange(Request(m.Hello(token), "the handshake"))
+        except TimeoutError as error:
+            channel.close()
+            raise ConnectError(f"the server at {path} does not answer") from error
+        except ConnectionClosed as error:
+            channel.close()
+            raise ConnectError(f"the server at {path} hung up: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
+        if not isinstance(reply.message, m.Welcome):
+            channel.close()
+            raise ProtocolError(f"the server at {path} greets with {type(reply.message).__name__}")
+        channel.welcome = reply.message
+        return channel
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server still holds the other end, as far as this one can tell without asking."""
+        if self._broken is not None or self._socket.fileno() < 0:
+            return False
+        try:
+            return bool(self._socket.sock.recv(1, PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def exchange(self, request: Request) -> Reply:
+        """Send a request and wait for its reply. One that is cancelled is taken back, and leaves the channel in order.
+
+        :raises ConnectionClosed: if the server goes away, or the channel is closed.
+        """
+        if self._broken is not None:
+            raise self._ended()
+        number = (next(self._ids) - 1) % LAST_ID + 1
+        self._socket.queue(request.message, number, request.payload, request.fds)
+        exchange = self._exchanges[number] = _Exchange()
+        try:
+            await self._flush()
+            frame = await self._answer(exchange, request.on_event)
+        except BaseException:
+            if self._broken is None:
+                await self._take_back(number, exchange)
+            raise
+        finally:
+            del self._exchanges[number]
+            for late in exchange.frames:
+                self._throw_away(late)
+        return Reply(message_of(frame), frame)
+
+    async def _answer(self, exchange: _Exchange, on_event: Callable[[TaskInfo], object] | None) -> Frame:
+        while True:
+            frame = await self._next_frame(exchange)
+            event = event_of(frame)
+            if event is None:
+                return frame
+            if on_event is not None:
+                result = on_event(event)
+                if inspect.isawaitable(result):
+                    await result
+
+    async def _take_back(self, number: int, exchange: _Exchange) -> None:
+        """Tell the server that nobody waits; its answer is that it knows, or the reply, which came just before."""
+        with anyio.move_on_after(PROMPT, shield=True), suppress(ConnectionClosed, ProtocolError):
+            self._socket.queue(m.Cancel(), number)
+            await self._flush()
+            self._throw_away(await self._answer(exchange, None))
+
+    def tell(self, message: m.Message) -> None:
+        """Send a request whose reply nobody needs, as far as that goes without waiting; the next request sends the rest."""
+        with suppress(ConnectionClosed, ProtocolError, OSError):
+            self._socket.queue(message, (next(self._ids) - 1) % LAST_ID + 1)
+            self._socket.flush()
+
+    async def _flush(self) -> None:
+        if self._socket.flush():
+            return
+        async with self._writing:
+            while not self._socket.flush():
+                try:
+                    await anyio.wait_writable(self._socket.sock)
+                except (anyio.ClosedResourceError, OSError, ValueError) as error:
+                    raise self._ended() from error
+
+    async def _next_frame(self, exchange: _Exchange) -> Frame:
+        while not exchange.frames:
+            if self._broken is not None:
+                raise self._ended()
+            if self._reading:
+                exchange.ready = anyio.Event()
+                await exchange.ready.wait()
+                continue
+            self._reading = True
+            try:
+                await self._read()
+            finally:
+                self._reading = False
+                self._pass_on()
+        return exchange.frames.popleft()
+
+    async def _read(self) -> None:
+        """Take in what arrived, and wait if nothing has."""
+        try:
+            try:
+                self._socket.receive()
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket.sock)
+                return
+            while (frame := self._socket.next_frame()) is not None:
+                self._dispatch(frame)
+        except (ConnectionClosed, ProtocolError) as error:
+            self._break(error)
+        except (anyio.ClosedResourceError, OSError, ValueError) as error:
+            self._break(ConnectionClosed(f"the connection was closed: {error}"))
+
+    def _dispatch(self, frame: Frame) -> None:
+        exchange = self._exchanges.get(frame.request_id)
+        if exchange is not None:
+            exchange.frames.append(frame)
+            exchange.ready.set()
+        elif frame.request_id == 0:  # the server's last word
+            try:
+                message_of(frame)
+            except SharedRPCError as error:
+                self._break(error)
+        else:
+            self._throw_away(frame)
+
+    def _throw_away(self, frame: Frame) -> None:
+        """Nobody waits for it any more: its descriptors are closed, and a lease that came with it goes back."""
+        frame.close()
+        try:
+            message = decode_message(frame)
+        except ProtocolError:
+            return
+        if isinstance(message, m.Result) and message.managed:
+            self.tell(m.Release([message.object_id]))
+
+    def _pass_on(self) -> None:
+        """The one who read has its reply, or gives up: another one reads."""
+        for exchange in self._exchanges.values():
+            if not exchange.frames and not exchange.ready.is_set():
+                exchange.ready.set()
+                return
+
+    def _break(self, error: SharedRPCError) -> None:
+        if self._broken is None:
+            self._broken = error
+        for exchange in self._exchanges.values():
+            exchange.ready.set()
+        self._hang_up()
+
+    def _ended(self) -> SharedRPCError:
+        # One for each who is told: an exception that several raise has all their tracebacks.
+        error = self._broken
+        return type(error)(str(error)) if isinstance(error, ConnectionClosed) else error or ConnectionClosed("closed")
+
+    def close(self, reason: str = "this client was closed") -> None:
+        """Hang up. Who waits is told why."""
+        self._break(ConnectionClosed(reason))
+
+    def _hang_up(self) -> None:
+        if self._socket.fileno() >= 0:
+            with suppress(Exception):  # outside of an event loop nobody is to be told
+                anyio.notify_closing(self._socket.sock)
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close the copy and nothing else."""
+        self._socket.close()
+
+
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for channel in list(_open):
+        channel.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
