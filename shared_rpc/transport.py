@@ -7,6 +7,7 @@ close-on-exec. What is queued for sending owns duplicates of its descriptors, so
 from __future__ import annotations
 
 import array
+import itertools
 import os
 import socket
 import stat
@@ -25,6 +26,8 @@ __all__ = ["FrameSocket", "Peer", "peer_of"]
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
+#: Buffers of one write; the kernel takes 1,024 (IOV_MAX).
+_BUFFERS = 256
 _UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are dear on this path.
@@ -163,8 +166,10 @@ class FrameSocket:
             try:
                 if fds:
                     sent = self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], _NOSIGNAL)
-                else:
+                elif len(self._outbox) == 1:
                     sent = self.sock.send(data, _NOSIGNAL)
+                else:
+                    sent = self.sock.sendmsg(self._joined(), (), _NOSIGNAL)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -175,11 +180,24 @@ class FrameSocket:
             for fd in fds:
                 os.close(fd)
             self._unsent -= sent
-            if sent == len(data):
-                self._outbox.popleft()
-            else:
-                self._outbox[0] = (data[sent:], [])
+            self._sent(sent)
         return True
+
+    def _joined(self) -> list[memoryview]:
+        """What goes in one write: no descriptors with it, so that none are sent before their turn."""
+        plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
+        return [data for data, _ in plain]
+
+    def _sent(self, count: int) -> None:
+        """Forget what was written."""
+        while self._outbox:
+            data, _ = self._outbox.popleft()
+            if len(data) > count:
+                self._outbox.appendleft((data[count:], []))
+                return
+            count -= len(data)
+            if not count:
+                return
 
     def close(self) -> None:
         """Close the socket and every descriptor that came in or was to go out."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
+from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import ago, as_json, size, table
+from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
 __all__ = ["main"]
@@ -23,10 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-BasePath = Annotated[str | None, typer.Option("--base-path", help="Where the sockets are; SHARED_TENSOR_BASE_PATH by default.")]
-Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, where several are alive.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
@@ -46,6 +44,10 @@ def serve(
     socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
     max_workers: Annotated[int | None, typer.Option(min=1, help="Threads that run endpoints.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
+    max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
+    result_ttl: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
+    ] = 3600.0,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM."""
     import os
@@ -75,7 +77,16 @@ def serve(
         for provider in providers:
             provider.base_path = base_path if base_path is not None else provider.base_path
             provider.device = device if device is not None else provider.device
-            servers.append(Server(provider, socket_path=socket, max_workers=max_workers, max_bytes=budget))
+            servers.append(
+                Server(
+                    provider,
+                    socket_path=socket,
+                    max_workers=max_workers,
+                    max_bytes=budget,
+                    max_tasks=max_tasks,
+                    result_ttl=result_ttl,
+                )
+            )
         wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
@@ -123,7 +134,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     if json:
         as_json({"server": facts, "endpoints": endpoints})
         return
-    shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago"}
+    counts = ", ".join(f"{count} {status}" for status, count in facts["tasks"].items() if count) or "none"
+    shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago", "tasks": counts}
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
@@ -174,13 +186,13 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
 @app.command()
 def invalidate(
     endpoint: str,
-    arguments: Annotated[list[str] | None, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
+    arguments: Annotated[Arguments, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
     socket: Socket = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
     """Drop cached results; what clients hold stays with them."""
-    kwargs = dict(_argument(text) for text in arguments or ())
+    kwargs = keywords(arguments)
     with the_server(socket, base_path) as client:
         try:
             count = client.invalidate_call_cache(endpoint, **kwargs) if kwargs else client.invalidate_endpoint_cache(endpoint)
@@ -190,6 +202,10 @@ def invalidate(
         as_json({"endpoint": endpoint, "invalidated": count})
     else:
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
+
+
+for command in (call, tasks, wait, cancel):
+    app.command()(command)
 
 
 @app.command()
@@ -226,19 +242,6 @@ def _holder(pid: int) -> str:
         return str(pid)
     command = " ".join(words)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    """``key=value``, the value a Python literal, or else a string."""
-    import ast
-
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise ConfigurationError(f"{text!r} is no argument: write key=value")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared_rpc import Client
-from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError
+from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
 from shared_rpc.settings import resolve_base_path
 
-__all__ = ["live_servers", "the_server"]
+__all__ = ["live_servers", "the_owner", "the_server"]
 
 #: Seconds a server has to answer a look at it.
 _PATIENCE = 2.0
@@ -69,12 +69,43 @@ def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Clien
             yield client
         return
     with live_servers(base_path) as clients:
-        if not clients:
-            raise ConfigurationError(
-                f"no server answers in {Path(resolve_base_path(base_path)).parent}: start one with 'shared-rpc serve app.py', "
-                f"or name another place with --base-path or --socket"
-            )
+        _check_some(clients, base_path)
         if len(clients) > 1:
-            paths = ", ".join(client.socket_path for client in clients)
-            raise ConfigurationError(f"several servers answer; choose one with --socket: {paths}")
+            raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
         yield clients[0]
+
+
+@contextmanager
+def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> Iterator[Client]:
+    """A client of the server at ``socket_path``, or of the one that is alive and issued the task's id.
+
+    :raises ConfigurationError: if no server is alive.
+    :raises TaskError: if none of several issued it.
+    """
+    if socket_path is not None:
+        with the_server(socket_path, base_path) as client:
+            yield client
+        return
+    with live_servers(base_path) as clients:
+        _check_some(clients, base_path)
+        issuer = task_id.rpartition("-")[0]
+        # A single server says best what is wrong with an id that is not its own.
+        owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
+        if not owners:
+            raise TaskError(f"none of the servers that answer issued task {task_id!r}: {_paths(clients)}", reason="unknown")
+        for client in clients:
+            if client is not owners[0]:
+                client.close()  # a wait may take hours
+        yield owners[0]
+
+
+def _check_some(clients: list[Client], base_path: str | None) -> None:
+    if not clients:
+        raise ConfigurationError(
+            f"no server answers in {Path(resolve_base_path(base_path)).parent}: start one with 'shared-rpc serve app.py', "
+            f"or name another place with --base-path or --socket"
+        )
+
+
+def _paths(clients: list[Client]) -> str:
+    return ", ".join(client.socket_path for client in clients)

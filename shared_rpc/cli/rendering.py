@@ -1,18 +1,22 @@
-"""Tables for people, JSON for machines."""
+"""Tables and texts for people, JSON for machines."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["ago", "as_json", "size", "table"]
+from shared_rpc.wire.tasks import Progress, TaskInfo
+
+__all__ = ["ago", "as_json", "one_line", "percent", "size", "status_of", "steps", "table", "task_object", "took"]
 
 # What reads a pipe wants one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
@@ -50,3 +54,54 @@ def ago(moment: float) -> str:
         if seconds < limit:
             return f"{seconds / divisor:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks, and without what moves a terminal's cursor."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+# Of tasks.
+
+
+def status_of(info: TaskInfo) -> str:
+    """The status, and whether the task was asked to leave it."""
+    return f"{info.status}, asked to stop" if info.cancel_requested and not info.status.finished else str(info.status)
+
+
+def took(info: TaskInfo) -> str:
+    """How long the task ran, or has run until now: ``"1.2 s"``; ``"-"`` for one that did not begin."""
+    if info.started_at is None:
+        return "-"
+    seconds = max((info.finished_at or time.time()) - info.started_at, 0)
+    return f"{seconds:.1f} s" if seconds < 100 else ago(time.time() - seconds)
+
+
+def steps(progress: Progress | None) -> str:
+    """How far a task is, in the endpoint's own units and words: ``"3/10 loading"``."""
+    if progress is None:
+        return ""
+    total = f"/{_number(progress.total)}" if progress.total is not None else ""
+    return f"{_number(progress.done)}{total} {one_line(progress.message)}".rstrip()
+
+
+def percent(progress: Progress | None) -> float | None:
+    """How far a task is, from 0 to 100; None where that is not known."""
+    if progress is None or not progress.total or not math.isfinite(progress.done / progress.total):
+        return None
+    return min(max(100 * progress.done / progress.total, 0.0), 100.0)
+
+
+def task_object(info: TaskInfo) -> dict[str, Any]:
+    """What JSON tells of a task: its fields, those of its progress by name too. JSON has no infinity."""
+    fields: dict[str, Any] = msgspec.to_builtins(info)
+    if info.progress is not None:
+        fields["progress"] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in msgspec.structs.asdict(info.progress).items()
+        }
+    return fields
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:.2f}"

@@ -107,12 +107,12 @@ class AsyncClient:
 
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
-        device = (await self._need_session()).device
+        device = await self._server_device()
         return self._hand(await self._run(operations.call(endpoint, args, kwargs, device, self._values)))
 
     async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """See :meth:`Client.submit`."""
-        device = (await self._need_session()).device
+        device = await self._server_device()
         return await self._run(operations.submit(endpoint, args, kwargs, device))
 
     async def execute(
@@ -178,7 +178,7 @@ class AsyncClient:
 
     async def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """See :meth:`Client.invalidate_call_cache`."""
-        device = (await self._need_session()).device
+        device = await self._server_device()
         return await self._run(operations.invalidate_call(endpoint, args, kwargs, device))
 
     async def invalidate_endpoint_cache(self, endpoint: str) -> int:
@@ -277,12 +277,12 @@ class AsyncClient:
     async def _exchange(self, request: Request) -> Reply:
         return await (await self._connected()).exchange(request)
 
-    async def _need_session(self) -> Session:
-        """The current session, of a server that is there; one that was restarted since is noticed here."""
-        await self._connected()
+    async def _server_device(self) -> str:
+        if self._session is None:
+            await self._connected()
         if self._session is None:
             raise ConnectionClosed("this client is closed")
-        return self._session
+        return self._session.device
 
     async def _connected(self) -> Channel:
         channel = self._channel
@@ -291,7 +291,10 @@ class AsyncClient:
         async with self._connecting:
             if self._closed:
                 raise ConnectionClosed("this client is closed")
-            if self._channel is None or not self._channel.alive:
+            if self._channel is not None and not self._channel.alive:
+                self._channel.close("the server closed the connection")
+                self._channel = None
+            if self._channel is None:
                 self._channel = await self._connect()
             return self._channel
 

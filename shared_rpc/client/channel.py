@@ -52,6 +52,7 @@ class Channel:
         self._ids = itertools.count(1)
         self._exchanges: dict[int, _Exchange] = {}
         self._reading = False
+        self._gathering = False
         self._writing = anyio.Lock()
         #: Why nothing comes any more.
         self._broken: SharedRPCError | None = None
@@ -148,6 +149,15 @@ class Channel:
             self._socket.flush()
 
     async def _flush(self) -> None:
+        if len(self._exchanges) > 1:
+            # Others are at work too: what they send in this turn of the loop goes in the same write.
+            if self._gathering:
+                return
+            self._gathering = True
+            try:
+                await anyio.lowlevel.checkpoint()
+            finally:
+                self._gathering = False
         if self._socket.flush():
             return
         async with self._writing:

@@ -47,8 +47,8 @@ _BACKPRESSURE = 1 << 20
 _MAX_CALLS = 10_000
 #: Tasks that one page lists.
 _PAGE = 1000
-#: Requests of one connection after which the others have their turn.
-_TURN = 64
+#: Reads of one connection after which the others have their turn, and requests that are answered in one write.
+_TURN = 32
 
 
 async def _until(ready: Callable[[socket.socket], Awaitable[None]], sock: socket.socket) -> None:
@@ -79,6 +79,7 @@ class Connection:
         self._tasks = tasks
         self._waiters: dict[int, Waiter] = {}
         self._drained: anyio.Event | None = None
+        self._gathering = False
         self._closed = False
 
     async def run(self) -> None:
@@ -88,7 +89,7 @@ class Connection:
                 self._welcome(await self._next_frame())
             while True:
                 for _ in range(_TURN):
-                    self._handle(await self._next_frame())
+                    self._handle_all(await self._next_frame())
                     if self._drained is not None and self._socket.unsent > _BACKPRESSURE:
                         await self._drained.wait()
                 await anyio.lowlevel.checkpoint()
@@ -123,6 +124,21 @@ class Connection:
         """Close the descriptors and nothing else: this is a forked child, and the connection is its parent's."""
         self._socket.close()
 
+    def _handle_all(self, frame: Frame | None) -> None:
+        """Handle a frame and those that came with it. What can be answered at once goes back in one write."""
+        self._gathering = True
+        try:
+            for _ in range(_TURN):
+                if frame is None or self._closed or self._socket.unsent > _BACKPRESSURE:
+                    break
+                self._handle(frame)
+                frame = self._socket.next_frame()
+            if frame is not None:
+                self._handle(frame)
+        finally:
+            self._gathering = False
+            self._flush()
+
     async def _next_frame(self) -> Frame:
         while (frame := self._socket.next_frame()) is None:
             try:
@@ -155,12 +171,16 @@ class Connection:
             text = f"the server cannot send the reply: {error}"
             self._socket.queue(m.Error(CapabilityError.code, text), request_id)
             sent = False
+        if not self._gathering:
+            self._flush()
+        return sent
+
+    def _flush(self) -> None:
         # Where the connection broke, the reading side sees it too, and ends it.
         with suppress(ConnectionClosed):
-            if self._drained is None and not self._socket.flush():
+            if not self._closed and self._drained is None and not self._socket.flush():
                 self._drained = anyio.Event()
                 self._tasks.start_soon(self._drain)
-        return sent
 
     def _welcome(self, frame: Frame) -> None:
         try:

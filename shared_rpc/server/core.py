@@ -67,7 +67,7 @@ class Core:
         self.started_at = now()
         self._executor = executor
         self._stopped = False
-        self._wake_sweeper = anyio.Event()
+        self._wake_sweeper: anyio.Event | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
         """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
@@ -213,11 +213,12 @@ class Core:
         _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
 
     def _wake(self) -> None:
-        self._wake_sweeper.set()
+        if self._wake_sweeper is not None:
+            self._wake_sweeper.set()
 
     async def _sweep(self) -> None:
         while True:
-            self._wake_sweeper = anyio.Event()
+            self._wake_sweeper = awake = anyio.Event()
             pauses = [pause for pause in (self.objects.expire(), self.tasks.table.expire()) if pause is not None]
             with anyio.move_on_after(min(pauses, default=float("inf"))):
-                await self._wake_sweeper.wait()
+                await awake.wait()

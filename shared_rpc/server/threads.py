@@ -37,12 +37,13 @@ class WorkerThreads:
         if limit < 1:
             raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
         self._prepare = prepare
-        self._limiter = anyio.CapacityLimiter(limit)
+        self._limit = limit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = 0
         #: Threads with a job. The limiter counts too, but belongs to the loop, and a job may end after that.
         self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._limiter: anyio.CapacityLimiter | None = None
 
     @property
     def busy(self) -> int:
@@ -54,14 +55,16 @@ class WorkerThreads:
 
         If the caller is cancelled, a job that has begun goes on and its result is dropped.
         """
-        loop = self._loop = asyncio.get_running_loop()
-        job = object()
-        await self._limiter.acquire_on_behalf_of(job)
+        if self._limiter is None:
+            # Not before: a server may be made in a coroutine of another loop, and of trio.
+            self._loop, self._limiter = asyncio.get_running_loop(), anyio.CapacityLimiter(self._limit)
+        loop, limiter, job = asyncio.get_running_loop(), self._limiter, object()
+        await limiter.acquire_on_behalf_of(job)
         begun()
         future: asyncio.Future[T] = loop.create_future()
 
         def done(result: T) -> None:
-            self._limiter.release_on_behalf_of(job)
+            limiter.release_on_behalf_of(job)
             if future.cancelled():
                 _discard(result)
             else:
@@ -74,7 +77,7 @@ class WorkerThreads:
             except RuntimeError:  # the loop is closed: the server stopped while the job ran
                 _discard(result)
 
-        if self._limiter.borrowed_tokens > self._threads:
+        if limiter.borrowed_tokens > self._threads:
             self._threads += 1
             threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
         self._jobs.put(task)
@@ -106,7 +109,8 @@ class WorkerThreads:
             loop.call_soon_threadsafe(self._grow, -1)
 
     def _grow(self, by: int) -> None:
-        self._limiter.total_tokens += by
+        if self._limiter is not None:
+            self._limiter.total_tokens += by
 
     def close(self) -> None:
         """Let idle threads end."""

@@ -1,0 +1,40 @@
+"""Options and arguments that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["Arguments", "BasePath", "Json", "Socket", "Timeout", "keywords"]
+
+BasePath = Annotated[str | None, typer.Option("--base-path", help="Where the sockets are; SHARED_TENSOR_BASE_PATH by default.")]
+Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, where several are alive.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait at most; 0 does not wait, no limit by default."),
+]
+Arguments = list[str] | None
+
+
+def keywords(arguments: Arguments) -> dict[str, Any]:
+    """The keyword arguments of a call, each typed as ``key=value``, the value a Python literal, or else a string.
+
+    :raises ConfigurationError: for what is not of that form.
+    """
+    return dict(_argument(text) for text in arguments or ())
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    import ast
+
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigurationError(f"{text!r} is no argument: write key=value")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,195 @@
+"""Waiting for a task, and what is shown meanwhile: a bar on a terminal, lines on a pipe, events for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from shared_rpc import Client
+from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
+from shared_rpc.client import operations
+from shared_rpc.client.operations import Result
+from shared_rpc.errors import SharedRPCError, TaskCancelled
+from shared_rpc.records import TensorTable
+from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+
+__all__ = ["display_for", "wait"]
+
+#: Seconds a server has to answer where nothing is waited for.
+_PATIENCE = 10.0
+#: Seconds, 30 years. The clocks that a wait is measured by do not reach much further.
+_LONGEST = 1e9
+
+
+def wait(client: Client, task_id: str, timeout: float | None, display: Lines) -> None:
+    """Show how a task goes and what it results in. The result is fetched, and not rebuilt.
+
+    :param timeout: see :meth:`Client.wait_for_task`.
+    :raises SharedRPCError: if it failed or was cancelled, in time, and if it is not known.
+    """
+
+    def changed(info: TaskInfo) -> None:
+        display.tell(info)
+        # To wait for the answer would be to import the module that the exception's class comes from.
+        _check(info)
+
+    poll = timeout == 0
+    seconds = _PATIENCE if poll else timeout if timeout is not None and timeout < _LONGEST else None
+    with display:
+        try:
+            result = client._run(operations.fetch_task(task_id, changed, poll), timeout=seconds)
+        except (SharedRPCError, BrokenPipeError):
+            raise
+        except Exception:
+            # An endpoint's own exception comes here if its task ended while nothing was read, or just in time.
+            _check(client.get_task_status(task_id))
+            raise
+        with result:
+            facts = _facts(result, client)
+    display.end(facts)
+
+
+def _check(info: TaskInfo) -> None:
+    what = f"task {info.task_id} of {info.endpoint!r}"
+    if info.status is TaskStatus.FAILED:
+        raise SharedRPCError(one_line(f"{what} failed: {info.error_type}: {info.error_message}"))
+    if info.status is TaskStatus.CANCELLED:
+        raise TaskCancelled(f"{what} was cancelled")
+
+
+def _facts(result: Result, client: Client) -> dict[str, Any]:
+    message = result.message
+    table = msgspec.msgpack.decode(message.table, type=TensorTable)
+    return {
+        "object_id": message.object_id,
+        "nbytes": sum(storage.nbytes for storage in table.storages),
+        "device": message.segments[0].device if message.segments else client._need_session().device,
+        "managed": message.managed,
+    }
+
+
+def display_for(machine: bool) -> Lines:
+    """What suits who reads standard output."""
+    if machine:
+        return Events()
+    console = Console()
+    return Bar(console) if sys.stdout.isatty() and console.is_interactive else Lines()
+
+
+class Lines:
+    """A line for each step. Of steps that are less than a hundredth of the whole, not all are shown."""
+
+    def __init__(self) -> None:
+        self._info: TaskInfo | None = None
+        self._shown: object = None
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, *_: object) -> None:
+        """The wait is over, however it ended."""
+
+    def begin(self, task_id: str) -> None:
+        """Show which task it is, before anything else."""
+        print(task_id, flush=True)
+
+    def tell(self, info: TaskInfo) -> None:
+        """Show the task as it is now; how it ended is for :meth:`end`, or for who handles the error."""
+        self._info = info
+        progress = info.progress
+        share = percent(progress)
+        shown = (status_of(info), progress and (progress.done if share is None else int(share), progress.message))
+        if shown == self._shown or info.status.finished:
+            return
+        self._shown = shown
+        print(f"{info.endpoint}: {status_of(info)}{', ' if progress else ''}{steps(progress)}", flush=True)
+
+    def end(self, facts: dict[str, Any]) -> None:
+        """Show what it resulted in."""
+        assert self._info is not None, "the first event comes at once"
+        cached = self._info.status is TaskStatus.COMPLETED and self._info.started_at is None
+        lasted = "from the cache" if cached else f"in {took(self._info)}"
+        what = f"{size(facts['nbytes'])} on {facts['device']}, object {facts['object_id']}"
+        print(f"{self._info.endpoint}: completed {lasted}, {what}")
+
+
+class Events(Lines):
+    """A JSON document on a line of its own for each event, and one for the result."""
+
+    def begin(self, task_id: str) -> None:
+        """See :class:`Lines`."""
+        self._print({"task_id": task_id})
+
+    def tell(self, info: TaskInfo) -> None:
+        """See :class:`Lines`."""
+        self._print(task_object(info))
+
+    def end(self, facts: dict[str, Any]) -> None:
+        """See :class:`Lines`."""
+        self._print(facts)
+
+    def _print(self, document: dict[str, Any]) -> None:
+        print(json.dumps(document), flush=True)
+
+
+class Bar(Lines):
+    """A bar that stands still on its line; a spinner where it is not known how much there is to do."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            _Gauge(),
+            TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            _Elapsed(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("waiting", total=None, steps="", since=None)
+
+    def __enter__(self) -> None:
+        """Begin to draw."""
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        """The line is free again."""
+        self._bar.stop()
+
+    def tell(self, info: TaskInfo) -> None:
+        """See :class:`Lines`."""
+        self._info = info
+        share = percent(info.progress)
+        self._bar.update(
+            self._task,
+            description=f"{info.endpoint}: {status_of(info)}",
+            completed=share or 0,
+            steps=steps(info.progress),
+            since=info.started_at,
+        )
+        # An update with None would leave the total as it was.
+        self._bar.tasks[0].total = 100.0 if share is not None else None
+
+
+class _Gauge(ProgressColumn):
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = BarColumn()
+        self._unknown = SpinnerColumn()
+
+    def render(self, task: Task) -> Any:
+        """See :class:`rich.progress.ProgressColumn`."""
+        return (self._unknown if task.total is None else self._known).render(task)
+
+
+class _Elapsed(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """See :class:`rich.progress.ProgressColumn`."""
+        since = task.fields["since"]
+        return Text(ago(since) if since is not None else "")
