@@ -53,12 +53,13 @@ def rpc(
     calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 300,
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
     megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
+    tasks: Annotated[int, typer.Option(help="Finished tasks that the server remembers.")] = 9_000,
     json: Json = None,
 ) -> None:
-    """Round trips: ping, direct and managed calls, a large argument; import and command line."""
+    """Round trips: ping, direct and managed calls, a large argument, tasks, many calls at once; import and command line."""
     from benchmarks.rpc import run
 
-    run(cuda=cuda, rounds=rounds, calls=calls, processes=processes, mebibytes=megabytes, path=json)
+    run(cuda=cuda, rounds=rounds, calls=calls, tasks=tasks, processes=processes, mebibytes=megabytes, path=json)
 
 
 @app.command()

@@ -35,6 +35,14 @@ class Ours:
         """Call a managed endpoint."""
         return self._client.call(endpoint, *args)
 
+    def task(self, endpoint: str) -> Any:
+        """Submit an endpoint, and wait for its task."""
+        return self._client.wait_for_task(self._client.submit(endpoint))
+
+    def list_tasks(self) -> int:
+        """How many tasks the server remembers."""
+        return len(self._client.list_tasks())
+
     def close(self) -> None:
         """Hang up."""
         self._client.close()
@@ -66,6 +74,7 @@ def main() -> None:
     provider.share(workload.small)
     provider.share(cache=False)(workload.fresh)
     provider.share(cache=False)(workload.echo)
+    provider.share(cache=False)(workload.nothing)
     with Server(provider, socket_path=config["socket"]):
         built = []
         for name, *args in config["build"]:

@@ -83,6 +83,12 @@ class Peer:
         """Call a managed endpoint."""
         return self._client.call(endpoint, *args)
 
+    def task(self, endpoint: str) -> Any:
+        """Submit an endpoint, wait for its task, and fetch the result."""
+        task_id = self._client.submit(endpoint)
+        self._client.wait_task(task_id, timeout=60)
+        return self._client.get_task_result(task_id)
+
     def close(self) -> None:
         """Nothing stays open."""
         self._client.close()
@@ -105,6 +111,7 @@ def main() -> None:
     provider.share(workload.small)
     provider.share(cache=False)(workload.fresh)
     provider.share(cache=False)(workload.echo)
+    provider.share(cache=False, execution="task")(workload.nothing)
     server = SharedTensorServer(provider, verbose_debug=False)
     server.start(blocking=False)
     built = []

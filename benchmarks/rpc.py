@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from benchmarks.concurrency import concurrent_calls, finished_tasks, trivial_tasks
 from benchmarks.echo import Echo
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
@@ -34,7 +35,7 @@ print(time.perf_counter() - begin)
 _SLOW = 100
 
 
-def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, path: Path | None) -> None:
+def run(*, cuda: bool, rounds: int, calls: int, tasks: int, processes: int, mebibytes: int, path: Path | None) -> None:
     """Measure, print, write.
 
     :param cuda: tensors on the GPU; shared-tensor takes part in all rows then, else in those without tensors.
@@ -46,11 +47,15 @@ def run(*, cuda: bool, rounds: int, calls: int, processes: int, mebibytes: int, 
     report.note(pings if pings is not None else tensors)
     with Servers(device) as servers:
         echo = Echo(servers.echo().address)
-        ours = Ours(servers.ours().address)
+        started = servers.ours()
+        ours = Ours(started.address)
         peer = Peer(servers.peer().address, device) if pings is None else None
         turns = _Turns(report, echo, ours, peer, rounds, calls)
         turns.pings()
         turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)
+        trivial_tasks(report, echo, ours, peer, rounds, calls)
+        concurrent_calls(report, started.address, rounds)
+        finished_tasks(report, ours, started.facts["pid"], tasks)
         _cold_starts(report, servers.base_path, processes)
         for client in (ours, peer, echo):
             if client is not None:

@@ -32,5 +32,8 @@ class Subject(Protocol):
     def attach(self, endpoint: str, *args: Any) -> Held:
         """Call a managed endpoint."""
 
+    def task(self, endpoint: str) -> Any:
+        """Submit an endpoint, and wait for its result."""
+
     def close(self) -> None:
         """Hang up."""

@@ -55,6 +55,9 @@ class Workload:
         """A small tensor, a new one every time. Direct, not cached."""
         return torch.ones(SMALL, device=self.device)
 
+    def nothing(self) -> None:
+        """No result, and no memory. Direct, not cached."""
+
     def kept(self) -> torch.Tensor:
         """A small tensor. Managed, cached."""
         return torch.ones(SMALL, device=self.device)

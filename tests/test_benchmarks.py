@@ -27,7 +27,7 @@ from tests.processes import ROOT
 
 SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 

@@ -257,13 +257,19 @@ BROKER = """
     class Elsewhere:
         busy = 0
 
-        async def run(self, invocation):
+        def start(self, invocation, done):
             invocation.on_begin()
             args, kwargs = invocation.arguments.args, invocation.arguments.kwargs
             invocation.arguments.close()
             segment = HOST.create(4096)
             os.pwrite(segment.fileno(), f"built from {args} {kwargs}".encode(), 0)
-            return Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None)
+            done(Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None))
+
+        def withdraw(self, invocation):
+            pass
+
+        async def finish(self):
+            pass
 
         def cancel(self, invocation):
             pass

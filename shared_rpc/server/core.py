@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
-import anyio.abc
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
@@ -72,11 +71,8 @@ class Core:
     async def run(self, *, started: anyio.Event) -> None:
         """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
         try:
-            async with anyio.create_task_group() as tasks:
-                self.runs.run_in(tasks)
-                tasks.start_soon(self._sweep)
-                started.set()
-                await anyio.sleep_forever()
+            started.set()
+            await self._sweep()
         finally:
             self.stop()
 

@@ -195,6 +195,7 @@ class Engine:
                 finally:
                     # Before connections close, so that those who wait are told why.
                     self.core.stop()
+        await self._executor.finish()
 
     def _wake(self) -> None:
         self._mail.set()

@@ -6,26 +6,29 @@ import asyncio
 import dataclasses
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import RemoteError, SharedRPCError, TaskCancelled, class_of, text_of, to_wire
+from shared_rpc.errors import ConnectionClosed, RemoteError, SharedRPCError, TaskCancelled, class_of, text_of, to_wire
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
 from shared_rpc.server.reporter import Reporter
-from shared_rpc.server.threads import WorkerThreads
+from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import Progress
 
 __all__ = ["Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
 
 #: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
+#: Seconds between two cancellations of a coroutine that goes on.
+_AGAIN = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +41,7 @@ class Invocation:
     ``on_begin`` is called when its work starts, and ``on_progress`` with what the endpoint says, both on the loop.
     """
 
-    endpoint: str
+    spec: EndpointSpec
     arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]
     publish: bool
     chain: frozenset[str]
@@ -124,11 +127,17 @@ class Executor(Protocol):
     def reclaim(self) -> None:
         """An object was dropped: give back the memory that only its live value held. Does not wait."""
 
-    async def run(self, invocation: Invocation) -> Produced | Failure:
-        """Run one endpoint. Never raises what the endpoint raised.
+    async def finish(self) -> None:
+        """End what runs on the loop, which ends after this."""
 
-        The arguments' descriptors belong to the executor from here on, also if it is cancelled.
+    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+        """Run an endpoint. ``done`` is called on the loop with the outcome; nothing is raised that the endpoint raised.
+
+        The arguments' descriptors belong to the executor from here on.
         """
+
+    def withdraw(self, invocation: Invocation) -> None:
+        """Drop a run that has not begun: ``done`` is not called for it."""
 
     def cancel(self, invocation: Invocation) -> None:
         """Ask a run that has begun to stop."""
@@ -154,7 +163,10 @@ class InProcessExecutor:
         self._threads = WorkerThreads(limit, self._prepare)
         #: As many again for tasks: a few that take minutes must not hold up every call.
         self._background = WorkerThreads(limit, self._prepare)
+        self._queued: dict[Invocation, tuple[WorkerThreads, Job]] = {}
         self._runs: dict[Invocation, Run] = {}
+        #: Kept here, because a loop keeps only weak references to its tasks.
+        self._going: set[asyncio.Task[None]] = set()
         self._coroutines: dict[Invocation, asyncio.Task[Produced | Failure]] = {}
 
     def _prepare(self) -> None:
@@ -189,6 +201,52 @@ class InProcessExecutor:
         self._threads.close()
         self._background.close()
 
+    async def finish(self) -> None:
+        """See :class:`Executor`. A coroutine that refuses to be cancelled is cancelled again, until it gives in."""
+        while self._going:
+            for task in self._going:
+                task.cancel()
+            await asyncio.wait(self._going, timeout=_AGAIN)
+
+    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+        """See :class:`Executor`."""
+        endpoint = self._endpoints[invocation.spec.name]
+        loop = asyncio.get_running_loop()
+        reporter = Reporter(loop, invocation.on_progress)
+        run = Run(invocation.chain, reporter.put)
+
+        def begun() -> None:
+            self._queued.pop(invocation, None)
+            self._runs[invocation] = run
+            invocation.on_begin()
+
+        def ended(outcome: Produced | Failure) -> None:
+            self._runs.pop(invocation, None)
+            reporter.close()
+            done(outcome)
+
+        threads = self._background if invocation.background else self._threads
+        if not endpoint.spec.is_async:
+            job = Job(lambda: _guarded(lambda: self._call(endpoint, invocation, run)), begun, ended)
+        else:
+            # What takes time, the arguments and the result, is done in threads all the same.
+            job = Job(
+                lambda: _guarded(lambda: Produced(None, _load(invocation))),
+                begun,
+                lambda loaded: self._go_on(loop, self._run_async(endpoint, invocation, run, threads, loaded), ended),
+            )
+        self._queued[invocation] = threads, job
+        threads.start(job)
+
+    def withdraw(self, invocation: Invocation) -> None:
+        """See :class:`Executor`."""
+        queued = self._queued.pop(invocation, None)
+        if queued is not None:
+            threads, job = queued
+            threads.withdraw(job)
+            if isinstance(invocation.arguments, Arguments):
+                invocation.arguments.close()
+
     def cancel(self, invocation: Invocation) -> None:
         """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
         run = self._runs.get(invocation)
@@ -198,34 +256,26 @@ class InProcessExecutor:
             if work is not None:
                 work.cancel()
 
-    async def run(self, invocation: Invocation) -> Produced | Failure:
-        """See :class:`Executor`."""
-        endpoint = self._endpoints[invocation.endpoint]
-        threads = self._background if invocation.background else self._threads
-        reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
-        run = Run(invocation.chain, reporter.put)
-        started = False
+    def _go_on(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, Produced | Failure],
+        done: Callable[[Produced | Failure], None],
+    ) -> None:
+        async def finish() -> None:
+            try:
+                outcome = await work
+            except asyncio.CancelledError:
+                outcome = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
+            done(outcome)
 
-        def start() -> None:
-            nonlocal started
-            started = True
-            self._runs[invocation] = run
-            invocation.on_begin()
-
-        try:
-            if not endpoint.spec.is_async:
-                return await threads.run(lambda: _guarded(lambda: self._call(endpoint, invocation, run)), start)
-            return await self._run_async(endpoint, invocation, run, threads, start)
-        finally:
-            self._runs.pop(invocation, None)
-            reporter.close()
-            if not started and isinstance(invocation.arguments, Arguments):
-                invocation.arguments.close()
+        task = loop.create_task(finish())
+        self._going.add(task)
+        task.add_done_callback(self._going.discard)
 
     async def _run_async(
-        self, endpoint: Endpoint, invocation: Invocation, run: Run, threads: WorkerThreads, begun: Callable[[], None]
+        self, endpoint: Endpoint, invocation: Invocation, run: Run, threads: WorkerThreads, loaded: Produced | Failure
     ) -> Produced | Failure:
-        loaded = await threads.run(lambda: _guarded(lambda: Produced(None, _load(invocation))), begun)
         if isinstance(loaded, Failure):
             return loaded
         args, kwargs = loaded.live

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import anyio
-import anyio.abc
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.records import Arguments, Record
@@ -85,20 +83,20 @@ class Runs:
         self._objects = objects
         self._leases = leases
         self._settle = settle
-        self._serialized: dict[str, anyio.Lock] = {}
-        self._scopes: dict[Flight[Waiter], anyio.CancelScope] = {}
-        self._begun: dict[Flight[Waiter], Invocation] = {}
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    def run_in(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Where runs go on."""
-        self._tasks = tasks
+        self._invocations: dict[Flight[Waiter], Invocation] = {}
+        #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
+        self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
         """Release every waiter."""
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
         for flight in self.calls:
+            if not flight.running:
+                invocation = self._invocations.pop(flight)
+                self._executor.withdraw(invocation)
+                close_arguments(invocation.arguments)
             self._close(flight, gone)
+        self._lines.clear()
 
     def enter(
         self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
@@ -116,19 +114,23 @@ class Runs:
             self.counters["joined"] += 1
             self._catch_up(waiter, waiter.flight)
             return
-        assert self._tasks is not None, "the core is not running"
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
-        invocation = Invocation(
-            spec.name,
+        self._invocations[flight] = Invocation(
+            spec,
             arguments,
             publish,
             chain | {spec.name, key or spec.name},
             background=waiter.keeps,
-            on_begin=lambda: self._begin(flight, invocation),
+            on_begin=lambda: self._begin(flight),
             on_progress=lambda progress: self._progress(flight, progress),
         )
-        self._tasks.start_soon(self._run, flight, spec, invocation)
+        if spec.concurrency == "serialized":
+            line = self._lines[spec.name]
+            line.append(flight)
+            if line[0] is not flight:
+                return
+        self._start(flight)
 
     def answer_from_cache(self, waiter: Waiter, spec: EndpointSpec, key: str | None) -> bool:
         """Deliver the cached result of a key, if there is one."""
@@ -143,17 +145,12 @@ class Runs:
         """The waiter no longer waits; it is not told anything any more. Work that has not begun is dropped with its last."""
         flight, waiter.flight = waiter.flight, None
         if flight is not None and self.calls.leave(flight, waiter):
-            scope = self._scopes.get(flight)
-            self.calls.close(flight)
-            if scope is not None:
-                scope.cancel()
+            self._drop(flight)
 
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
         self.calls.part(flight)
-        invocation = self._begun.get(flight)
-        if invocation is not None:
-            self._executor.cancel(invocation)
+        self._executor.cancel(self._invocations[flight])
 
     def _catch_up(self, waiter: Waiter, flight: Flight[Waiter]) -> None:
         if flight.running and waiter.on_begin is not None:
@@ -161,9 +158,11 @@ class Runs:
         if flight.progress is not None and waiter.on_progress is not None:
             waiter.on_progress(flight.progress)
 
-    def _begin(self, flight: Flight[Waiter], invocation: Invocation) -> None:
+    def _start(self, flight: Flight[Waiter]) -> None:
+        self._executor.start(self._invocations[flight], lambda outcome: self._ended(flight, outcome))
+
+    def _begin(self, flight: Flight[Waiter]) -> None:
         self.counters["builds"] += 1
-        self._begun[flight] = invocation
         self.calls.begin(flight)
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
@@ -175,27 +174,35 @@ class Runs:
             if waiter.on_progress is not None:
                 waiter.on_progress(progress)
 
-    async def _run(self, flight: Flight[Waiter], spec: EndpointSpec, invocation: Invocation) -> None:
-        outcome: Produced | Failure = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
-        with anyio.CancelScope() as scope:
-            if flight not in self.calls:  # everybody left before this task had its first turn
-                scope.cancel()
-            self._scopes[flight] = scope
-            try:
-                if spec.concurrency == "parallel":
-                    outcome = await self._executor.run(invocation)
-                else:
-                    async with self._serialized.setdefault(spec.name, anyio.Lock()):
-                        outcome = await self._executor.run(invocation)
-            except Exception as error:
-                _log.exception("endpoint %s could not be run", spec.name)
-                outcome = Failure.raised(error)
-            finally:
-                del self._scopes[flight]
-                self._begun.pop(flight, None)
-                if not flight.running:
-                    close_arguments(invocation.arguments)
-                self._finish(flight, spec, outcome)
+    def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
+        spec = self._invocations.pop(flight).spec
+        if flight in self.calls:
+            self._finish(flight, spec, outcome)
+        elif isinstance(outcome, Produced) and outcome.record is not None:
+            outcome.record.close()  # the server was stopped
+        self._next_turn(flight, spec)
+
+    def _drop(self, flight: Flight[Waiter]) -> None:
+        """Nobody waits, and it has not begun."""
+        self.calls.close(flight)
+        invocation = self._invocations.pop(flight)
+        self._executor.withdraw(invocation)
+        close_arguments(invocation.arguments)
+        self._next_turn(flight, invocation.spec)
+
+    def _next_turn(self, flight: Flight[Waiter], spec: EndpointSpec) -> None:
+        """A run of a serialized endpoint ended, or will not be."""
+        if spec.concurrency == "parallel":
+            return
+        line = self._lines.get(spec.name, deque())
+        if flight not in line:  # the server was stopped
+            return
+        had_turn = line[0] is flight
+        line.remove(flight)
+        if not line:
+            del self._lines[spec.name]
+        elif had_turn:
+            self._start(line[0])
 
     def _finish(self, flight: Flight[Waiter], spec: EndpointSpec, outcome: Produced | Failure) -> None:
         if isinstance(outcome, Failure):

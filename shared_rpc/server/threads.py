@@ -10,25 +10,40 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
-
-import anyio
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["WorkerThreads"]
+__all__ = ["Job", "WorkerThreads"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
-_Job = Callable[[], None]
+
+class Job:
+    """Something to do in a thread.
+
+    :param work: what to do there; it must not raise.
+    :param begun: called on the loop when it has a thread.
+    :param done: called on the loop with what ``work`` returned.
+    """
+
+    __slots__ = ("begun", "done", "work")
+
+    def __init__(self, work: Callable[[], Any], begun: Callable[[], None], done: Callable[[Any], None]) -> None:
+        self.work = work
+        self.begun = begun
+        self.done = done
 
 
 class WorkerThreads:
-    """At most ``limit`` threads that run jobs for an asyncio loop; started as needed and kept for the next job.
+    """At most ``limit`` threads that do jobs for an asyncio loop; started as needed and kept for the next job.
+
+    Its methods, but for :meth:`lend` and :attr:`busy`, are for that loop's thread.
 
     :param prepare: what a new thread does first.
     """
@@ -38,50 +53,64 @@ class WorkerThreads:
             raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
         self._prepare = prepare
         self._limit = limit
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        #: Jobs that have a thread.
+        self._begun = 0
+        self._waiting: deque[Job] = deque()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
-        #: Threads with a job. The limiter counts too, but belongs to the loop, and a job may end after that.
+        #: Threads with a job: that may end after the loop.
         self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._limiter: anyio.CapacityLimiter | None = None
 
     @property
     def busy(self) -> int:
         """Jobs that run now."""
         return len(self._working)
 
-    async def run(self, work: Callable[[], T], begun: Callable[[], None]) -> T:
-        """Run ``work``, which must not raise, in a thread; ``begun`` is called when it has one.
+    def start(self, job: Job) -> None:
+        """Do a job as soon as there is a thread for it, perhaps before this returns."""
+        self._loop = asyncio.get_running_loop()
+        self._waiting.append(job)
+        self._begin()
 
-        If the caller is cancelled, a job that has begun goes on and its result is dropped.
-        """
-        if self._limiter is None:
-            # Not before: a server may be made in a coroutine of another loop, and of trio.
-            self._loop, self._limiter = asyncio.get_running_loop(), anyio.CapacityLimiter(self._limit)
-        loop, limiter, job = asyncio.get_running_loop(), self._limiter, object()
-        await limiter.acquire_on_behalf_of(job)
-        begun()
-        future: asyncio.Future[T] = loop.create_future()
+    def withdraw(self, job: Job) -> bool:
+        """Drop a job that has not begun; False if it has."""
+        if job not in self._waiting:
+            return False
+        self._waiting.remove(job)
+        return True
+
+    async def run(self, work: Callable[[], T], begun: Callable[[], None]) -> T:
+        """:meth:`start` for a coroutine. If it is cancelled, a job that has begun goes on and its result is dropped."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def done(result: T) -> None:
-            limiter.release_on_behalf_of(job)
-            if future.cancelled():
+            if future.done():
                 _discard(result)
             else:
                 future.set_result(result)
 
-        def task() -> None:
-            result = work()
-            try:
-                loop.call_soon_threadsafe(done, result)
-            except RuntimeError:  # the loop is closed: the server stopped while the job ran
-                _discard(result)
+        job = Job(work, begun, done)
+        self.start(job)
+        try:
+            return await future
+        finally:
+            self.withdraw(job)
 
-        if limiter.borrowed_tokens > self._threads:
-            self._threads += 1
-            threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
-        self._jobs.put(task)
-        return await future
+    def _begin(self) -> None:
+        while self._waiting and self._begun < self._limit:
+            job = self._waiting.popleft()
+            self._begun += 1
+            job.begun()
+            if self._begun > self._threads:
+                self._threads += 1
+                threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
+            self._jobs.put(job)
+
+    def _ended(self, job: Job, result: Any) -> None:
+        self._begun -= 1
+        job.done(result)
+        self._begin()
 
     def _serve(self) -> None:
         try:
@@ -90,10 +119,15 @@ class WorkerThreads:
             _log.exception("a worker thread could not be prepared")
         while (job := self._jobs.get()) is not None:
             self._working.add(threading.get_ident())
-            job()
+            result = job.work()
             self._working.discard(threading.get_ident())
-            # The closure holds the arguments and the result; an idle thread must hold neither.
-            del job
+            try:
+                assert self._loop is not None, "a job comes from a loop"
+                self._loop.call_soon_threadsafe(self._ended, job, result)
+            except RuntimeError:  # the loop is closed: the server stopped while the job ran
+                _discard(result)
+            # An idle thread must hold neither the arguments nor the result.
+            del job, result
 
     @contextmanager
     def lend(self) -> Iterator[None]:
@@ -102,15 +136,17 @@ class WorkerThreads:
         if loop is None:
             yield
             return
-        loop.call_soon_threadsafe(self._grow, 1)
+        with suppress(RuntimeError):  # the server was stopped
+            loop.call_soon_threadsafe(self._grow, 1)
         try:
             yield
         finally:
-            loop.call_soon_threadsafe(self._grow, -1)
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._grow, -1)
 
     def _grow(self, by: int) -> None:
-        if self._limiter is not None:
-            self._limiter.total_tokens += by
+        self._limit += by
+        self._begin()
 
     def close(self) -> None:
         """Let idle threads end."""
