@@ -79,7 +79,7 @@ class Acceptor:
     def _admit(self, sock: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
         sock.setblocking(False)
         peer = peer_of(sock)
-        connection = Connection(sock, peer, self._core, self._sessions, self.facts, tasks)
+        connection = Connection(sock, peer, self._core, self._sessions, self.facts)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -10,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 import msgspec
 
@@ -68,7 +68,6 @@ class Connection:
         core: Core,
         sessions: Sessions,
         facts: Callable[[], dict[str, Any]],
-        tasks: anyio.abc.TaskGroup,
     ) -> None:
         self.peer = peer
         self.session: Session | None = None
@@ -76,9 +75,10 @@ class Connection:
         self._core = core
         self._sessions = sessions
         self._facts = facts
-        self._tasks = tasks
         self._waiters: dict[int, Waiter] = {}
-        self._drained: anyio.Event | None = None
+        self._drained: asyncio.Event | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self._gathering = False
         self._closed = False
 
@@ -179,8 +179,9 @@ class Connection:
         # Where the connection broke, the reading side sees it too, and ends it.
         with suppress(ConnectionClosed):
             if not self._closed and self._drained is None and not self._socket.flush():
-                self._drained = anyio.Event()
-                self._tasks.start_soon(self._drain)
+                self._drained = asyncio.Event()
+                # Not a task of anyio's: a reply may come from a callback of the loop, where anyio knows no task to belong to.
+                self._draining = self._loop.create_task(self._drain())
 
     def _welcome(self, frame: Frame) -> None:
         try:
