@@ -45,7 +45,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines) ->
     with display:
         try:
             result = client._run(operations.fetch_task(task_id, changed, poll), timeout=seconds)
-        except (SharedRPCError, BrokenPipeError):
+        except SharedRPCError:
             raise
         except Exception:
             # An endpoint's own exception comes here if its task ended while nothing was read, or just in time.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -53,7 +53,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
 
@@ -68,7 +68,7 @@ class Request:
     on_event: Callable[[TaskInfo], object] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reply:
     """What came back: a message, and the frame that still owns its descriptors."""
 
@@ -76,7 +76,7 @@ class Reply:
     frame: Frame
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Work:
     """Something that takes time: a shell with an event loop runs it elsewhere.
 
@@ -149,7 +149,7 @@ def invalidate_endpoint(endpoint: str) -> Operation[int]:
     return int(reply.count)
 
 
-@dataclass
+@dataclass(slots=True)
 class Result:
     """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
 
@@ -312,21 +312,22 @@ class _HasMemory(Exception):
 
 def _lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
-
-    def leaf(value: Any, path: str) -> Any:
-        raise _HasMemory(path)
-
-    def encode_all() -> Arguments:
-        from shared_rpc.codec import encode_arguments
-
-        return encode_arguments(args, kwargs, device_kind(device))
-
     try:
-        return Arguments(*lower_call(args, kwargs, leaf))
+        return Arguments(*lower_call(args, kwargs, _no_memory))
     except _HasMemory:
         pass
-    arguments: Arguments = yield Work(encode_all)
+    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device))
     return arguments
+
+
+def _no_memory(value: Any, path: str) -> NoReturn:
+    raise _HasMemory(path)
+
+
+def _encode_all(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Arguments:
+    from shared_rpc.codec import encode_arguments
+
+    return encode_arguments(args, kwargs, device_kind(device))
 
 
 def handle_state(object_id: str, server_id: str, path: str) -> Operation[None]:

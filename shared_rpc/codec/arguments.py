@@ -14,7 +14,7 @@ from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.records import Arguments
+from shared_rpc.records import EMPTY_TABLE, Arguments
 from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
@@ -73,22 +73,28 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
 
     :raises CodecError: if a skeleton cannot be rebuilt here.
     """
+    if arguments.table == EMPTY_TABLE:
+        return _lifted(arguments, [], [])
     with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
-        tensors, storages = tensors_of(read_table(arguments.table), mappings)
+        return _lifted(arguments, *tensors_of(read_table(arguments.table), mappings))
 
-        def leaf(reference: Any) -> Any:
-            if isinstance(reference, TensorRef):
-                return tensors[reference.number]
-            if isinstance(reference, DtypeRef):
-                return _dtype(reference.name)
-            return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
 
-        try:
-            return [lift(value, leaf) for value in arguments.args], {
-                name: lift(value, leaf) for name, value in arguments.kwargs.items()
-            }
-        except Exception as error:
-            raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
+def _lifted(
+    arguments: Arguments, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]
+) -> tuple[list[Any], dict[str, Any]]:
+    def leaf(reference: Any) -> Any:
+        if isinstance(reference, TensorRef):
+            return tensors[reference.number]
+        if isinstance(reference, DtypeRef):
+            return _dtype(reference.name)
+        return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
+
+    try:
+        return [lift(value, leaf) for value in arguments.args], {
+            name: lift(value, leaf) for name, value in arguments.kwargs.items()
+        }
+    except Exception as error:
+        raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
 
 
 def _dtype(name: str) -> torch.dtype:

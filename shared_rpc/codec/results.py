@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from shared_rpc.codec import collector
 from shared_rpc.codec.payload import check_result
@@ -18,9 +20,12 @@ from shared_rpc.errors import CodecError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.records import Record
+from shared_rpc.records import EMPTY_TABLE, Record
 
 __all__ = ["decode_result", "publish"]
+
+#: The skeleton of no result.
+_NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 
 #: Two threads that publish one object must not both move it: clients of the first would be left with a copy.
 _publishing = threading.RLock()
@@ -45,6 +50,8 @@ def publish(value: Any, device: str, access: Access, endpoint: str) -> Record:
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
     """
+    if value is None:
+        return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
     check_result(value, endpoint, kind)
     scan = Scan(kind)
@@ -62,13 +69,19 @@ def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequenc
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
+    if not segments and bytes(table) == EMPTY_TABLE:
+        return _load(skeleton, [], [])
     MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
     with MAPPINGS.attach(segments) as mappings, collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, trusted=True)
-        try:
-            return SkeletonUnpickler(skeleton, tensors, storages).load()
-        except Exception as error:
-            raise CodecError(
-                f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "
-                f"classes come from must be importable here, in compatible versions"
-            ) from error
+        return _load(skeleton, tensors, storages)
+
+
+def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:
+    try:
+        return SkeletonUnpickler(skeleton, tensors, storages).load()
+    except Exception as error:
+        raise CodecError(
+            f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "
+            f"classes come from must be importable here, in compatible versions"
+        ) from error

@@ -62,10 +62,16 @@ class Core:
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
         self.runs = Runs(executor, self.objects, self.leases, self._settle)
         table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
-        self.tasks = Tasks(table, self.runs, self.objects, self.leases, self._release_one, self._wake)
+        self.tasks = Tasks(
+            table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
+        )
         self.started_at = now()
         self._executor = executor
         self._stopped = False
+        self._now = now
+        self._result_ttl = result_ttl
+        #: When the sweeper looks next, on that clock.
+        self._sweeps_at = float("inf")
         self._wake_sweeper: anyio.Event | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
@@ -194,10 +200,16 @@ class Core:
 
     def _settle(self, *object_ids: str) -> None:
         self.objects.settle(*object_ids)
-        self._wake()
+        for object_id in object_ids:
+            stored = self.objects.get(object_id)
+            if stored is not None and stored.idle_ttl is not None:
+                self._look_within(stored.idle_ttl)
 
     def _release_one(self, session: str, object_id: str) -> None:
         self.release(session, [object_id])
+
+    def _task_ended(self) -> None:
+        self._look_within(self._result_ttl)
 
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)
@@ -208,13 +220,16 @@ class Core:
         self._executor.reclaim()
         _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
 
-    def _wake(self) -> None:
-        if self._wake_sweeper is not None:
+    def _look_within(self, seconds: float) -> None:
+        """Something may expire then; the sweeper sleeps no longer than that."""
+        if self._wake_sweeper is not None and self._now() + seconds < self._sweeps_at:
             self._wake_sweeper.set()
 
     async def _sweep(self) -> None:
         while True:
             self._wake_sweeper = awake = anyio.Event()
             pauses = [pause for pause in (self.objects.expire(), self.tasks.table.expire()) if pause is not None]
-            with anyio.move_on_after(min(pauses, default=float("inf"))):
+            pause = min(pauses, default=float("inf"))
+            self._sweeps_at = self._now() + pause
+            with anyio.move_on_after(pause):
                 await awake.wait()
