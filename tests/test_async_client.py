@@ -353,6 +353,29 @@ async def test_a_callback_that_raises(client: AsyncClient, server: Server, go: t
     assert server.info()["connections"] == 1
 
 
+async def test_a_callback_that_takes_its_time(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """It is not the one who is to read then: the others get their answers meanwhile."""
+    task_id = await client.submit("build", 2)
+    in_callback, others_done = anyio.Event(), anyio.Event()
+
+    async def wait(info: TaskInfo) -> None:
+        in_callback.set()
+        await others_done.wait()
+
+    async def call(value: int) -> None:
+        assert (await client.call("hold", value)).item() == value
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.wait_for_task, task_id, None, wait)
+        await in_callback.wait()
+        async with anyio.create_task_group() as calls:
+            for value in range(3):
+                calls.start_soon(call, value)
+            await until(lambda: server.info()["running"] == 4)
+            go.set()
+        others_done.set()
+
+
 async def test_a_server_that_is_not_there(base_path: str) -> None:
     """The error names the socket and what would start a server."""
     async with AsyncClient(base_path, device="cpu", connect_timeout=0.1) as client:

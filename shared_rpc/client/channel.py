@@ -28,13 +28,20 @@ __all__ = ["Channel"]
 
 
 class _Exchange:
-    """A request under way: the frames that came for it, and what wakes the coroutine that waits for them."""
+    """A request under way: the frames that came for it, and what wakes its coroutine while that waits for them."""
 
-    __slots__ = ("frames", "ready")
+    __slots__ = ("frames", "waiting")
 
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque()
-        self.ready = anyio.Event()
+        self.waiting: anyio.Event | None = None
+
+    def wake(self) -> bool:
+        """False if it does not wait: it is busy with an earlier frame, or was woken already."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            waiting.set()
+        return waiting is not None
 
 
 class Channel:
@@ -172,12 +179,13 @@ class Channel:
             if self._broken is not None:
                 raise self._ended()
             if self._reading:
-                exchange.ready = anyio.Event()
-                await exchange.ready.wait()
+                exchange.waiting = waiting = anyio.Event()
+                await waiting.wait()
                 continue
             self._reading = True
             try:
-                await self._read()
+                while not exchange.frames and self._broken is None:
+                    await self._read()
             finally:
                 self._reading = False
                 self._pass_on()
@@ -202,7 +210,7 @@ class Channel:
         exchange = self._exchanges.get(frame.request_id)
         if exchange is not None:
             exchange.frames.append(frame)
-            exchange.ready.set()
+            exchange.wake()
         elif frame.request_id == 0:  # the server's last word
             try:
                 message_of(frame)
@@ -224,15 +232,14 @@ class Channel:
     def _pass_on(self) -> None:
         """The one who read has its reply, or gives up: another one reads."""
         for exchange in self._exchanges.values():
-            if not exchange.frames and not exchange.ready.is_set():
-                exchange.ready.set()
+            if exchange.wake():
                 return
 
     def _break(self, error: SharedRPCError) -> None:
         if self._broken is None:
             self._broken = error
         for exchange in self._exchanges.values():
-            exchange.ready.set()
+            exchange.wake()
         self._hang_up()
 
     def _ended(self) -> SharedRPCError:
