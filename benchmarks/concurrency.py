@@ -21,6 +21,8 @@ __all__ = ["concurrent_calls", "finished_tasks", "trivial_tasks"]
 
 #: Calls of one connection that are under way together.
 _TOGETHER = 64
+#: Calls that each of those coroutines makes, one after the other.
+_EACH = 10
 
 
 def trivial_tasks(report: Report, echo: Echo, ours: Ours, peer: Peer | None, rounds: int, calls: int) -> None:
@@ -60,18 +62,22 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
     apart: list[list[float]] = []
     together: list[list[float]] = []
     async with AsyncClient(socket_path=socket) as client:
+
+        async def calls(count: int) -> None:
+            for _ in range(count):
+                await client.call(endpoint)
+
         kept = await client.call(endpoint)
         for _ in range(rounds + 1):
             begin = time.perf_counter()
-            for _ in range(_TOGETHER):
-                await client.call(endpoint)
+            await calls(_TOGETHER)
             middle = time.perf_counter()
             async with anyio.create_task_group() as group:
                 for _ in range(_TOGETHER):
-                    group.start_soon(client.call, endpoint)
+                    group.start_soon(calls, _EACH)
             end = time.perf_counter()
             apart.append([(middle - begin) / _TOGETHER])
-            together.append([(end - middle) / _TOGETHER])
+            together.append([(end - middle) / _TOGETHER / _EACH])
         del kept
     # The first turn made the threads, and is none of those that count.
     return Sample(apart[1:]), Sample(together[1:])
