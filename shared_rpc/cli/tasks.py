@@ -70,7 +70,7 @@ def tasks(
 def wait(task: TaskId, timeout: Timeout = None, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """Wait for a task, and show how it goes. Exit code 1 if it fails, is cancelled, or takes longer.
 
-    The result is fetched, as a client would: where neither the cache nor a handle keeps it, it is gone then.
+    The result is left to those who want to use it.
     """
     from shared_rpc.cli import waiting
 
@@ -119,7 +119,7 @@ def call(
         with _interruptible(task, socket, base_path):
             display = waiting.display_for(json)
             display.begin(task)
-            waiting.wait(client, task, timeout, display)
+            waiting.wait(client, task, timeout, display, fetch=True)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from shared_rpc import Client
 from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
 from shared_rpc.client import operations
 from shared_rpc.client.operations import Result
-from shared_rpc.errors import SharedRPCError, TaskCancelled
+from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
 from shared_rpc.records import TensorTable
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 
@@ -28,10 +29,11 @@ _PATIENCE = 10.0
 _LONGEST = 1e9
 
 
-def wait(client: Client, task_id: str, timeout: float | None, display: Lines) -> None:
-    """Show how a task goes and what it results in. The result is fetched, and not rebuilt.
+def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *, fetch: bool = False) -> None:
+    """Show how a task goes and what it results in, which is not rebuilt.
 
     :param timeout: see :meth:`Client.wait_for_task`.
+    :param fetch: take the result, which nobody else will.
     :raises SharedRPCError: if it failed or was cancelled, in time, and if it is not known.
     """
 
@@ -43,17 +45,34 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines) ->
     poll = timeout == 0
     seconds = _PATIENCE if poll else timeout if timeout is not None and timeout < _LONGEST else None
     with display:
-        try:
-            result = client._run(operations.fetch_task(task_id, changed, poll), timeout=seconds)
-        except SharedRPCError:
-            raise
-        except Exception:
-            # An endpoint's own exception comes here if its task ended while nothing was read, or just in time.
-            _check(client.get_task_status(task_id))
-            raise
-        with result:
-            facts = _facts(result, client)
+        if not fetch:
+            info = client._run(operations.watch_task(task_id, changed, poll), timeout=seconds)
+            _check(info)
+            facts = _looked_up(client, info)
+        else:
+            try:
+                result = client._run(operations.fetch_task(task_id, changed, poll), timeout=seconds)
+            except SharedRPCError:
+                raise
+            except Exception:
+                # An endpoint's own exception comes here if its task ended while nothing was read, or just in time.
+                _check(client.get_task_status(task_id))
+                raise
+            with result:
+                facts = _facts(result, client)
     display.end(facts)
+
+
+def _looked_up(client: Client, info: TaskInfo) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    with suppress(StaleHandleError):  # somebody has fetched it, and nothing keeps it
+        known = client.get_object_info(info.object_id or "")
+    return {
+        "object_id": info.object_id,
+        "nbytes": known.get("nbytes"),
+        "device": known.get("device"),
+        "managed": client.list_endpoints().get(info.endpoint, {}).get("managed", False),
+    }
 
 
 def _check(info: TaskInfo) -> None:
@@ -116,7 +135,8 @@ class Lines:
         assert self._info is not None, "the first event comes at once"
         cached = self._info.status is TaskStatus.COMPLETED and self._info.started_at is None
         lasted = "from the cache" if cached else f"in {took(self._info)}"
-        what = f"{size(facts['nbytes'])} on {facts['device']}, object {facts['object_id']}"
+        gone = facts["nbytes"] is None
+        what = "gone since" if gone else f"{size(facts['nbytes'])} on {facts['device']}, object {facts['object_id']}"
         print(f"{self._info.endpoint}: completed {lasted}, {what}")
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "task_result",
     "task_status",
     "wait_task",
+    "watch_task",
 ]
 
 T = TypeVar("T")
@@ -214,6 +215,15 @@ def fetch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll
     what = f"wait_for_task({task_id!r})"
     message = m.WaitTask(task_id, events=callback is not None, poll=poll)
     return _result(what, (yield Request(message, what, on_event=callback)))
+
+
+def watch_task(task_id: str, callback: Callable[[TaskInfo], object], poll: bool) -> Operation[TaskInfo]:
+    """Wait for a task to end, and leave its result to others; for the parameters see :func:`fetch_task`."""
+    what = f"the wait for task {task_id}"
+    message = m.WaitTask(task_id, events=True, poll=poll, look=True)
+    reply = yield from _ask(Request(message, what, on_event=callback), m.TaskIs)
+    info: TaskInfo = reply.info
+    return info
 
 
 def wait_task(

@@ -240,12 +240,19 @@ class Connection:
         waiter = self._waiter(frame.request_id)
         if message.events:
             waiter.on_event = lambda info: self._tell_of_task(frame.request_id, info)
+        if message.look:
+            waiter.looks = True
+            waiter.deliver = lambda _: self._show_task(frame.request_id, message.task_id)
         self._waiters[frame.request_id] = waiter
         try:
             self._core.tasks.wait(waiter, message.task_id, poll=message.poll)
         except BaseException:
             del self._waiters[frame.request_id]
             raise
+
+    def _show_task(self, request_id: int, task_id: str) -> None:
+        self._waiters.pop(request_id, None)
+        self._reply(request_id, m.TaskIs(self._core.tasks.table.get(task_id).info))
 
     def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
         waiter = self._waiter(frame.request_id)

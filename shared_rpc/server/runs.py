@@ -48,6 +48,7 @@ class Waiter:
 
     :param local: whether it is a caller in this process, who can do with the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
+    :param looks: whether it only wants to know how a task ends, and takes no result.
     :param on_begin: called when the work starts.
     :param on_progress: called with what the endpoint says of it.
     :param on_event: of somebody who waits for a task: called with every change.
@@ -57,6 +58,7 @@ class Waiter:
     deliver: Callable[[Delivery | Failure], None]
     local: bool = False
     keeps: bool = False
+    looks: bool = False
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
     on_event: Callable[[TaskInfo], None] | None = None

@@ -170,13 +170,14 @@ class Tasks:
         """Tell how the task ended. Once its result was fetched, who fetched it keeps it, and the task does not."""
         waiters, task.watchers = list(waiters), []
         outcome = task.failure or self._result(task)
+        takers = [waiter for waiter in waiters if not waiter.looks]
         if isinstance(outcome, Delivery) and outcome.managed and outcome.stored is not None:
-            for waiter in waiters:
+            for waiter in takers:
                 self._leases.grant(waiter.session, outcome.stored.object_id)
         for waiter in waiters:
             waiter.task = None
             tell(waiter, outcome)
-        if waiters and isinstance(outcome, Delivery):
+        if takers and isinstance(outcome, Delivery):
             self._let_go(task)
 
     def _result(self, task: Task[Waiter]) -> Delivery | Failure:

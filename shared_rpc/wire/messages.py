@@ -159,12 +159,14 @@ class TaskChanged(Message):
 class WaitTask(Message):
     """Ask for the :class:`Result` of a task, when it has ended.
 
-    ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error.
+    ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
+    :class:`TaskIs`, and leave the result to others.
     """
 
     task_id: str
     events: bool = False
     poll: bool = False
+    look: bool = False
 
 
 class FetchTask(Message):
