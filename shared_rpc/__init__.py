@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.client import AsyncClient, Client
+    from shared_rpc.client import Client
+    from shared_rpc.client.aio import AsyncClient
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
@@ -39,7 +40,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncClient": "shared_rpc.client",
+    "AsyncClient": "shared_rpc.client.aio",
     "AsyncHandle": "shared_rpc.handle",
     "Client": "shared_rpc.client",
     "Handle": "shared_rpc.handle",

@@ -1,6 +1,8 @@
-"""The clients: every operation once, as a generator, and the shells that drive it."""
+"""The clients: every operation once, as a generator, and the shells that drive it.
 
-from shared_rpc.client.aio import AsyncClient
+The one for coroutines is in :mod:`shared_rpc.client.aio`: a command that only asks does without an event loop's library.
+"""
+
 from shared_rpc.client.sync import Client
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["Client"]

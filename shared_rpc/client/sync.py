@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shared_rpc.client import operations
 from shared_rpc.client.operations import Operation, Work
-from shared_rpc.client.pool import ConnectionPool, Session
+from shared_rpc.client.pool import ConnectionPool
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.devices import device_id, device_tag
@@ -110,7 +110,7 @@ class Client:
         :raises ConnectError: if no server comes up in time.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
-        return self._hand(self._run(operations.call(endpoint, args, kwargs, self._need_session().device, self._values)))
+        return self._hand(self._run(operations.call(endpoint, args, kwargs, self._server_device(), self._values)))
 
     def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """Have an endpoint run as a task, which goes on without this client: its id.
@@ -119,7 +119,7 @@ class Client:
 
         :raises ServerBusy: if the server has as many tasks as it takes.
         """
-        return self._run(operations.submit(endpoint, args, kwargs, self._need_session().device))
+        return self._run(operations.submit(endpoint, args, kwargs, self._server_device()))
 
     def execute(
         self,
@@ -213,7 +213,7 @@ class Client:
 
     def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
-        return self._run(operations.invalidate_call(endpoint, args, kwargs, self._need_session().device))
+        return self._run(operations.invalidate_call(endpoint, args, kwargs, self._server_device()))
 
     def invalidate_endpoint_cache(self, endpoint: str) -> int:
         """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
@@ -251,7 +251,9 @@ class Client:
         message, value = outcome
         if not message.managed:
             return value
-        session = self._need_session()
+        session = self._pool.session
+        if session is None:
+            raise ConnectionClosed("this client was closed, and the lease went with it")
         return Handle(
             value,
             object_id=message.object_id,
@@ -287,8 +289,12 @@ class Client:
     def _deadline(timeout: float | None) -> float:
         return time.monotonic() + (timeout if timeout is not None else _FOREVER)
 
-    def _need_session(self) -> Session:
-        return self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
+    def _server_device(self) -> str:
+        # Known since the first connection: whatever server comes after it at this socket has the same.
+        session = self._pool.session
+        if session is None:
+            session = self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
+        return session.device
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()

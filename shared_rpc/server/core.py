@@ -215,9 +215,10 @@ class Core:
         self.tasks.forget(task)
 
     def _dropped(self, stored: StoredObject) -> None:
-        stored.record.close()
         stored.live = None
-        self._executor.reclaim()
+        if stored.record.segments:
+            stored.record.close()
+            self._executor.reclaim()
         _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
 
     def _look_within(self, seconds: float) -> None:

@@ -162,7 +162,7 @@ class InProcessExecutor:
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
         #: As many again for tasks: a few that take minutes must not hold up every call.
-        self._background = WorkerThreads(limit, self._prepare)
+        self._background = WorkerThreads(limit, self._prepare, next_turn=True)
         self._queued: dict[Invocation, tuple[WorkerThreads, Job]] = {}
         self._runs: dict[Invocation, Run] = {}
         #: Kept here, because a loop keeps only weak references to its tasks.

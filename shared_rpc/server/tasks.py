@@ -68,7 +68,7 @@ class Tasks:
             close_arguments(arguments)
             raise
         task = self.table.add(spec.name, key, kept=kept)
-        task.run = Waiter(
+        run = task.run = Waiter(
             task.session,
             functools.partial(self._ended, task),
             local=local,
@@ -76,7 +76,7 @@ class Tasks:
             on_begin=lambda: self._change(task, TaskStatus.RUNNING),
             on_progress=lambda progress: self._note(task, progress),
         )
-        self._runs.enter(task.run, spec, key, arguments, chain)
+        self._runs.enter(run, spec, key, arguments, chain)
         return task
 
     def wait(self, waiter: Waiter, task_id: str, *, poll: bool = False) -> None:
@@ -130,14 +130,16 @@ class Tasks:
         """
         if task.finished:
             return False
-        flight = task.run.flight
+        run = task.run
+        assert run is not None, "a task that has not ended waits for its run"
+        flight = run.flight
         if flight is not None and flight.running and len(flight.waiters) == 1:
             if not task.info.cancel_requested:
                 self.table.update(task, cancel_requested=True)
                 self._runs.ask_to_stop(flight)
                 self._tell_watchers(task)
             return True
-        self._runs.leave(task.run)
+        self._runs.leave(run)
         self.table.update(task, cancel_requested=True)
         self._end(task, Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled")))
         return True
@@ -200,6 +202,8 @@ class Tasks:
         self.table.advance(task, status, **facts)
         self._tell_watchers(task)
         if status.finished:
+            # A task is remembered for long, and what it was made of is not needed any more.
+            task.run = None
             self._changed()
 
     def _note(self, task: Task[Waiter], progress: Progress) -> None:

@@ -46,13 +46,15 @@ class WorkerThreads:
     Its methods, but for :meth:`lend` and :attr:`busy`, are for that loop's thread.
 
     :param prepare: what a new thread does first.
+    :param next_turn: hand jobs over in the loop's next turn: who submitted one is answered before its thread wants the CPU.
     """
 
-    def __init__(self, limit: int, prepare: Callable[[], None]) -> None:
+    def __init__(self, limit: int, prepare: Callable[[], None], *, next_turn: bool = False) -> None:
         if limit < 1:
             raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
         self._prepare = prepare
         self._limit = limit
+        self._next_turn = next_turn
         #: Jobs that have a thread.
         self._begun = 0
         self._waiting: deque[Job] = deque()
@@ -105,7 +107,10 @@ class WorkerThreads:
             if self._begun > self._threads:
                 self._threads += 1
                 threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
-            self._jobs.put(job)
+            if self._next_turn and self._loop is not None:
+                self._loop.call_soon(self._jobs.put, job)
+            else:
+                self._jobs.put(job)
 
     def _ended(self, job: Job, result: Any) -> None:
         self._begun -= 1

@@ -46,8 +46,9 @@ class Task(Generic[W]):
 
     __slots__ = ("failure", "info", "kept", "managed", "number", "run", "watchers")
 
-    #: What waits for the task's run; opaque here, as is ``failure``, how it ended where that was not well.
-    run: W
+    #: What waits for the task's run, None once that has ended; opaque here, as is ``failure``, how it ended where that was
+    #: not well.
+    run: W | None
     failure: Any
     #: Whether who fetches the result gets a lease on it.
     managed: bool
@@ -57,6 +58,7 @@ class Task(Generic[W]):
         self.number = number
         self.kept = kept
         self.watchers: list[W] = []
+        self.run = None
         self.failure = None
         self.managed = False
 

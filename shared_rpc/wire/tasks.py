@@ -24,7 +24,7 @@ class TaskStatus(StrEnum):
         return self not in (TaskStatus.PENDING, TaskStatus.RUNNING)
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What an endpoint said last: ``done`` of ``total`` (None where it is not known), and a text."""
 
     done: float
@@ -32,7 +32,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
 
 
-class TaskInfo(msgspec.Struct, frozen=True):
+class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     """A task at one moment. Times are Unix seconds, None for what has not come yet.
 
     ``cancel_requested`` tells that somebody asked a running task to stop; whether it did is told by ``status``.
