@@ -12,7 +12,7 @@ from benchmarks.processes import configuration, next_command, say
 from shared_rpc import Client
 from shared_rpc.client import operations
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.operations import Result, Work
+from shared_rpc.client.operations import Request, Result
 from shared_rpc.memory.mapping import MAPPINGS
 
 __all__: list[str] = []
@@ -27,10 +27,8 @@ def fetch(connection: Connection, endpoint: str, *args: Any) -> Result:
     step = operation.send(None)
     try:
         while True:
-            if isinstance(step, Work):
-                step = operation.send(step.function())
-            else:
-                step = operation.send(connection.exchange(step, time.monotonic() + _TIMEOUT))
+            assert isinstance(step, Request), "a call without tensors is one request"
+            step = operation.send(connection.exchange(step, time.monotonic() + _TIMEOUT))
     except StopIteration as stop:
         result: Result = stop.value
         return result

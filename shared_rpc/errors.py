@@ -222,7 +222,7 @@ _BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPC
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
     """``(code, message, detail)`` of an error that the library itself raised. Never raises."""
     code, message, detail = _parts(error)
-    return code, _sendable(message), {name: _sendable(text) for name, text in detail.items()}
+    return code, sendable(message), {name: sendable(text) for name, text in detail.items()}
 
 
 def text_of(error: BaseException) -> str:
@@ -237,7 +237,8 @@ def text_of(error: BaseException) -> str:
 _TEXT_LIMIT = 1 << 16
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
+    """A text as MessagePack takes it, and of bounded length."""
     if len(text) > _TEXT_LIMIT:
         half = _TEXT_LIMIT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -82,14 +82,17 @@ class InProcessRuntime:
         )
         pending.future.add_done_callback(lambda _: events.put(None))
         with self._wanted(pending) as future, self._waiting():
-            try:
-                while (info := events.get(timeout=max(until - time.monotonic(), 0))) is not None:
-                    if callback is not None:
-                        callback(info)
-            except queue.Empty:
+            while (info := _next(events, until)) is not None:
+                if callback is not None:
+                    callback(info)
+            if not future.done() and pending.withdraw():
                 raise DeadlineExceeded(
                     f"task {task_id} did not end within {timeout} s; it goes on, and a later wait gets its result"
-                ) from None
+                )
+            if callback is None:
+                return self._hand(future.result())
+            callback(self.get_task_status(task_id))
+        with self._wanted(self._engine.await_task(lambda tasks, waiter: tasks.fetch(waiter, task_id, claimed=True))) as future:
             return self._hand(future.result())
 
     def get_task_status(self, task_id: str) -> TaskInfo:
@@ -167,6 +170,15 @@ class InProcessRuntime:
             self.object_info(handle.object_id)
         except ConnectionClosed as error:
             raise StaleHandleError(str(error), reason="server_unreachable") from error
+
+
+def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:
+    """What happened next; None at the end, and when the time is over, whatever else has happened."""
+    left = until - time.monotonic()
+    try:
+        return events.get(timeout=left) if left > 0 else None
+    except queue.Empty:
+        return None
 
 
 async def _waited_for(future: concurrent.futures.Future[T]) -> T:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from shared_rpc.errors import TaskCancelled
+from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.wire.tasks import Progress
 
 __all__ = ["CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled"]
@@ -57,7 +57,16 @@ def progress(done: float, total: float | None = None, message: str = "") -> None
     """
     run = CURRENT_RUN.get()
     if run is not None:
-        run.report(Progress(float(done), None if total is None else float(total), str(message)))
+        run.report(_progress(done, total, str(message)))
+
+
+#: Characters of a message.
+_SHOWN = 1000
+
+
+def _progress(done: float, total: float | None, message: str) -> Progress:
+    # A message may be the name of a file, and such names need not be text.
+    return Progress(float(done), None if total is None else float(total), sendable(message[:_SHOWN]))
 
 
 def cancelled() -> bool:
@@ -130,5 +139,4 @@ def _hook(bar: Any) -> None:
 def _tell(bar: Any) -> None:
     run = getattr(bar, _MARK, None)
     if run is not None and not bar.disable:
-        total = bar.total
-        run.report(Progress(float(bar.n), None if total is None else float(total), str(bar.desc or "").rstrip(": ")))
+        run.report(_progress(bar.n, bar.total, str(bar.desc or "").rstrip(": ")))

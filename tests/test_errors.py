@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, errors
-from shared_rpc.errors import RemoteError, SharedRPCError, StaleHandleError, from_wire, to_wire
+from shared_rpc.errors import RemoteError, SharedRPCError, StaleHandleError, TaskError, from_wire, to_wire
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Error, decode_message, encode_message
 
@@ -26,6 +26,7 @@ TREE = [kind for kind in tree(SharedRPCError) if kind.__module__ == errors.__nam
 SPECIMENS = {
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
+    TaskError: TaskError("task 1 has expired", reason="expired"),
 }
 
 
@@ -71,7 +72,7 @@ def test_the_docstring_draws_the_tree() -> None:
     """Every class, under its parent, with the built-in class by which it can be caught as well."""
     drawn, path = {}, []
     for line in (errors.__doc__ or "").splitlines():
-        entry = re.match(r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed))\b", line)
+        entry = re.match(r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled))\b", line)
         if entry is None:
             continue
         path[len(entry[1]) // 4 :] = [entry[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 import typing
 from contextlib import suppress
@@ -19,7 +20,13 @@ from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message, decode_message, encode_message
 from shared_rpc.wire.specs import EndpointSpec, Parameter
 
-KINDS: list[type[Message]] = Message.__subclasses__()
+
+def below(kind: type[Message]) -> list[type[Message]]:
+    """All classes below one."""
+    return [found for child in kind.__subclasses__() for found in (child, *below(child))]
+
+
+KINDS = below(Message)
 numbers = st.integers(-(2**63), 2**64 - 1)
 plain: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5),
@@ -33,6 +40,8 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation in PLAIN:
         return PLAIN[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return st.sampled_from(list(annotation))
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import os
 import sys
 import time
@@ -18,10 +20,11 @@ import anyio.to_thread
 
 from shared_rpc.client import operations
 from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import Connection
-from shared_rpc.client.operations import Operation, Reply, Request, Work
+from shared_rpc.client.connection import PROMPT, Connection
+from shared_rpc.client.operations import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.client.pool import RETRY, Session, nobody_there
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
+from shared_rpc.client.replies import too_late
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
@@ -248,34 +251,41 @@ class AsyncClient:
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = _OWN) -> T:
         limit = self._timeout if timeout is _OWN else timeout
-        what = "the operation"
+        deadline = anyio.current_time() + limit if limit is not None else math.inf
         advance = functools.partial(operation.send, None)
         try:
-            with anyio.move_on_after(limit):
-                while True:
-                    # Around this alone: an endpoint may raise StopIteration too.
-                    try:
-                        step = advance()
-                    except StopIteration as stop:
-                        result: T = stop.value
-                        return result
-                    if not isinstance(step, Work):
-                        what = step.what
-                        advance = functools.partial(operation.send, await self._exchange(step))
-                        continue
-                    try:
-                        advance = functools.partial(operation.send, await _worked(step))
-                    except Exception as error:
-                        advance = functools.partial(operation.throw, error)
-            raise DeadlineExceeded(
-                f"{what} took longer than its timeout; what has begun goes on in the server, and asking again joins it or "
-                f"finds its result"
-            )
+            while True:
+                # Around this alone: an endpoint may raise StopIteration too.
+                try:
+                    step = advance()
+                except StopIteration as stop:
+                    result: T = stop.value
+                    return result
+                if isinstance(step, Request):
+                    advance = functools.partial(operation.send, await self._exchange(step, deadline))
+                    continue
+                if isinstance(step, Tell):
+                    if self._channel is not None:
+                        self._channel.tell(step.message)
+                    advance = functools.partial(operation.send, None)
+                    continue
+                try:
+                    done = await (_worked(step) if isinstance(step, Work) else _notified(step))
+                    advance = functools.partial(operation.send, done)
+                except BaseException as error:
+                    advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
 
-    async def _exchange(self, request: Request) -> Reply:
-        return await (await self._connected()).exchange(request)
+    async def _exchange(self, request: Request, deadline: float) -> Reply:
+        if request.at_once:
+            deadline = max(deadline, anyio.current_time() + PROMPT)
+        channel: Channel | None = None
+        with anyio.CancelScope(deadline=deadline):
+            channel = await self._connected()
+        if channel is None:
+            raise too_late(request.what)
+        return await channel.exchange(request, deadline)
 
     async def _server_device(self) -> str:
         if self._session is None:
@@ -322,6 +332,12 @@ async def _worked(step: Work) -> Any:
     if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
         return step.function()
     return await anyio.to_thread.run_sync(step.function)
+
+
+async def _notified(step: Notify) -> None:
+    result = step.callback(step.info)
+    if inspect.isawaitable(result):
+        await result
 
 
 async def _drain() -> None:

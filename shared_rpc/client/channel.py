@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 import socket
 import weakref
@@ -16,8 +17,8 @@ import anyio.lowlevel
 
 from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, refuse_stranger, why_not
 from shared_rpc.client.operations import Reply, Request
-from shared_rpc.client.replies import event_of, message_of
-from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.client.replies import event_of, gave_up, message_of, too_late
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
@@ -79,9 +80,9 @@ class Channel:
             except OSError as error:
                 raise ConnectError(f"cannot connect to {path}: {why_not(error)}") from error
             refuse_stranger(sock, path)
-            with anyio.fail_after(min(timeout, PROMPT)):
-                reply = await channel.exchange(Request(m.Hello(token), "the handshake"))
-        except TimeoutError as error:
+            deadline = anyio.current_time() + min(timeout, PROMPT)
+            reply = await channel.exchange(Request(m.Hello(token), "the handshake"), deadline)
+        except DeadlineExceeded as error:
             channel.close()
             raise ConnectError(f"the server at {path} does not answer") from error
         except ConnectionClosed as error:
@@ -108,9 +109,11 @@ class Channel:
         except OSError:
             return False
 
-    async def exchange(self, request: Request) -> Reply:
+    async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
         """Send a request and wait for its reply. One that is cancelled is taken back, and leaves the channel in order.
 
+        :param deadline: when to give up, in terms of anyio.current_time().
+        :raises DeadlineExceeded: then; a reply that came just in time is taken.
         :raises ConnectionClosed: if the server goes away, or the channel is closed.
         """
         if self._broken is not None:
@@ -118,17 +121,26 @@ class Channel:
         number = (next(self._ids) - 1) % LAST_ID + 1
         self._socket.queue(request.message, number, request.payload, request.fds)
         exchange = self._exchanges[number] = _Exchange()
+        frame: Frame | None = None
         try:
-            await self._flush()
-            frame = await self._answer(exchange, request.on_event)
+            with anyio.CancelScope(deadline=deadline):
+                await self._flush()
+                frame = await self._answer(exchange, request.on_event)
+            if frame is None:
+                frame = await self._take_back(number, exchange)
         except BaseException:
-            if self._broken is None:
-                await self._take_back(number, exchange)
+            late = await self._take_back(number, exchange) if self._broken is None else None
+            if late is not None:
+                self._throw_away(late)
             raise
         finally:
             del self._exchanges[number]
-            for late in exchange.frames:
-                self._throw_away(late)
+            for left in exchange.frames:
+                self._throw_away(left)
+        if frame is None or gave_up(frame):
+            if frame is not None:
+                frame.close()
+            raise too_late(request.what)
         return Reply(message_of(frame), frame)
 
     async def _answer(self, exchange: _Exchange, on_event: Callable[[TaskInfo], object] | None) -> Frame:
@@ -141,13 +153,16 @@ class Channel:
                 result = on_event(event)
                 if inspect.isawaitable(result):
                     await result
+            # Several may have come at once, and the caller's time may be over.
+            await anyio.lowlevel.checkpoint()
 
-    async def _take_back(self, number: int, exchange: _Exchange) -> None:
+    async def _take_back(self, number: int, exchange: _Exchange) -> Frame | None:
         """Tell the server that nobody waits; its answer is that it knows, or the reply, which came just before."""
         with anyio.move_on_after(PROMPT, shield=True), suppress(ConnectionClosed, ProtocolError):
             self._socket.queue(m.Cancel(), number)
             await self._flush()
-            self._throw_away(await self._answer(exchange, None))
+            return await self._answer(exchange, None)
+        return None
 
     def tell(self, message: m.Message) -> None:
         """Send a request whose reply nobody needs, as far as that goes without waiting; the next request sends the rest."""

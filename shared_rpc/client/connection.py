@@ -12,12 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shared_rpc.client.operations import Reply, Request
-from shared_rpc.client.replies import event_of, message_of
+from shared_rpc.client.replies import event_of, gave_up, message_of, too_late
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "refuse_stranger", "why_not"]
@@ -42,6 +41,10 @@ def refuse_stranger(sock: socket.socket, path: str) -> None:
     uid = peer_of(sock).uid
     if uid not in (os.geteuid(), 0):
         raise ConnectError(f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
+
+
+class _TooLate(TimeoutError):
+    """The deadline passed. A class of its own, because a callback may raise TimeoutError too."""
 
 
 class Connection:
@@ -103,7 +106,7 @@ class Connection:
     def _limit(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError
+            raise _TooLate
         self._socket.limit(left)
 
     def exchange(self, request: Request, deadline: float) -> Reply:
@@ -118,7 +121,7 @@ class Connection:
             self._socket.queue(request.message, number, request.payload, request.fds)
             self._send(deadline)
             frame = self._await_reply(number, deadline, request.on_event)
-        except TimeoutError:
+        except _TooLate:
             frame = self._give_up(request, number)
         self._usable = True
         return Reply(message_of(frame), frame)
@@ -132,6 +135,7 @@ class Connection:
                     return frame
                 if on_event is not None:
                     on_event(event)
+                self._limit(deadline)
                 continue
             if frame.request_id == 0:  # the server's last word to this connection
                 message_of(frame)
@@ -144,15 +148,12 @@ class Connection:
             self._socket.queue(m.Cancel(), number)
             self._send(prompt)
             frame = self._await_reply(number, prompt, None)
-        except TimeoutError:
+        except _TooLate:
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
-        if isinstance(message := decode_message(frame), m.Error) and message.code == DeadlineExceeded.code:
+        if gave_up(frame):
             frame.close()
             self._usable = True
-            raise DeadlineExceeded(
-                f"{request.what} took longer than its timeout; what has begun goes on in the server, and asking again "
-                f"joins it or finds its result"
-            )
+            raise too_late(request.what)
         return frame
 
     @property

@@ -1,7 +1,8 @@
 """Every operation of a client, once.
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, or yields a
-:class:`Work`, a function that takes time, and is sent its result; it returns what the caller gets. It does no I/O
+:class:`Work`, a function that takes time, and is sent its result, or a :class:`Notify` or :class:`Tell`; it returns what
+the caller gets. It does no I/O
 and knows no clock, so that blocking and asynchronous clients drive the same code. An error reply is raised by the
 shell, not sent here.
 """
@@ -25,10 +26,12 @@ from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 from shared_rpc.wire.values import encode, lower_call
 
 __all__ = [
+    "Notify",
     "Operation",
     "Reply",
     "Request",
     "Result",
+    "Tell",
     "Work",
     "call",
     "cancel_task",
@@ -59,7 +62,7 @@ class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
 
     ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
-    the operation.
+    the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
     """
 
     message: m.Message
@@ -67,6 +70,7 @@ class Request:
     payload: bytes = b""
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
+    at_once: bool = False
 
 
 @dataclass(slots=True)
@@ -88,7 +92,22 @@ class Work:
     nbytes: int | None = None
 
 
-Operation = Generator[Request | Work, Any, T]
+@dataclass(slots=True)
+class Notify:
+    """Something to tell the caller; what its callback raises is thrown into the operation."""
+
+    callback: Callable[[TaskInfo], object]
+    info: TaskInfo
+
+
+@dataclass(slots=True)
+class Tell:
+    """A message whose answer nobody waits for, and which may be lost with the connection."""
+
+    message: m.Message
+
+
+Operation = Generator[Request | Work | Notify | Tell, Any, T]
 
 
 def _ask(request: Request, kind: type[m.Message]) -> Operation[Any]:
@@ -209,20 +228,33 @@ def task_status(task_id: str) -> Operation[TaskInfo]:
 def fetch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll: bool) -> Operation[Result]:
     """Wait for a task and take its record, without rebuilding the value.
 
-    :param callback: is told of every change.
+    :param callback: is told of every change. If it raises, the result was not taken.
     :param poll: do not wait.
     """
     what = f"wait_for_task({task_id!r})"
-    message = m.WaitTask(task_id, events=callback is not None, poll=poll)
-    return _result(what, (yield Request(message, what, on_event=callback)))
+    if callback is None:
+        return _result(what, (yield Request(m.WaitTask(task_id, poll=poll), what)))
+    yield from _watched(what, task_id, callback, poll, claim=True)
+    return _result(what, (yield Request(m.FetchTask(task_id, claimed=True), what, at_once=True)))
 
 
 def watch_task(task_id: str, callback: Callable[[TaskInfo], object], poll: bool) -> Operation[TaskInfo]:
     """Wait for a task to end, and leave its result to others; for the parameters see :func:`fetch_task`."""
-    what = f"the wait for task {task_id}"
-    message = m.WaitTask(task_id, events=True, poll=poll, look=True)
+    return (yield from _watched(f"the wait for task {task_id}", task_id, callback, poll, claim=False))
+
+
+def _watched(
+    what: str, task_id: str, callback: Callable[[TaskInfo], object], poll: bool, *, claim: bool
+) -> Operation[TaskInfo]:
+    message = m.WaitTask(task_id, events=True, poll=poll, look=True, claim=claim)
     reply = yield from _ask(Request(message, what, on_event=callback), m.TaskIs)
     info: TaskInfo = reply.info
+    try:
+        yield Notify(callback, info)
+    except BaseException:
+        if claim and info.object_id is not None:
+            yield Tell(m.Release([info.object_id]))
+        raise
     return info
 
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.errors import RemoteTraceback, from_wire
+from shared_rpc.errors import DeadlineExceeded, RemoteTraceback, from_wire
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["event_of", "message_of"]
+__all__ = ["event_of", "gave_up", "message_of", "too_late"]
 
 
 def message_of(frame: Frame) -> m.Message:
@@ -32,6 +32,21 @@ def message_of(frame: Frame) -> m.Message:
         raise
 
 
+def gave_up(frame: Frame) -> bool:
+    """Whether the frame only says that the server knows that nobody waits any more. It stays the caller's to close."""
+    message = decode_message(frame) if frame.kind == _ERROR else None
+    return isinstance(message, m.Error) and message.code == DeadlineExceeded.code
+
+
+def too_late(what: str) -> DeadlineExceeded:
+    """The error for an operation that ran out of time."""
+    return DeadlineExceeded(
+        f"{what} took longer than its timeout; what has begun goes on in the server, and asking again joins it or finds its "
+        f"result"
+    )
+
+
+_ERROR = m.number_of(m.Error)
 #: The kind byte of what may come before the last answer to a request.
 _EVENT = m.number_of(m.TaskChanged)
 

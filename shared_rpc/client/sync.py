@@ -7,11 +7,13 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 from shared_rpc.client import operations
-from shared_rpc.client.operations import Operation, Work
+from shared_rpc.client.connection import PROMPT
+from shared_rpc.client.operations import Operation, Request, Tell, Work
 from shared_rpc.client.pool import ConnectionPool
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
@@ -274,12 +276,19 @@ class Client:
                 except StopIteration as stop:
                     result: T = stop.value
                     return result
-                if not isinstance(step, Work):
-                    reply = self._pool.exchange(step, deadline, self._connect_timeout if patience is None else patience)
-                    advance = functools.partial(operation.send, reply)
+                patience = self._connect_timeout if patience is None else patience
+                if isinstance(step, Request):
+                    until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
+                    advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
+                    continue
+                if isinstance(step, Tell):
+                    with suppress(SharedRPCError):
+                        self._pool.exchange(Request(step.message, "a message"), time.monotonic() + PROMPT, 0)
+                    advance = functools.partial(operation.send, None)
                     continue
                 try:
-                    advance = functools.partial(operation.send, step.function())
+                    done = step.function() if isinstance(step, Work) else step.callback(step.info)
+                    advance = functools.partial(operation.send, done)
                 except BaseException as error:
                     advance = functools.partial(operation.throw, error)
         finally:

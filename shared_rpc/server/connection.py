@@ -241,7 +241,7 @@ class Connection:
         if message.events:
             waiter.on_event = lambda info: self._tell_of_task(frame.request_id, info)
         if message.look:
-            waiter.looks = True
+            waiter.looks, waiter.claims = True, message.claim
             waiter.deliver = lambda _: self._show_task(frame.request_id, message.task_id)
         self._waiters[frame.request_id] = waiter
         try:
@@ -256,7 +256,7 @@ class Connection:
 
     def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
         waiter = self._waiter(frame.request_id)
-        self._core.tasks.fetch(waiter, message.task_id)
+        self._core.tasks.fetch(waiter, message.task_id, claimed=message.claimed)
 
     def _waiter(self, request_id: int) -> Waiter:
         assert self.session is not None, "a request before the handshake"

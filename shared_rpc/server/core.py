@@ -105,7 +105,10 @@ class Core:
         self.runs.counters["calls"] += 1
         try:
             spec, key = self._bound(endpoint, lowered, chain)
-            if spec.execution == "task" and not self.runs.answer_from_cache(waiter, spec, key):
+            if spec.execution == "task":
+                if self.runs.answer_from_cache(waiter, spec, key):
+                    close_arguments(arguments)
+                    return
                 task = self.tasks.submit(spec, key, arguments, chain, local=waiter.local, kept=False)
                 self.tasks.watch(waiter, task)
                 return

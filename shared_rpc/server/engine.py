@@ -141,16 +141,12 @@ class Engine:
     def await_task(
         self, begin: Callable[[Tasks, Waiter], None], on_event: Callable[[TaskInfo], None] | None = None
     ) -> PendingCall:
-        """Wait for a task as ``begin`` says, or fetch its result; ``on_event`` is called on the loop."""
-        pending = PendingCall(self, on_event)
+        """Wait for a task as ``begin`` says, or fetch its result.
 
-        def ask() -> None:
-            try:
-                begin(self.core.tasks, pending.waiter)
-            except Exception as error:
-                pending.waiter.deliver(Failure.of(error))
-
-        self.post(ask)
+        :param on_event: is called on the loop; the wait is then one that looks, and claims the result.
+        """
+        pending = PendingCall(self, on_event, looks=on_event is not None)
+        self.ask(lambda core: begin(core.tasks, pending.waiter))
         return pending
 
     def release(self, object_id: str) -> None:
@@ -219,13 +215,23 @@ class Engine:
 
 
 class PendingCall:
-    """A call of this process's own, or its wait for a task, until it is answered or given up."""
+    """A call of this process's own, or its wait for a task, until it is answered or given up.
 
-    def __init__(self, engine: Engine, on_event: Callable[[TaskInfo], None] | None = None) -> None:
+    :param looks: see :class:`Waiter`; it claims the result as well.
+    """
+
+    def __init__(self, engine: Engine, on_event: Callable[[TaskInfo], None] | None = None, *, looks: bool = False) -> None:
         self.future: concurrent.futures.Future[Delivery] = concurrent.futures.Future()
         self.future.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
         # Not a method of this object: it would be in a cycle, and the result with it.
-        self.waiter = Waiter(LOCAL_SESSION, functools.partial(_settle, self.future), local=True, on_event=on_event)
+        self.waiter = Waiter(
+            LOCAL_SESSION,
+            functools.partial(_settle, self.future),
+            local=True,
+            on_event=on_event,
+            looks=looks,
+            claims=looks,
+        )
         self._engine = engine
 
     def give_up(self) -> None:
@@ -233,20 +239,30 @@ class PendingCall:
         with suppress(ConnectionClosed):
             self._engine.post(self._leave)
 
+    def withdraw(self) -> bool:
+        """Stop waiting, with nothing lost: False if the outcome is there after all."""
+
+        def leave(core: Core) -> bool:
+            if self.future.done():
+                return False
+            core.leave(self.waiter)
+            return True
+
+        return self._engine.ask(leave)
+
     def _leave(self) -> None:
         if not self.future.done():
             self._engine.core.leave(self.waiter)
             self.future.set_exception(concurrent.futures.CancelledError())  # a thread that waits for it must end
         elif self.future.exception() is None:
             delivery = self.future.result()
-            if delivery.managed and delivery.stored is not None:
+            if (delivery.managed or self.waiter.claims) and delivery.stored is not None:
                 self._engine.core.release(LOCAL_SESSION, [delivery.stored.object_id])
 
 
 def _settle(future: concurrent.futures.Future[Delivery], outcome: Delivery | Failure) -> None:
     if isinstance(outcome, Failure):
-        assert outcome.error is not None, "a failure in this process has its exception"
-        future.set_exception(outcome.error)
+        future.set_exception(outcome.to_raise())
     else:
         future.set_result(outcome)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import os
 import traceback
@@ -67,6 +68,7 @@ class Failure:
     detail: dict[str, str]
     pickled: bytes = b""
     error: BaseException | None = None
+    kept: bool = False
 
     @property
     def type_name(self) -> str:
@@ -74,14 +76,28 @@ class Failure:
         return self.detail.get("type_name") or class_of(self.code).__name__
 
     def remembered(self, limit: int) -> Failure:
-        """The same, to be kept for long: an exception that pickles larger than ``limit`` bytes is told as a RemoteError, and
-        none keeps what its endpoint had in hand.
+        """The same, to be kept for long: nothing that the endpoint had in hand is kept with it, and an exception that pickles
+        larger than ``limit`` bytes, or not at all, is told as a RemoteError.
         """
-        error = self.error
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
-        return dataclasses.replace(self, pickled=self.pickled if len(self.pickled) <= limit else b"")
+        if self.error is not None:
+            for error in _related(self.error):
+                traceback.clear_frames(error.__traceback__)
+        if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
+            return dataclasses.replace(self, kept=True)
+        told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
+        return dataclasses.replace(self, pickled=b"", error=told, kept=True)
+
+    def to_raise(self) -> BaseException:
+        """What a caller in this process raises. Of a failure that is kept a copy: it takes its raiser's frames with it."""
+        assert self.error is not None, "a failure in this process has its exception"
+        if not self.kept:
+            return self.error
+        try:
+            again = copy.copy(self.error)
+        except Exception:  # an exception whose constructor takes other arguments
+            return self.error
+        again.__cause__, again.__suppress_context__ = self.error.__cause__, self.error.__suppress_context__
+        return again.with_traceback(self.error.__traceback__)
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -109,6 +125,21 @@ class Failure:
                 pickled = b""
         local = error if isinstance(error, Exception) else remote
         return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
+
+
+def _related(error: BaseException) -> list[BaseException]:
+    """An exception, its causes and contexts, and the members of groups, each once."""
+    found: dict[int, BaseException] = {}
+    open_ends: list[BaseException | None] = [error]
+    while open_ends:
+        error_or_none = open_ends.pop()
+        if error_or_none is None or id(error_or_none) in found:
+            continue
+        found[id(error_or_none)] = error_or_none
+        open_ends += [error_or_none.__cause__, error_or_none.__context__]
+        if isinstance(error_or_none, BaseExceptionGroup):
+            open_ends += error_or_none.exceptions
+    return list(found.values())
 
 
 class Executor(Protocol):
@@ -278,6 +309,8 @@ class InProcessExecutor:
     ) -> Produced | Failure:
         if isinstance(loaded, Failure):
             return loaded
+        if run.cancelled:  # asked while its arguments were loaded
+            return Failure.of(TaskCancelled())
         args, kwargs = loaded.live
         CURRENT_RUN.set(run)
         self._prepare()

@@ -48,7 +48,8 @@ class Waiter:
 
     :param local: whether it is a caller in this process, who can do with the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
-    :param looks: whether it only wants to know how a task ends, and takes no result.
+    :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
+    :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
     :param on_progress: called with what the endpoint says of it.
     :param on_event: of somebody who waits for a task: called with every change.
@@ -59,6 +60,7 @@ class Waiter:
     local: bool = False
     keeps: bool = False
     looks: bool = False
+    claims: bool = False
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
     on_event: Callable[[TaskInfo], None] | None = None

@@ -91,9 +91,10 @@ class Tasks:
             raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is {task.info.status}: it goes on")
         self.watch(waiter, task)
 
-    def fetch(self, waiter: Waiter, task_id: str) -> None:
+    def fetch(self, waiter: Waiter, task_id: str, *, claimed: bool = False) -> None:
         """Tell the waiter how the task ended.
 
+        :param claimed: whether its session has a claim on the result, which ends now.
         :raises TaskError: if the task is not known, or has not ended.
         """
         task = self.table.get(task_id)
@@ -103,10 +104,12 @@ class Tasks:
                 reason="unfinished",
             )
         self.watch(waiter, task)
+        if claimed and task.info.object_id is not None:
+            self._release(waiter.session, task.info.object_id)
 
     def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
         """:meth:`wait` for a task that is at hand."""
-        if waiter.on_event is not None:
+        if waiter.on_event is not None and not (waiter.looks and task.finished):
             waiter.on_event(task.info)
         if task.finished:
             self._hand(task, [waiter])
@@ -173,9 +176,10 @@ class Tasks:
         waiters, task.watchers = list(waiters), []
         outcome = task.failure or self._result(task)
         takers = [waiter for waiter in waiters if not waiter.looks]
-        if isinstance(outcome, Delivery) and outcome.managed and outcome.stored is not None:
-            for waiter in takers:
-                self._leases.grant(waiter.session, outcome.stored.object_id)
+        if isinstance(outcome, Delivery) and outcome.stored is not None:
+            for waiter in waiters:
+                if waiter.claims or (outcome.managed and not waiter.looks):
+                    self._leases.grant(waiter.session, outcome.stored.object_id)
         for waiter in waiters:
             waiter.task = None
             tell(waiter, outcome)
@@ -212,7 +216,7 @@ class Tasks:
 
     def _tell_watchers(self, task: Task[Waiter]) -> None:
         for waiter in tuple(task.watchers):
-            if waiter.on_event is not None:
+            if waiter.on_event is not None and not (waiter.looks and task.finished):
                 try:
                     waiter.on_event(task.info)
                 except Exception:

@@ -160,19 +160,22 @@ class WaitTask(Message):
     """Ask for the :class:`Result` of a task, when it has ended.
 
     ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
-    :class:`TaskIs`, and leave the result to others.
+    :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session holds it from then on, for a
+    :class:`FetchTask` that says ``claimed``.
     """
 
     task_id: str
     events: bool = False
     poll: bool = False
     look: bool = False
+    claim: bool = False
 
 
 class FetchTask(Message):
-    """Ask for the :class:`Result` of a task that has ended; any other is an error."""
+    """Ask for the :class:`Result` of a task that has ended; any other is an error. ``claimed``: give up the claim on it."""
 
     task_id: str
+    claimed: bool = False
 
 
 class CancelTask(Message):
