@@ -89,7 +89,7 @@ class InProcessRuntime:
                 raise DeadlineExceeded(
                     f"task {task_id} did not end within {timeout} s; it goes on, and a later wait gets its result"
                 )
-            if callback is None:
+            if callback is None or isinstance(future.exception(), ConnectionClosed):
                 return self._hand(future.result())
             callback(self.get_task_status(task_id))
         with self._wanted(self._engine.await_task(lambda tasks, waiter: tasks.fetch(waiter, task_id, claimed=True))) as future:

@@ -242,7 +242,7 @@ class Connection:
             waiter.on_event = lambda info: self._tell_of_task(frame.request_id, info)
         if message.look:
             waiter.looks, waiter.claims = True, message.claim
-            waiter.deliver = lambda _: self._show_task(frame.request_id, message.task_id)
+            waiter.deliver = lambda outcome: self._show_task(frame.request_id, message.task_id, outcome)
         self._waiters[frame.request_id] = waiter
         try:
             self._core.tasks.wait(waiter, message.task_id, poll=message.poll)
@@ -250,9 +250,12 @@ class Connection:
             del self._waiters[frame.request_id]
             raise
 
-    def _show_task(self, request_id: int, task_id: str) -> None:
+    def _show_task(self, request_id: int, task_id: str, outcome: Delivery | Failure) -> None:
         self._waiters.pop(request_id, None)
-        self._reply(request_id, m.TaskIs(self._core.tasks.table.get(task_id).info))
+        if isinstance(outcome, Failure) and outcome.code == ConnectionClosed.code:
+            self._fail(request_id, outcome)  # the server stops, and there is nobody to ask for more
+        else:
+            self._reply(request_id, m.TaskIs(self._core.tasks.table.get(task_id).info))
 
     def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
         waiter = self._waiter(frame.request_id)
