@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,7 +30,10 @@ from tests.processes import eventually, open_fds
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+NO_TRIO = importlib.util.find_spec("trio") is None
+
+
+@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.skipif(NO_TRIO, reason="trio is not installed"))])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Every test runs on both."""
     return str(request.param)
