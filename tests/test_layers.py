@@ -25,7 +25,7 @@ LAYERS = [
     ["store", "transport", "codec"],
     ["preload"],
     ["client", "server"],
-    ["in_process"],
+    ["in_process", "exits"],
     ["runtime"],
     ["provider"],
     ["cli"],
@@ -252,7 +252,7 @@ BROKER = """
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
     from shared_rpc.server.engine import Engine
-    from shared_rpc.server.executor import Produced
+    from shared_rpc.server.outcomes import Produced
 
     class Elsewhere:
         busy = 0

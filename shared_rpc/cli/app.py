@@ -56,7 +56,7 @@ def serve(
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
     from shared_rpc.cli.loading import load_providers
-    from shared_rpc.provider import close_all, end_now_if_busy
+    from shared_rpc.exits import close_all, end_now_if_busy
     from shared_rpc.server import Server
     from shared_rpc.server.signals import wait_for_signal
 

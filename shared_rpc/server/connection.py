@@ -25,7 +25,7 @@ from shared_rpc.errors import (
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
 from shared_rpc.server.core import Core
-from shared_rpc.server.executor import Failure
+from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.sessions import Session, Sessions
 from shared_rpc.transport import FrameSocket, Peer

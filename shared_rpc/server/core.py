@@ -17,7 +17,8 @@ import anyio
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
-from shared_rpc.server.executor import Executor, Failure
+from shared_rpc.server.executor import Executor
+from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.leases import LeaseTable

@@ -21,7 +21,8 @@ import anyio.abc
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.running import CURRENT_RUN
 from shared_rpc.server.core import Core
-from shared_rpc.server.executor import Executor, Failure
+from shared_rpc.server.executor import Executor
+from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.wire.tasks import TaskInfo

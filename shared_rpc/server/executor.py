@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import dataclasses
 import os
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import ConnectionClosed, RemoteError, SharedRPCError, TaskCancelled, class_of, text_of, to_wire
+from shared_rpc.errors import ConnectionClosed, SharedRPCError, TaskCancelled
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import Progress
 
-__all__ = ["Executor", "Failure", "InProcessExecutor", "Invocation", "Produced"]
+__all__ = ["Executor", "InProcessExecutor", "Invocation"]
 
-#: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
-_EXCEPTION_LIMIT = 1 << 20
 #: Seconds between two cancellations of a coroutine that goes on.
 _AGAIN = 0.02
 
@@ -49,97 +45,6 @@ class Invocation:
     background: bool
     on_begin: Callable[[], None]
     on_progress: Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class Produced:
-    """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
-
-    record: Record | None
-    live: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only."""
-
-    code: str
-    text: str
-    detail: dict[str, str]
-    pickled: bytes = b""
-    error: BaseException | None = None
-    kept: bool = False
-
-    @property
-    def type_name(self) -> str:
-        """The name of the exception's type."""
-        return self.detail.get("type_name") or class_of(self.code).__name__
-
-    def remembered(self, limit: int) -> Failure:
-        """The same, to be kept for long: nothing that the endpoint had in hand is kept with it, and an exception that pickles
-        larger than ``limit`` bytes, or not at all, is told as a RemoteError.
-        """
-        if self.error is not None:
-            for error in _related(self.error):
-                traceback.clear_frames(error.__traceback__)
-        if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
-            return dataclasses.replace(self, kept=True)
-        told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
-        return dataclasses.replace(self, pickled=b"", error=told, kept=True)
-
-    def to_raise(self) -> BaseException:
-        """What a caller in this process raises. Of a failure that is kept a copy: it takes its raiser's frames with it."""
-        assert self.error is not None, "a failure in this process has its exception"
-        if not self.kept:
-            return self.error
-        try:
-            again = copy.copy(self.error)
-        except Exception:  # an exception whose constructor takes other arguments
-            return self.error
-        again.__cause__, again.__suppress_context__ = self.error.__cause__, self.error.__suppress_context__
-        return again.with_traceback(self.error.__traceback__)
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Of an error that the library raised."""
-        return cls(*to_wire(error), error=error)
-
-    @classmethod
-    def raised(cls, error: BaseException) -> Failure:
-        """Of what an endpoint raised."""
-        text = _traceback(error)
-        name = (
-            type(error).__qualname__
-            if type(error).__module__ == "builtins"
-            else f"{type(error).__module__}.{type(error).__qualname__}"
-        )
-        remote = RemoteError(text_of(error), type_name=name, traceback=text)
-        pickled = b""
-        # SystemExit and the like end the process that raised them, and must not end the caller's.
-        if isinstance(error, Exception):
-            try:
-                from shared_rpc.codec import dump_exception
-
-                pickled = dump_exception(error)
-            except BaseException:  # of its own methods too nothing may get past the waiters
-                pickled = b""
-        local = error if isinstance(error, Exception) else remote
-        return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
-
-
-def _related(error: BaseException) -> list[BaseException]:
-    """An exception, its causes and contexts, and the members of groups, each once."""
-    found: dict[int, BaseException] = {}
-    open_ends: list[BaseException | None] = [error]
-    while open_ends:
-        error_or_none = open_ends.pop()
-        if error_or_none is None or id(error_or_none) in found:
-            continue
-        found[id(error_or_none)] = error_or_none
-        open_ends += [error_or_none.__cause__, error_or_none.__context__]
-        if isinstance(error_or_none, BaseExceptionGroup):
-            open_ends += error_or_none.exceptions
-    return list(found.values())
 
 
 class Executor(Protocol):
@@ -348,13 +253,6 @@ class InProcessExecutor:
             nbytes = check_result(value, endpoint.spec.name, self._kind)
             return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
         return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except BaseException as problem:
-        return f"<the traceback cannot be shown: {type(problem).__name__}>"
 
 
 def _nothing() -> None:

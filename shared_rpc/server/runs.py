@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.records import Arguments, Record
-from shared_rpc.server.executor import Executor, Failure, Invocation, Produced
+from shared_rpc.server.executor import Executor, Invocation
+from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject

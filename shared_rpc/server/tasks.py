@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
-from shared_rpc.server.executor import Failure
+from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore

@@ -1,0 +1,115 @@
+"""How a run ended: a record and a value, or an error that can travel and be kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from shared_rpc.errors import RemoteError, class_of, text_of, to_wire
+from shared_rpc.records import Record
+
+__all__ = ["Failure", "Produced"]
+
+#: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
+_EXCEPTION_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
+
+    record: Record | None
+    live: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only."""
+
+    code: str
+    text: str
+    detail: dict[str, str]
+    pickled: bytes = b""
+    error: BaseException | None = None
+    kept: bool = False
+
+    @property
+    def type_name(self) -> str:
+        """The name of the exception's type."""
+        return self.detail.get("type_name") or class_of(self.code).__name__
+
+    def remembered(self, limit: int) -> Failure:
+        """The same, to be kept for long: nothing that the endpoint had in hand is kept with it, and an exception that pickles
+        larger than ``limit`` bytes, or not at all, is told as a RemoteError.
+        """
+        if self.error is not None:
+            for error in _related(self.error):
+                traceback.clear_frames(error.__traceback__)
+        if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
+            return dataclasses.replace(self, kept=True)
+        told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
+        return dataclasses.replace(self, pickled=b"", error=told, kept=True)
+
+    def to_raise(self) -> BaseException:
+        """What a caller in this process raises. Of a failure that is kept a copy: it takes its raiser's frames with it."""
+        assert self.error is not None, "a failure in this process has its exception"
+        if not self.kept:
+            return self.error
+        try:
+            again = copy.copy(self.error)
+        except Exception:  # an exception whose constructor takes other arguments
+            return self.error
+        again.__cause__, again.__suppress_context__ = self.error.__cause__, self.error.__suppress_context__
+        return again.with_traceback(self.error.__traceback__)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Of an error that the library raised."""
+        return cls(*to_wire(error), error=error)
+
+    @classmethod
+    def raised(cls, error: BaseException) -> Failure:
+        """Of what an endpoint raised."""
+        text = _traceback(error)
+        name = (
+            type(error).__qualname__
+            if type(error).__module__ == "builtins"
+            else f"{type(error).__module__}.{type(error).__qualname__}"
+        )
+        remote = RemoteError(text_of(error), type_name=name, traceback=text)
+        pickled = b""
+        # SystemExit and the like end the process that raised them, and must not end the caller's.
+        if isinstance(error, Exception):
+            try:
+                from shared_rpc.codec import dump_exception
+
+                pickled = dump_exception(error)
+            except BaseException:  # of its own methods too nothing may get past the waiters
+                pickled = b""
+        local = error if isinstance(error, Exception) else remote
+        return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
+
+
+def _related(error: BaseException) -> list[BaseException]:
+    """An exception, its causes and contexts, and the members of groups, each once."""
+    found: dict[int, BaseException] = {}
+    open_ends: list[BaseException | None] = [error]
+    while open_ends:
+        error_or_none = open_ends.pop()
+        if error_or_none is None or id(error_or_none) in found:
+            continue
+        found[id(error_or_none)] = error_or_none
+        open_ends += [error_or_none.__cause__, error_or_none.__context__]
+        if isinstance(error_or_none, BaseExceptionGroup):
+            open_ends += error_or_none.exceptions
+    return list(found.values())
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as problem:
+        return f"<the traceback cannot be shown: {type(problem).__name__}>"
