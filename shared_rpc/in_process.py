@@ -89,10 +89,11 @@ class InProcessRuntime:
                 raise DeadlineExceeded(
                     f"task {task_id} did not end within {timeout} s; it goes on, and a later wait gets its result"
                 )
-            if callback is None or isinstance(future.exception(), ConnectionClosed):
-                return self._hand(future.result())
-            callback(self.get_task_status(task_id))
-        with self._wanted(self._engine.await_task(lambda tasks, waiter: tasks.fetch(waiter, task_id, claimed=True))) as future:
+            delivery = future.result()
+            if callback is None or delivery.stored is None:
+                return self._hand(delivery)
+        claimed = delivery.stored.object_id
+        with self._wanted(self._engine.await_task(lambda tasks, waiter: tasks.fetch(waiter, task_id, claimed))) as future:
             return self._hand(future.result())
 
     def get_task_status(self, task_id: str) -> TaskInfo:

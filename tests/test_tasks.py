@@ -1043,7 +1043,6 @@ def test_a_task_is_remembered_for_a_while(
     assert client.execute("ones").tolist() == [1, 1]
 
 
-@pytest.mark.xfail(reason="the task is asked for again after its end was told, and what was claimed stays claimed")
 @pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
 def test_a_task_that_expires_while_its_end_is_told(
     provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], near: bool
@@ -1149,7 +1148,6 @@ def test_a_waiter_is_told_of_a_failure(app: App, go: threading.Event) -> None:
     assert (told[-1].status, told[-1].error_type, told[-1].error_message) == ("failed", "ValueError", "no weights")
 
 
-@pytest.mark.xfail(reason="it is taken for the end of the server")
 def test_an_endpoint_that_lost_a_connection(app: App) -> None:
     """An error of the library's own that an endpoint raises is told like any other."""
 

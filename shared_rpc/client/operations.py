@@ -234,8 +234,8 @@ def fetch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll
     what = f"wait_for_task({task_id!r})"
     if callback is None:
         return _result(what, (yield Request(m.WaitTask(task_id, poll=poll), what)))
-    yield from _watched(what, task_id, callback, poll, claim=True)
-    return _result(what, (yield Request(m.FetchTask(task_id, claimed=True), what, at_once=True)))
+    info = yield from _watched(what, task_id, callback, poll, claim=True)
+    return _result(what, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
 
 
 def watch_task(task_id: str, callback: Callable[[TaskInfo], object], poll: bool) -> Operation[TaskInfo]:

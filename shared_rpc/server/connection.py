@@ -252,14 +252,14 @@ class Connection:
 
     def _show_task(self, request_id: int, task_id: str, outcome: Delivery | Failure) -> None:
         self._waiters.pop(request_id, None)
-        if isinstance(outcome, Failure) and outcome.code == ConnectionClosed.code:
-            self._fail(request_id, outcome)  # the server stops, and there is nobody to ask for more
+        if self._core.stopped and isinstance(outcome, Failure):
+            self._fail(request_id, outcome)  # there will be nobody to ask for more
         else:
             self._reply(request_id, m.TaskIs(self._core.tasks.table.get(task_id).info))
 
     def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
         waiter = self._waiter(frame.request_id)
-        self._core.tasks.fetch(waiter, message.task_id, claimed=message.claimed)
+        self._core.tasks.fetch(waiter, message.task_id, message.claimed)
 
     def _waiter(self, request_id: int) -> Waiter:
         assert self.session is not None, "a request before the handshake"

@@ -68,7 +68,7 @@ class Core:
         )
         self.started_at = now()
         self._executor = executor
-        self._stopped = False
+        self.stopped = False
         self._now = now
         self._result_ttl = result_ttl
         #: When the sweeper looks next, on that clock.
@@ -85,7 +85,7 @@ class Core:
 
     def stop(self) -> None:
         """Release every waiter and drop every object. Calls that come later are refused."""
-        self._stopped = True
+        self.stopped = True
         self.runs.stop()
         self.objects.clear()
 
@@ -195,7 +195,7 @@ class Core:
         }
 
     def _bound(self, endpoint: str, lowered: Lowered, chain: frozenset[str]) -> tuple[EndpointSpec, str | None]:
-        if self._stopped:
+        if self.stopped:
             raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
         spec = self.registry.get(endpoint)
         key = cache_key(spec, bind(spec, *lowered))

@@ -222,6 +222,7 @@ class Runs:
                 record.close()
             return
         stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
+        stored.managed = spec.managed
         self._deliver(waiters, spec, record, outcome.live, stored)
         self._settle(stored.object_id)
 

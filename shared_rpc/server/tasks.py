@@ -91,12 +91,20 @@ class Tasks:
             raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is {task.info.status}: it goes on")
         self.watch(waiter, task)
 
-    def fetch(self, waiter: Waiter, task_id: str, *, claimed: bool = False) -> None:
+    def fetch(self, waiter: Waiter, task_id: str, claimed: str = "") -> None:
         """Tell the waiter how the task ended.
 
-        :param claimed: whether its session has a claim on the result, which ends now.
+        :param claimed: the object that its session claimed, if it did; it is there though the task may have expired since.
         :raises TaskError: if the task is not known, or has not ended.
         """
+        stored = self._objects.get(claimed)
+        if stored is not None and waiter.session in self._leases.holders(claimed):
+            if stored.managed:
+                self._leases.grant(waiter.session, claimed)
+            tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
+            self._release(waiter.session, claimed)
+            self._release(f"task {task_id}", claimed)
+            return
         task = self.table.get(task_id)
         if not task.finished:
             raise TaskError(
@@ -104,12 +112,10 @@ class Tasks:
                 reason="unfinished",
             )
         self.watch(waiter, task)
-        if claimed and task.info.object_id is not None:
-            self._release(waiter.session, task.info.object_id)
 
     def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
         """:meth:`wait` for a task that is at hand."""
-        if waiter.on_event is not None and not (waiter.looks and task.finished):
+        if waiter.on_event is not None and not (waiter.looks and not waiter.local and task.finished):
             waiter.on_event(task.info)
         if task.finished:
             self._hand(task, [waiter])
@@ -157,7 +163,6 @@ class Tasks:
             return
         assert outcome.stored is not None, "what a task waits for is stored"
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
-        task.managed = outcome.managed
         self._hand(task, task.watchers)
         if not task.kept:
             self._let_go(task)
@@ -196,7 +201,7 @@ class Tasks:
                     reason="released",
                 )
             )
-        return Delivery(stored.record, stored.live, stored, task.managed)
+        return Delivery(stored.record, stored.live, stored, stored.managed)
 
     def _let_go(self, task: Task[Waiter]) -> None:
         if task.info.object_id is not None:
@@ -216,7 +221,7 @@ class Tasks:
 
     def _tell_watchers(self, task: Task[Waiter]) -> None:
         for waiter in tuple(task.watchers):
-            if waiter.on_event is not None and not (waiter.looks and task.finished):
+            if waiter.on_event is not None and not (waiter.looks and not waiter.local and task.finished):
                 try:
                     waiter.on_event(task.info)
                 except Exception:

@@ -38,6 +38,8 @@ class StoredObject:
     live: Any = None
     #: Whether the cache lists it; False once it was invalidated or evicted.
     listed: bool = False
+    #: Whether who gets it gets a lease on it.
+    managed: bool = False
 
     def facts(self, server_id: str, leases: int) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""

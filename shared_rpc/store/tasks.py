@@ -44,14 +44,12 @@ class Task(Generic[W]):
     :param kept: whether its result waits to be fetched; False for the task behind a call, whose caller gets it at once.
     """
 
-    __slots__ = ("failure", "info", "kept", "managed", "number", "run", "watchers")
+    __slots__ = ("failure", "info", "kept", "number", "run", "watchers")
 
     #: What waits for the task's run, None once that has ended; opaque here, as is ``failure``, how it ended where that was
     #: not well.
     run: W | None
     failure: Any
-    #: Whether who fetches the result gets a lease on it.
-    managed: bool
 
     def __init__(self, info: TaskInfo, number: int, kept: bool) -> None:
         self.info = info
@@ -60,7 +58,6 @@ class Task(Generic[W]):
         self.watchers: list[W] = []
         self.run = None
         self.failure = None
-        self.managed = False
 
     @property
     def finished(self) -> bool:

@@ -172,10 +172,13 @@ class WaitTask(Message):
 
 
 class FetchTask(Message):
-    """Ask for the :class:`Result` of a task that has ended; any other is an error. ``claimed``: give up the claim on it."""
+    """Ask for the :class:`Result` of a task that has ended; any other is an error.
+
+    ``claimed``: the id of the object that the session claimed by its wait, and gives up the claim on.
+    """
 
     task_id: str
-    claimed: bool = False
+    claimed: str = ""
 
 
 class CancelTask(Message):
