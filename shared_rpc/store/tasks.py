@@ -161,7 +161,8 @@ class TaskTable(Generic[W]):
         if task is not None:
             return task
         issuer, _, number = task_id[:100].rpartition("-")
-        if issuer == self._issuer and number.isdecimal() and 0 < int(number) <= self._issued:
+        # As it would have been written: int() takes more than that.
+        if issuer == self._issuer and number.isdecimal() and number == str(int(number)) and 0 < int(number) <= self._issued:
             raise TaskError(
                 f"task {task_id} has expired: a finished task is remembered for {self._result_ttl:g} s (result_ttl), "
                 f"and the last {self._remembered} of them",
