@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,10 @@ from tests.apps import ROLES, App
 from tests.processes import Child, eventually, open_fds
 
 pytest.register_assert_rewrite("tests.conformance")
+
+# A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: what else the machine does is not what a property is about.
 hypothesis.settings.register_profile("shared_rpc", deadline=None)

@@ -26,8 +26,6 @@ class Child:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            # A test run in the background of a shell ignores Ctrl-C, and its children would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **(environ or {})},
         )
 
