@@ -276,6 +276,35 @@ async def test_cancelling_at_the_moment_of_the_reply(
     await until(lambda: open_fds() <= before)
 
 
+async def test_cancelling_a_wait_at_the_moment_of_its_end(
+    client: AsyncClient, server: Server, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it claimed goes back; the result stays for who asks next."""
+    provider.share("once", cache=False)(lambda: torch.ones(2))
+    task_id = await client.submit("once")
+    channel = client._channel
+    assert channel is not None
+    answer = channel._answer
+    scope = anyio.CancelScope()
+
+    async def late(*args: Any) -> Any:
+        frame = await answer(*args)
+        if not scope.cancel_called:
+            next(iter(channel._exchanges.values())).frames.append(frame)
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+        return frame
+
+    monkeypatch.setattr(channel, "_answer", late)
+    with scope:
+        await client.wait_for_task(task_id, callback=lambda info: None)
+    assert scope.cancelled_caught
+    await client.ping()
+    await until(lambda: server.info()["leases"] == 1)  # the task's own
+    assert (await client.get_task_result(task_id)).tolist() == [1, 1]
+    await until(lambda: server.info()["objects"] == 0)
+
+
 async def test_a_call_that_runs_out_of_time(server: Server) -> None:
     """A timeout is one error, and leaves the connection in order."""
     async with AsyncClient(socket_path=server.socket_path, timeout=0.05) as client:

@@ -20,6 +20,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server import connection as connection_module
+from shared_rpc.server import requests as requests_module
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
 from shared_rpc.wire.values import SkeletonRef, TensorRef, encode
@@ -506,7 +507,7 @@ def test_a_request_id_that_is_in_use(server: Server, release: threading.Event) -
 
 def test_calls_without_end(server: Server, release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection has a limited number of calls under way; the others are refused, and those go on."""
-    monkeypatch.setattr(connection_module, "_MAX_CALLS", 10)
+    monkeypatch.setattr(requests_module, "_MAX_CALLS", 10)
     with Raw(server.socket_path) as raw:
         for number in range(1, 11):
             raw.say(m.Call("hold"), number)

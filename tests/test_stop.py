@@ -17,6 +17,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.wire import messages as m
 from tests.processes import Child, eventually, python
 from tests.raw import Raw, frame_of, sealed_memory
@@ -355,3 +356,58 @@ def test_a_server_that_is_killed(
     assert client.call("weights", 1000).value.sum() == 0
     assert handle.is_stale()
     assert handle.value.sum() == 6000
+
+
+class _Result:
+    """What a job returns, with a record that counts how often it is closed."""
+
+    def __init__(self) -> None:
+        self.record = self
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("ends", ["after the last turn", "before close", "after close"])
+def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, ends: str) -> None:
+    """Whenever that is, its result is closed, and once."""
+    threads, result = WorkerThreads(1, lambda: None), _Result()
+
+    def work() -> _Result:
+        go.wait(30)
+        return result
+
+    async def start() -> None:
+        threads.start(Job(work, lambda: None, lambda _: pytest.fail("the loop has ended")))
+
+    def end() -> None:
+        go.set()
+        eventually(lambda: threads.busy == 0)
+
+    with asyncio.Runner() as runner:
+        runner.run(start())
+        loop = runner.get_loop()
+        if ends == "after the last turn":
+            closing, loop.close = loop.close, lambda: (end(), closing())[1]  # type: ignore[method-assign]
+    if ends == "before close":
+        end()
+    threads.close()
+    end()
+    eventually(lambda: result.closed == 1)
+
+
+def test_a_job_that_ends_as_its_wait_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both happened in one turn of the loop."""
+    threads, result = WorkerThreads(1, lambda: None), _Result()
+    take_result = threads._take_result
+
+    async def cancelled_at_the_end() -> None:
+        waiting = asyncio.create_task(threads.run(lambda: result, lambda: None))
+        monkeypatch.setattr(threads, "_take_result", lambda: (take_result(), waiting.cancel()))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(cancelled_at_the_end())
+    threads.close()
+    assert result.closed == 1

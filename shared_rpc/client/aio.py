@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
@@ -19,17 +17,15 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from shared_rpc.client import operations
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.operations import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.replies import too_late
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import AsyncHandle, forgone, unreachable
-from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.preload import preload_codec
-from shared_rpc.settings import resolve_base_path, socket_path
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -39,56 +35,30 @@ T = TypeVar("T")
 
 #: Bytes of a skeleton and a table that are decoded on the loop: that takes well under a millisecond.
 _QUICK = 2048
-#: The timeout that the client was made with.
-_OWN = -1.0
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
     All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in
     arguments, is done in threads, so that the event loop goes on. Cancelling the scope that awaits an operation takes the
     request back, and leaves the connection to the others. A client belongs to the event loop it is first used on.
 
-    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
-    :param device: which server's: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
-    :param socket_path: the server's socket itself; base path and device are not looked at then.
-    :param timeout: seconds an operation may take; None for no limit.
-    :param connect_timeout: seconds to wait for a server that is not there yet.
+    For the parameters see :class:`Client`.
     """
 
-    def __init__(
-        self,
-        base_path: str | os.PathLike[str] | None = None,
-        *,
-        device: str = "auto",
-        socket_path: str | os.PathLike[str] | None = None,
-        timeout: float | None = 600.0,
-        connect_timeout: float = 5.0,
-    ) -> None:
-        self._base_path = base_path
-        self._device = device
-        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
-        self._timeout = timeout
-        self._connect_timeout = connect_timeout
+    def _begin(self) -> None:
         self._closed = False
-        self._forget()
-        preload_codec()
-        _clients.add(self)
+        self._disconnected()
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        self._disconnected()
+
+    def _disconnected(self) -> None:
         self._channel: Channel | None = None
         self._session: Session | None = None
         self._connecting = anyio.Lock()
-        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
-        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-
-    @property
-    def socket_path(self) -> str:
-        """The server's socket."""
-        if self._asked_path is None:
-            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
-        return self._asked_path
 
     async def ping(self) -> float:
         """One round trip; the seconds it took."""
@@ -249,8 +219,8 @@ class AsyncClient:
             session=session,
         )
 
-    async def _run(self, operation: Operation[T], *, timeout: float | None = _OWN) -> T:
-        limit = self._timeout if timeout is _OWN else timeout
+    async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
+        limit = self._limit(timeout)
         deadline = anyio.current_time() + limit if limit is not None else math.inf
         advance = functools.partial(operation.send, None)
         try:
@@ -344,15 +314,3 @@ async def _drain() -> None:
     # On a GPU it waits for the device.
     if MAPPINGS.has_unused:
         await anyio.to_thread.run_sync(MAPPINGS.drain)
-
-
-_clients: weakref.WeakSet[AsyncClient] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # The child's copies of the connections are closed by their own module.
-    for client in list(_clients):
-        client._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from shared_rpc.client.operations import Reply, Request
 from shared_rpc.client.replies import event_of, gave_up, message_of, too_late
+from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m

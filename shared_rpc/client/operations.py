@@ -1,38 +1,25 @@
-"""Every operation of a client, once.
-
-An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, or yields a
-:class:`Work`, a function that takes time, and is sent its result, or a :class:`Notify` or :class:`Tell`; it returns what
-the caller gets. It does no I/O
-and knows no clock, so that blocking and asynchronous clients drive the same code. An error reply is raised by the
-shell, not sent here.
-"""
+"""Every operation of a client, once; see :mod:`shared_rpc.client.steps` for how they are driven."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.errors import ProtocolError, StaleHandleError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
 from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 from shared_rpc.wire.values import encode, lower_call
 
 __all__ = [
-    "Notify",
-    "Operation",
-    "Reply",
-    "Request",
     "Result",
-    "Tell",
-    "Work",
     "call",
     "cancel_task",
     "fetch",
@@ -53,61 +40,6 @@ __all__ = [
     "wait_task",
     "watch_task",
 ]
-
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Request:
-    """A message to send. The descriptors are borrowed until the reply, or an error, comes.
-
-    ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
-    the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
-    """
-
-    message: m.Message
-    what: str
-    payload: bytes = b""
-    fds: tuple[int, ...] = ()
-    on_event: Callable[[TaskInfo], object] | None = None
-    at_once: bool = False
-
-
-@dataclass(slots=True)
-class Reply:
-    """What came back: a message, and the frame that still owns its descriptors."""
-
-    message: m.Message
-    frame: Frame
-
-
-@dataclass(slots=True)
-class Work:
-    """Something that takes time: a shell with an event loop runs it elsewhere.
-
-    ``nbytes`` is what there is to decode, None where nothing is known: it tells whether it takes less than a millisecond.
-    """
-
-    function: Callable[[], Any]
-    nbytes: int | None = None
-
-
-@dataclass(slots=True)
-class Notify:
-    """Something to tell the caller; what its callback raises is thrown into the operation."""
-
-    callback: Callable[[TaskInfo], object]
-    info: TaskInfo
-
-
-@dataclass(slots=True)
-class Tell:
-    """A message whose answer nobody waits for, and which may be lost with the connection."""
-
-    message: m.Message
-
-
-Operation = Generator[Request | Work | Notify | Tell, Any, T]
 
 
 def _ask(request: Request, kind: type[m.Message]) -> Operation[Any]:

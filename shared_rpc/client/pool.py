@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.operations import Reply, Request
+from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 
 __all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 from shared_rpc.client import operations
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
-from shared_rpc.client.operations import Operation, Request, Tell, Work
 from shared_rpc.client.pool import ConnectionPool
+from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
-from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.preload import preload_codec
-from shared_rpc.settings import resolve_base_path, socket_path
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -30,11 +26,9 @@ T = TypeVar("T")
 
 #: Seconds of a client without a timeout: ten years.
 _FOREVER = 10 * 365 * 86400.0
-#: The timeout that the client was made with.
-_OWN = -1.0
 
 
-class Client:
+class Client(BaseClient):
     """Calls the endpoints of a server on this host.
 
     Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
@@ -48,36 +42,12 @@ class Client:
     :param connect_timeout: seconds to wait for a server that is not there yet.
     """
 
-    def __init__(
-        self,
-        base_path: str | os.PathLike[str] | None = None,
-        *,
-        device: str = "auto",
-        socket_path: str | os.PathLike[str] | None = None,
-        timeout: float | None = 600.0,
-        connect_timeout: float = 5.0,
-    ) -> None:
-        self._base_path = base_path
-        self._device = device
-        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
-        self._timeout = timeout
-        self._connect_timeout = connect_timeout
+    def _begin(self) -> None:
         self._pool = ConnectionPool(lambda: self.socket_path)
-        self._forget()
-        preload_codec()
-        _clients.add(self)
 
-    def _forget(self) -> None:
+    def _after_fork(self) -> None:
+        super()._after_fork()
         self._pool.forget()
-        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
-        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-
-    @property
-    def socket_path(self) -> str:
-        """The server's socket."""
-        if self._asked_path is None:
-            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
-        return self._asked_path
 
     def ping(self) -> float:
         """One round trip; the seconds it took."""
@@ -265,8 +235,8 @@ class Client:
             session=session,
         )
 
-    def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = _OWN) -> T:
-        deadline = self._deadline(self._timeout if timeout is _OWN else timeout)
+    def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
+        deadline = self._deadline(self._limit(timeout))
         advance = functools.partial(operation.send, None)
         try:
             while True:
@@ -304,15 +274,3 @@ class Client:
         if session is None:
             session = self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
         return session.device
-
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # The child's copies of the connections are closed by their own module.
-    for client in list(_clients):
-        client._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -110,7 +110,7 @@ class Core:
                 if self.runs.answer_from_cache(waiter, spec, key):
                     close_arguments(arguments)
                     return
-                task = self.tasks.submit(spec, key, arguments, chain, local=waiter.local, kept=False)
+                task = self.tasks.submit(spec, key, arguments, chain, kept=False)
                 self.tasks.watch(waiter, task)
                 return
         except BaseException as error:
@@ -120,7 +120,7 @@ class Core:
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 
-    def submit(self, endpoint: str, lowered: Lowered, arguments: CallArguments, *, local: bool = False) -> TaskInfo:
+    def submit(self, endpoint: str, lowered: Lowered, arguments: CallArguments) -> TaskInfo:
         """Make a task of a call; for the parameters see :meth:`call`.
 
         :raises ServerBusy: if there are too many.
@@ -132,7 +132,7 @@ class Core:
             close_arguments(arguments)
             self.runs.counters["failures"] += 1
             raise
-        return self.tasks.submit(spec, key, arguments, local=local).info
+        return self.tasks.submit(spec, key, arguments).info
 
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more."""

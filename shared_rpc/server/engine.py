@@ -137,7 +137,7 @@ class Engine:
         self, endpoint: str, lowered: tuple[list[Any], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> TaskInfo:
         """A task of this process's own; see :meth:`call`."""
-        return self.ask(lambda core: core.submit(endpoint, lowered, (args, kwargs), local=True))
+        return self.ask(lambda core: core.submit(endpoint, lowered, (args, kwargs)))
 
     def await_task(
         self, begin: Callable[[Tasks, Waiter], None], on_event: Callable[[TaskInfo], None] | None = None
@@ -163,7 +163,6 @@ class Engine:
             self.post(self._scope.cancel)
         if not self.here():
             self._thread.join(_STOP_TIMEOUT)
-        self._executor.close()
 
     def _run(self) -> None:
         fast = importlib.util.find_spec("uvloop") is not None
@@ -175,6 +174,7 @@ class Engine:
             with self._posting:
                 self._ended = True
             self._run_posted()
+            self._executor.close()
             self._ready.set()
 
     async def _main(self) -> None:

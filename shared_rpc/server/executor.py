@@ -58,7 +58,7 @@ class Executor(Protocol):
         """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
 
     def close(self) -> None:
-        """Let idle threads end; a thread that runs an endpoint ends with it, or with the process."""
+        """The loop has ended. Idle threads end, one that runs an endpoint ends with it, or with the process."""
 
     def reclaim(self) -> None:
         """An object was dropped: give back the memory that only its live value held. Does not wait."""

@@ -53,7 +53,6 @@ class Tasks:
         arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
         *,
-        local: bool = False,
         kept: bool = True,
     ) -> Task[Waiter]:
         """A task for a call; one whose result is cached has ended when this returns.
@@ -71,7 +70,6 @@ class Tasks:
         run = task.run = Waiter(
             task.session,
             functools.partial(self._ended, task),
-            local=local,
             keeps=True,
             on_begin=lambda: self._change(task, TaskStatus.RUNNING),
             on_progress=lambda progress: self._note(task, progress),

@@ -63,6 +63,9 @@ class WorkerThreads:
         #: Threads with a job: that may end after the loop.
         self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        #: Jobs that ended, with what they returned, until the loop has looked.
+        self._results: deque[tuple[Job, Any]] = deque()
+        self._closed = False
 
     @property
     def busy(self) -> int:
@@ -96,6 +99,10 @@ class WorkerThreads:
         self.start(job)
         try:
             return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it ended and was cancelled in one turn of the loop
+                _discard(future.result())
+            raise
         finally:
             self.withdraw(job)
 
@@ -112,7 +119,8 @@ class WorkerThreads:
             else:
                 self._jobs.put(job)
 
-    def _ended(self, job: Job, result: Any) -> None:
+    def _take_result(self) -> None:
+        job, result = self._results.popleft()
         self._begun -= 1
         job.done(result)
         self._begin()
@@ -124,15 +132,15 @@ class WorkerThreads:
             _log.exception("a worker thread could not be prepared")
         while (job := self._jobs.get()) is not None:
             self._working.add(threading.get_ident())
-            result = job.work()
-            self._working.discard(threading.get_ident())
-            try:
-                assert self._loop is not None, "a job comes from a loop"
-                self._loop.call_soon_threadsafe(self._ended, job, result)
-            except RuntimeError:  # the loop is closed: the server stopped while the job ran
-                _discard(result)
+            self._results.append((job, job.work()))
             # An idle thread must hold neither the arguments nor the result.
-            del job, result
+            del job
+            self._working.discard(threading.get_ident())
+            assert self._loop is not None, "a job comes from a loop"
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._take_result)
+            if self._closed:
+                self._discard_results()
 
     @contextmanager
     def lend(self) -> Iterator[None]:
@@ -154,9 +162,16 @@ class WorkerThreads:
         self._begin()
 
     def close(self) -> None:
-        """Let idle threads end."""
+        """Let idle threads end, and drop what a job returns from now on: the loop has ended."""
+        self._closed = True
+        self._discard_results()
         for _ in range(self._threads):
             self._jobs.put(None)
+
+    def _discard_results(self) -> None:
+        with suppress(IndexError):  # another thread may do the same
+            while True:
+                _discard(self._results.popleft()[1])
 
 
 def _discard(result: object) -> None:

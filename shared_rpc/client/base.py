@@ -1,0 +1,69 @@
+"""What both clients are made with."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.preload import preload_codec
+from shared_rpc.settings import resolve_base_path, socket_path
+
+__all__ = ["OWN_TIMEOUT", "BaseClient"]
+
+#: As a timeout: the one that the client was made with.
+OWN_TIMEOUT = -1.0
+
+
+class BaseClient:
+    """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`."""
+
+    def __init__(
+        self,
+        base_path: str | os.PathLike[str] | None = None,
+        *,
+        device: str = "auto",
+        socket_path: str | os.PathLike[str] | None = None,
+        timeout: float | None = 600.0,
+        connect_timeout: float = 5.0,
+    ) -> None:
+        self._base_path = base_path
+        self._device = device
+        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._begin()
+        preload_codec()
+        _clients.add(self)
+
+    def _begin(self) -> None:
+        """Be ready to connect."""
+
+    def _after_fork(self) -> None:
+        """Begin anew in a forked child: what was there is its parent's, but for having been closed."""
+        self._values = weakref.WeakValueDictionary()
+
+    @property
+    def socket_path(self) -> str:
+        """The server's socket."""
+        if self._asked_path is None:
+            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
+        return self._asked_path
+
+    def _limit(self, timeout: float | None) -> float | None:
+        return self._timeout if timeout is OWN_TIMEOUT else timeout
+
+
+_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # The child's copies of the connections are closed by their own modules.
+    for client in list(_clients):
+        client._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

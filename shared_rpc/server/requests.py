@@ -1,0 +1,236 @@
+"""What a client may ask, and how it is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.records import Arguments
+from shared_rpc.server.core import Core
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.server.sessions import Sessions
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import decode_message
+from shared_rpc.wire.tasks import TaskInfo
+from shared_rpc.wire.values import decode_call
+
+if TYPE_CHECKING:
+    from shared_rpc.server.connection import Connection
+
+__all__ = ["Requests"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Calls of one connection that may be under way at once; each costs the server some kilobytes.
+_MAX_CALLS = 10_000
+#: Tasks that one page lists.
+_PAGE = 1000
+
+
+class Requests:
+    """The requests of one connection. Those that are not answered at once are waiters of the core."""
+
+    def __init__(self, connection: Connection, core: Core, sessions: Sessions, facts: Callable[[], dict[str, Any]]) -> None:
+        self._connection = connection
+        self._reply = connection.reply
+        self._core = core
+        self._sessions = sessions
+        self._facts = facts
+        self._waiters: dict[int, Waiter] = {}
+
+    @property
+    def _session_id(self) -> str:
+        assert self._connection.session is not None, "a request before the handshake"
+        return self._connection.session.session_id
+
+    def close(self) -> None:
+        """The connection ended: its calls are left, and nobody is told of them any more."""
+        for waiter in self._waiters.values():
+            self._core.leave(waiter)
+        self._waiters.clear()
+
+    def handle(self, frame: Frame) -> None:
+        """Answer a request, now or later. Never raises."""
+        try:
+            message = decode_message(frame)
+            handler = _HANDLERS.get(type(message))
+            if handler is None:
+                raise ProtocolError(f"{type(message).__name__} is no request")
+            handler(self, frame, message)
+        except (SharedRPCError, TypeError) as error:
+            self._fail(frame.request_id, Failure.of(error))
+        except Exception as error:
+            _log.exception("a request of pid %d could not be handled", self._connection.peer.pid)
+            self._fail(frame.request_id, Failure.of(error))
+        finally:
+            frame.close()
+
+    def _fail(self, request_id: int, failure: Failure) -> None:
+        self._reply(
+            request_id,
+            m.Error(failure.code, failure.text, failure.detail, endpoint_raised=bool(failure.pickled)),
+            failure.pickled,
+        )
+
+    def _ping(self, frame: Frame, message: m.Ping) -> None:
+        self._reply(frame.request_id, m.Pong())
+
+    def _server_info(self, frame: Frame, message: m.GetServerInfo) -> None:
+        self._reply(frame.request_id, m.Facts(self._facts()))
+
+    def _list_endpoints(self, frame: Frame, message: m.ListEndpoints) -> None:
+        self._reply(frame.request_id, m.Endpoints(self._core.registry.all()))
+
+    def _call(self, frame: Frame, message: m.Call) -> None:
+        waiter = self._waiter(frame.request_id)
+        arguments = _arguments_of(frame, message)
+        self._waiters[frame.request_id] = waiter
+        self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
+
+    def _submit(self, frame: Frame, message: m.Submit) -> None:
+        arguments = _arguments_of(frame, message)
+        info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments)
+        self._reply(frame.request_id, m.TaskIs(info))
+
+    def _wait_task(self, frame: Frame, message: m.WaitTask) -> None:
+        waiter = self._waiter(frame.request_id)
+        if message.events:
+            waiter.on_event = lambda info: self._tell_of_task(frame.request_id, info)
+        if message.look:
+            waiter.looks, waiter.claims = True, message.claim
+            waiter.deliver = lambda outcome: self._show_task(frame.request_id, message.task_id, outcome)
+        self._waiters[frame.request_id] = waiter
+        try:
+            self._core.tasks.wait(waiter, message.task_id, poll=message.poll)
+        except BaseException:
+            del self._waiters[frame.request_id]
+            raise
+
+    def _show_task(self, request_id: int, task_id: str, outcome: Delivery | Failure) -> None:
+        self._waiters.pop(request_id, None)
+        if self._core.stopped and isinstance(outcome, Failure):
+            self._fail(request_id, outcome)  # there will be nobody to ask for more
+        else:
+            self._reply(request_id, m.TaskIs(self._core.tasks.table.get(task_id).info))
+
+    def _fetch_task(self, frame: Frame, message: m.FetchTask) -> None:
+        waiter = self._waiter(frame.request_id)
+        self._core.tasks.fetch(waiter, message.task_id, message.claimed)
+
+    def _waiter(self, request_id: int) -> Waiter:
+        if request_id in self._waiters:
+            raise ProtocolError(f"request id {request_id} is in use")
+        if len(self._waiters) >= _MAX_CALLS:
+            raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
+        return Waiter(self._session_id, lambda outcome: self._deliver(request_id, outcome))
+
+    def _tell_of_task(self, request_id: int, info: TaskInfo) -> None:
+        # One who does not read misses how it went, and not how it ends.
+        if not self._connection.congested:
+            self._reply(request_id, m.TaskChanged(info))
+
+    def _deliver(self, request_id: int, outcome: Delivery | Failure) -> None:
+        self._waiters.pop(request_id, None)
+        if isinstance(outcome, Failure):
+            self._fail(request_id, outcome)
+            return
+        record, stored = outcome.record, outcome.stored
+        assert record is not None, "a call from another process needs a record"
+        message = m.Result(
+            object_id=stored.object_id if stored is not None else "",
+            generation=stored.generation if stored is not None else 1,
+            managed=outcome.managed,
+            table=msgspec.Raw(record.table),
+            segments=[segment.info for segment in record.segments],
+        )
+        fds = tuple(segment.fileno() for segment in record.segments)
+        if (
+            not self._reply(request_id, message, record.skeleton, fds)
+            and outcome.managed
+            and self._connection.session is not None
+        ):
+            self._core.release(self._session_id, [message.object_id])
+
+    def _cancel(self, frame: Frame, message: m.Cancel) -> None:
+        waiter = self._waiters.pop(frame.request_id, None)
+        if waiter is not None:  # else its reply is on the way
+            self._core.leave(waiter)
+            self._reply(frame.request_id, m.Error(DeadlineExceeded.code, "the call was given up by its caller"))
+
+    def _get_task(self, frame: Frame, message: m.GetTask) -> None:
+        self._reply(frame.request_id, m.TaskIs(self._core.tasks.table.get(message.task_id).info))
+
+    def _list_tasks(self, frame: Frame, message: m.ListTasks) -> None:
+        limit = min(max(message.limit, 1), _PAGE)
+        self._reply(frame.request_id, m.TaskPage(*self._core.tasks.table.page(message.status, message.after, limit)))
+
+    def _cancel_task(self, frame: Frame, message: m.CancelTask) -> None:
+        task = self._core.tasks.table.get(message.task_id)
+        self._reply(frame.request_id, m.Count(int(self._core.tasks.cancel(task))))
+
+    def _release(self, frame: Frame, message: m.Release) -> None:
+        assert self._connection.session is not None, "a request before the handshake"
+        self._reply(frame.request_id, m.Count(self._core.release(self._session_id, message.object_ids)))
+
+    def _object_info(self, frame: Frame, message: m.GetObjectInfo) -> None:
+        self._reply(frame.request_id, m.Facts(self._core.object_info(message.object_id)))
+
+    def _list_objects(self, frame: Frame, message: m.ListObjects) -> None:
+        items = [
+            self._core.facts(stored) | {"cached": stored.listed, "holders": self._sessions.holders(stored.object_id)}
+            for stored in self._core.objects
+        ]
+        self._reply(frame.request_id, m.FactsList(items))
+
+    def _invalidate_call(self, frame: Frame, message: m.InvalidateCall) -> None:
+        args, kwargs = decode_call(message.args, message.kwargs)
+        self._reply(frame.request_id, m.Count(self._core.invalidate_call(message.endpoint, args, kwargs)))
+
+    def _invalidate_endpoint(self, frame: Frame, message: m.InvalidateEndpoint) -> None:
+        self._reply(frame.request_id, m.Count(self._core.invalidate_endpoint(message.endpoint)))
+
+
+def _arguments_of(frame: Frame, message: m.Call) -> Arguments:
+    """The arguments of a call. They own the frame's descriptors from here on."""
+    args, kwargs = decode_call(message.args, message.kwargs)
+    if (
+        len(message.segments) != len(frame.fds)
+        or sum(message.skeletons) != len(frame.payload)
+        or min(message.skeletons, default=0) < 0
+    ):
+        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
+    # Their ids are made here, so that no client can pass its memory off as another segment.
+    infos = [msgspec.structs.replace(info, id=new_segment_id()) for info in message.segments]
+    segments = [Segment(info, fd) for info, fd in zip(infos, frame.take_fds(), strict=True)]
+    skeletons, start = [], 0
+    for size in message.skeletons:
+        skeletons.append(frame.payload[start : start + size])
+        start += size
+    return Arguments(args, kwargs, bytes(message.table), skeletons, segments)
+
+
+_HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
+    m.Ping: Requests._ping,
+    m.GetServerInfo: Requests._server_info,
+    m.ListEndpoints: Requests._list_endpoints,
+    m.Call: Requests._call,
+    m.Cancel: Requests._cancel,
+    m.Release: Requests._release,
+    m.GetObjectInfo: Requests._object_info,
+    m.ListObjects: Requests._list_objects,
+    m.InvalidateCall: Requests._invalidate_call,
+    m.InvalidateEndpoint: Requests._invalidate_endpoint,
+    m.Submit: Requests._submit,
+    m.GetTask: Requests._get_task,
+    m.WaitTask: Requests._wait_task,
+    m.FetchTask: Requests._fetch_task,
+    m.ListTasks: Requests._list_tasks,
+    m.CancelTask: Requests._cancel_task,
+}
