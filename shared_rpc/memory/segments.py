@@ -80,9 +80,10 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        if self._fd >= 0:
-            warnings.warn(f"segment {self.info.id} was dropped with its fd {self._fd} open", ResourceWarning, stacklevel=2)
-            self.close()
+        fd = self._fd
+        self.close()
+        if fd >= 0:
+            warnings.warn(f"segment {self.info.id} was dropped with its fd {fd} open", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"Segment({self.info!r}, fd={self._fd})"
