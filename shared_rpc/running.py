@@ -25,21 +25,13 @@ class Run:
     :param report: takes progress, from whichever thread.
     """
 
-    __slots__ = ("_asked", "chain", "report")
+    __slots__ = ("cancelled", "chain", "report")
 
     def __init__(self, chain: frozenset[str], report: Callable[[Progress], None]) -> None:
         self.chain = chain
         self.report = report
-        self._asked = threading.Event()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was asked to stop."""
-        return self._asked.is_set()
-
-    def cancel(self) -> None:
-        """Ask it to stop."""
-        self._asked.set()
+        #: Whether it was asked to stop.
+        self.cancelled = False
 
 
 #: The run of the endpoint that this thread, or this coroutine, carries out.

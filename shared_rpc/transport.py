@@ -28,6 +28,8 @@ _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
 #: Buffers of one write; the kernel takes 1,024 (IOV_MAX).
 _BUFFERS = 256
+#: Seconds. A wait that the kernel ends after these, to be begun again, costs nothing.
+_PATIENT = 60.0
 _UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are dear on this path.
@@ -77,12 +79,13 @@ class FrameSocket:
         self._limit = 0.0
 
     def limit(self, seconds: float) -> None:
-        """How long a blocking socket waits for every read and write.
+        """How long a blocking socket waits for every read and write; ask for it before each of them.
 
         The kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): with Python's own timeouts each read and write costs a
-        poll(2) more. A limit that is less than a hundredth longer is left as it is.
+        poll(2) more. What is set already stays where it is at most a hundredth longer, or shorter by less than matters:
+        who is called back early asks again.
         """
-        if 0 <= self._limit - seconds <= min(seconds / 100, 1.0):
+        if min(seconds, _PATIENT) <= self._limit <= seconds + min(seconds / 100, 1.0):
             return
         self._limit = max(seconds, 1e-3)
         value = _TIMEVAL.pack(int(self._limit), int(self._limit % 1 * 1e6))

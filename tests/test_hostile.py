@@ -20,6 +20,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server import connection as connection_module
+from shared_rpc.server import engine
 from shared_rpc.server import requests as requests_module
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
@@ -59,9 +60,17 @@ def good(connect: Callable[..., Client]) -> Client:
     return connect(timeout=20.0)
 
 
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of event loop that a server runs on: they see the end of a connection in ways of their own."""
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    monkeypatch.setattr(engine, "USES_UVLOOP", request.param == "uvloop")
+
+
 @pytest.fixture
 def server(
-    no_leaks: None, provider: Provider, serve: Callable[..., Server], good: Client, release: threading.Event
+    no_leaks: None, loop: None, provider: Provider, serve: Callable[..., Server], good: Client, release: threading.Event
 ) -> Iterator[Server]:
     """A server that, at the end of the test, serves a good client and has nothing more than it had at the start."""
 

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
@@ -58,8 +57,16 @@ class Acceptor:
             "ready": True,
         }
 
-    async def serve(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Accept until cancelled. Connections are tasks of ``tasks``."""
+    async def serve(self) -> None:
+        """Accept until cancelled; then the core stops, so that those who wait are told why, and the connections end."""
+        try:
+            await self._accept()
+        finally:
+            self._core.stop()
+            for connection in tuple(self._connections):
+                connection.close()
+
+    async def _accept(self) -> None:
         with self._listener:
             while True:
                 # However many connect, those who are connected have their turn.
@@ -74,12 +81,12 @@ class Acceptor:
                     _log.error("cannot accept a connection: %s", error)
                     await anyio.sleep(0.05)
                     continue
-                self._admit(sock, tasks)
+                self._admit(sock)
 
-    def _admit(self, sock: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+    def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         peer = peer_of(sock)
-        connection = Connection(sock, peer, self._core, self._sessions, self.facts)
+        connection = Connection(sock, peer, self._core, self._sessions, self.facts, self._connections.discard)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))
@@ -87,13 +94,11 @@ class Acceptor:
             connection.refuse(ServerBusy(f"the server has its {self._max_connections} connections (max_connections)"))
         else:
             self._connections.add(connection)
-            tasks.start_soon(self._attend, connection)
-
-    async def _attend(self, connection: Connection) -> None:
-        try:
-            await connection.run()
-        finally:
-            self._connections.discard(connection)
+            try:
+                connection.start()
+            except OSError as error:  # the kernel watches as many descriptors as it will
+                _log.error("cannot serve pid %d: %s", peer.pid, error)
+                connection.close()
 
     def remove_socket(self) -> None:
         """Take the socket's file away: once, and while it still listens, because the next server's may get the same path

@@ -6,19 +6,11 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import anyio
-import anyio.lowlevel
-
-from shared_rpc.errors import (
-    CapabilityError,
-    ConnectionClosed,
-    ProtocolError,
-    SharedRPCError,
-)
+from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.server.core import Core
 from shared_rpc.server.requests import Requests
 from shared_rpc.server.sessions import Session, Sessions
@@ -39,15 +31,12 @@ _BACKPRESSURE = 1 << 20
 _TURN = 32
 
 
-async def _until(ready: Callable[[socket.socket], Awaitable[None]], sock: socket.socket) -> None:
-    try:
-        await ready(sock)
-    except (anyio.ClosedResourceError, OSError, ValueError) as error:
-        raise ConnectionClosed(f"the connection was closed: {error}") from error
-
-
 class Connection:
-    """Owns its socket. What the requests mean is the business of :class:`Requests`."""
+    """Owns its socket. The loop calls it when there is something to read, or room to write: there is no task, which would
+    cost each request a turn of the loop. What the requests mean is the business of :class:`Requests`.
+
+    :param on_close: called once, when it ends.
+    """
 
     def __init__(
         self,
@@ -56,6 +45,7 @@ class Connection:
         core: Core,
         sessions: Sessions,
         facts: Callable[[], dict[str, Any]],
+        on_close: Callable[[Connection], None],
     ) -> None:
         self.peer = peer
         self.session: Session | None = None
@@ -63,42 +53,35 @@ class Connection:
         self._core = core
         self._sessions = sessions
         self._requests = Requests(self, core, sessions, facts)
-        self._drained: asyncio.Event | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._on_close = on_close
         self._loop = asyncio.get_running_loop()
+        self._silence: asyncio.TimerHandle | None = None
+        #: Whether it goes on in the loop's next turn.
+        self._behind = False
+        #: Whether all must be written before more is handled.
+        self._paused = False
         self._gathering = False
+        self._writing = False
         self._closed = False
 
-    async def run(self) -> None:
-        """Serve until the other side goes away or breaks the protocol. Never raises on its account."""
-        try:
-            with anyio.fail_after(_HANDSHAKE_TIMEOUT):
-                self._welcome(await self._next_frame())
-            while True:
-                for _ in range(_TURN):
-                    self._handle_all(await self._next_frame())
-                    if self._drained is not None and self.congested:
-                        await self._drained.wait()
-                await anyio.lowlevel.checkpoint()
-        except ConnectionClosed:
-            pass
-        except TimeoutError:
-            _log.warning("pid %d connected and said nothing for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
-        except ProtocolError as error:
-            _log.warning("pid %d broke the protocol: %s", self.peer.pid, error)
-            self.reply(0, m.Error(error.code, str(error)))
-        finally:
-            self.close()
+    def start(self) -> None:
+        """Serve until the other side goes away or breaks the protocol."""
+        self._silence = self._loop.call_later(_HANDSHAKE_TIMEOUT, self._said_nothing)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def close(self) -> None:
         """End the connection now: its calls are left, what it waited for is not told any more."""
         if self._closed:
             return
         self._closed = True
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        if self._silence is not None:
+            self._silence.cancel()
         self._requests.close()
-        anyio.notify_closing(self._socket.sock)
         self._socket.close()
         self._sessions.leave(self)
+        self._on_close(self)
 
     @property
     def congested(self) -> bool:
@@ -114,38 +97,58 @@ class Connection:
         """Close the descriptors and nothing else: this is a forked child, and the connection is its parent's."""
         self._socket.close()
 
-    def _handle_all(self, frame: Frame | None) -> None:
-        """Handle a frame and those that came with it. What can be answered at once goes back in one write."""
-        self._gathering = True
+    def _readable(self) -> None:
+        if not self._behind:
+            self._turn()
+
+    def _go_on(self) -> None:
+        if not self._closed:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Read and handle until there is nothing more, or others must have their turn. Never raises, whatever comes.
+
+        Reading goes on to the end, because uvloop calls once, and never again, where the other side closed with something
+        unread: libuv stops polling a descriptor after an error.
+        """
         try:
-            handled = 0
-            while frame is not None:
-                self._requests.handle(frame)
-                handled += 1
-                frame = self._socket.next_frame() if handled < _TURN and not self.congested else None
+            for _ in range(_TURN):
+                self._behind = self._handle_frames()
+                if self._behind or self._paused:
+                    break
+                self._socket.receive()
+            if not self._paused:
+                self._behind = True
+                self._loop.call_soon(self._go_on)
+        except BlockingIOError:
+            pass
+        except ConnectionClosed:
+            self.close()
+        except ProtocolError as error:
+            _log.warning("pid %d broke the protocol: %s", self.peer.pid, error)
+            self.refuse(error)
+        except Exception:
+            _log.exception("the connection of pid %d is ended", self.peer.pid)
+            self.close()
+
+    def _handle_frames(self) -> bool:
+        """Handle what has come, and answer in one write what can be answered at once. True if there may be more."""
+        self._gathering = True
+        frame, left = None, _TURN
+        try:
+            while left and not self.congested and (frame := self._socket.next_frame()) is not None:
+                left -= 1
+                if self.session is None:
+                    self._welcome(frame)
+                else:
+                    self._requests.handle(frame)
         finally:
             self._gathering = False
             self._flush()
-
-    async def _next_frame(self) -> Frame:
-        while (frame := self._socket.next_frame()) is None:
-            try:
-                self._socket.receive()
-            except BlockingIOError:
-                await _until(anyio.wait_readable, self._socket.sock)
-        return frame
-
-    async def _drain(self) -> None:
-        """Write what a reply could not write at once."""
-        try:
-            while not self._socket.flush():
-                await _until(anyio.wait_writable, self._socket.sock)
-        except ConnectionClosed:
-            pass  # the reading side sees it too, and ends the connection
-        finally:
-            drained, self._drained = self._drained, None
-            if drained is not None:
-                drained.set()
+        if self.congested and self._writing:
+            self._paused = True
+            self._loop.remove_reader(self._socket.fileno())
+        return frame is not None
 
     def reply(self, request_id: int, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """Queue a reply, and write as much as goes at once. Never waits, never raises; False if an error went instead."""
@@ -166,10 +169,28 @@ class Connection:
     def _flush(self) -> None:
         # Where the connection broke, the reading side sees it too, and ends it.
         with suppress(ConnectionClosed):
-            if not self._closed and self._drained is None and not self._socket.flush():
-                self._drained = asyncio.Event()
-                # Not a task of anyio's: a reply may come from a callback of the loop, where anyio knows no task to belong to.
-                self._draining = self._loop.create_task(self._drain())
+            if not self._closed and not self._writing and not self._socket.flush():
+                self._writing = True
+                self._loop.add_writer(self._socket.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        try:
+            if not self._socket.flush():
+                return
+        except ConnectionClosed:
+            self.close()
+            return
+        self._writing = False
+        self._loop.remove_writer(self._socket.fileno())
+        if self._paused:
+            self._paused = False
+            self._loop.add_reader(self._socket.fileno(), self._readable)
+            self._go_on()
+
+    def _said_nothing(self) -> None:
+        if self.session is None:
+            _log.warning("pid %d connected and said nothing for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
+            self.close()
 
     def _welcome(self, frame: Frame) -> None:
         try:

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 import anyio
-import anyio.abc
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.running import CURRENT_RUN
@@ -33,6 +32,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
+#: Where it is installed.
+USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
 #: Seconds that stop() gives the thread.
 _STOP_TIMEOUT = 0.9
 #: The session of calls that this process makes itself.
@@ -51,7 +52,7 @@ class Engine:
         core: Core,
         executor: Executor,
         name: str,
-        work: Callable[[anyio.abc.TaskGroup], Awaitable[None]] | None = None,
+        work: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.core = core
         self.pid = os.getpid()
@@ -165,9 +166,8 @@ class Engine:
             self._thread.join(_STOP_TIMEOUT)
 
     def _run(self) -> None:
-        fast = importlib.util.find_spec("uvloop") is not None
         try:
-            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": fast})
+            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
         except BaseException:
             _log.exception("%s failed", self._name)
         finally:
@@ -187,11 +187,7 @@ class Engine:
                 await running.wait()
                 tasks.start_soon(self._answer_posts)
                 self._ready.set()
-                try:
-                    await (anyio.sleep_forever() if self._work is None else self._work(tasks))
-                finally:
-                    # Before connections close, so that those who wait are told why.
-                    self.core.stop()
+                await (anyio.sleep_forever() if self._work is None else self._work())
         await self._executor.finish()
 
     def _wake(self) -> None:

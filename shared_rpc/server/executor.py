@@ -187,7 +187,7 @@ class InProcessExecutor:
         """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
         run = self._runs.get(invocation)
         if run is not None:
-            run.cancel()
+            run.cancelled = True
             work = self._coroutines.get(invocation)
             if work is not None:
                 work.cancel()
