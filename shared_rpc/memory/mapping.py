@@ -1,7 +1,7 @@
 """Which segments this process has mapped, and who still uses them.
 
 A segment is mapped at most once for each kind of access, and unmapped when the last object over it is gone:
-the object's finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
+a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
@@ -37,12 +36,11 @@ class Mapping:
         self.segment = segment
         self.sealed = info.access == "read"
         self.pins = 0
-        #: By id: a weak reference hashes as what it refers to, and two storages may be equal.
-        self.loans: dict[int, _Loan] = {}
+        self.loans: set[_Loan] = set()
 
     @property
     def users(self) -> int:
-        """Blocks that use the mapping now, and objects that live over it."""
+        """Blocks that use the mapping now, and loans of it that have not ended."""
         return self.pins + len(self.loans)
 
     def seal(self) -> None:
@@ -56,14 +54,24 @@ class Mapping:
         return self.backend.view(self.address, self.info.nbytes)
 
 
-class _Loan(weakref.ref[Any]):
-    """An object that lives over a mapping."""
+class _Pin:
+    """What the objects over a mapping hold, those of one loan together: it goes with the last of them."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Loan(weakref.ref[_Pin]):
+    """A pin's end, and the mapping it is about."""
 
     __slots__ = ("mapping",)
 
     mapping: Mapping
 
     # A weak reference takes its attributes after it is made; see MappingTable.lend().
+
+
+#: The attribute by which an object holds its pin, or a tuple of several.
+_HELD = "_shared_rpc_pin"
 
 
 class MappingTable:
@@ -132,15 +140,26 @@ class MappingTable:
             self._unpin(mappings)
 
     def lend(self, loans: Iterable[tuple[Mapping, object]]) -> None:
-        """Keep each mapping while the object beside it lives. To be called while it is created or attached."""
-        REAPER.start()
-        with self._lock:
-            for mapping, user in loans:
-                loan = _Loan(user, self._user_gone)
-                loan.mapping = mapping
-                mapping.loans[id(loan)] = loan
+        """Keep each mapping while the object beside it lives. To be called while it is created or attached.
 
-    def _user_gone(self, loan: _Loan) -> None:
+        The objects take an attribute: that costs a tenth of a weak reference to each.
+        """
+        REAPER.start()
+        pins: dict[Mapping, _Pin] = {}
+        for mapping, user in loans:
+            pin = pins.get(mapping)
+            if pin is None:
+                pin = pins[mapping] = _Pin()
+                loan = _Loan(pin, self._pin_gone)
+                loan.mapping = mapping
+                with self._lock:
+                    mapping.loans.add(loan)
+            attributes = user.__dict__
+            held = attributes.setdefault(_HELD, pin)
+            if held is not pin:
+                attributes[_HELD] = (held, pin)
+
+    def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._gone.put(loan)
         REAPER.submit(self._drain_in_background)
@@ -186,7 +205,7 @@ class MappingTable:
                 break
         with self._lock:
             for loan in gone:
-                del loan.mapping.loans[id(loan)]
+                loan.mapping.loans.remove(loan)
             self._forget_unused({id(loan.mapping): loan.mapping for loan in gone}.values())
 
     def _unpin(self, mappings: list[Mapping]) -> None:
@@ -232,7 +251,7 @@ class MappingTable:
                 mapping.segment = None
             if mapping.info.device != "cpu":
                 mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
-            for loan in mapping.loans.values():
+            for loan in mapping.loans:
                 if loan() is None:  # the parent's reaper was about to end it
                     self._gone.put(loan)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
