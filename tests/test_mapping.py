@@ -606,7 +606,7 @@ def test_segments_are_few(sizes: list[int], limit: int, alignment: int) -> None:
 
 
 def test_defaults_suit_a_gpu() -> None:
-    """Without options blocks lie as torch's CUDA allocator lays them, in segments of at most 2 GiB."""
+    """Without options blocks lie as torch's CUDA allocator lays them, in segments of at most 1 GiB."""
     segments, places = pack([1, SEGMENT_LIMIT - ALIGNMENT, 1, 3 * SEGMENT_LIMIT])
     assert segments == [SEGMENT_LIMIT, 1, 3 * SEGMENT_LIMIT]
     assert places == [(0, 0), (0, ALIGNMENT), (1, 0), (2, 0)]

@@ -10,8 +10,8 @@ __all__ = ["ALIGNMENT", "SEGMENT_LIMIT", "Place", "pack"]
 #: Bytes. What torch's CUDA allocator aligns to, so that vectorised kernels behave as they do on its tensors.
 ALIGNMENT = 512
 
-#: Bytes. Few large segments attach quickly (one import and one map each); 2 GiB bounds what a move needs at a time.
-SEGMENT_LIMIT = 2 << 30
+#: Bytes. Few large segments attach quickly (one import and one map each); 1 GiB bounds what a move needs at a time.
+SEGMENT_LIMIT = 1 << 30
 
 
 class Place(NamedTuple):

@@ -40,7 +40,7 @@ FDS_PER_MESSAGE = 253
 #: Bytes of a payload that are joined to the header.
 _JOINED = 64 * 1024
 
-#: Descriptors of one frame: over 1,000 segments of 2 GiB or more.
+#: Descriptors of one frame: over 1,000 segments of 1 GiB or more.
 MAX_FDS = 4 * FDS_PER_MESSAGE
 
 
