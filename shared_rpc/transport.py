@@ -28,8 +28,8 @@ _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
 #: Buffers of one write; the kernel takes 1,024 (IOV_MAX).
 _BUFFERS = 256
-#: Seconds. A wait that the kernel ends after these, to be begun again, costs nothing.
-_PATIENT = 60.0
+#: Bytes of one write, and writes of one flush: however slowly they are read, the deadline is looked at in between.
+_WRITE, _WRITES = 128 * 1024, 16
 _UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are dear on this path.
@@ -66,9 +66,9 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
 class FrameSocket:
     """Owns a socket, what was read from it and is no frame yet, and what is still to be written.
 
-    On a blocking socket :meth:`receive` and :meth:`flush` wait as long as :meth:`limit` allows; on a non-blocking one
-    they do not wait. Where nothing arrived :meth:`receive` raises :class:`BlockingIOError`, and where not everything
-    was taken :meth:`flush` returns False.
+    On a blocking socket :meth:`receive` and :meth:`flush` wait as long as it does, see :meth:`limit`; on a
+    non-blocking one they do not wait. Where nothing arrived :meth:`receive` raises :class:`BlockingIOError`, and where
+    not everything was taken :meth:`flush` returns False.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
@@ -76,19 +76,12 @@ class FrameSocket:
         self._decoder = FrameDecoder(limits)
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
         self._unsent = 0
-        self._limit = 0.0
 
     def limit(self, seconds: float) -> None:
-        """How long a blocking socket waits for every read and write; ask for it before each of them.
-
-        The kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): with Python's own timeouts each read and write costs a
-        poll(2) more. What is set already stays where it is at most a hundredth longer, or shorter by less than matters:
-        who is called back early asks again.
+        """How long a blocking socket waits for every connect, read and write; the kernel keeps the time (SO_RCVTIMEO,
+        SO_SNDTIMEO). After a signal Python begins to wait anew, so only short waits end in time whatever happens.
         """
-        if min(seconds, _PATIENT) <= self._limit <= seconds + min(seconds / 100, 1.0):
-            return
-        self._limit = max(seconds, 1e-3)
-        value = _TIMEVAL.pack(int(self._limit), int(self._limit % 1 * 1e6))
+        value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
@@ -160,17 +153,21 @@ class FrameSocket:
         self._unsent += len(data)
 
     def flush(self) -> bool:
-        """Write what is queued; False if the socket takes no more for now.
+        """Write what is queued; False if there is more than goes at once.
 
         :raises ConnectionClosed: if the other side is gone.
         """
-        while self._outbox:
+        for _ in range(_WRITES):
+            if not self._outbox:
+                return True
             data, fds = self._outbox[0]
             try:
                 if fds:
-                    sent = self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], _NOSIGNAL)
+                    sent = self.sock.sendmsg(
+                        [data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], _NOSIGNAL
+                    )
                 elif len(self._outbox) == 1:
-                    sent = self.sock.send(data, _NOSIGNAL)
+                    sent = self.sock.send(data[:_WRITE], _NOSIGNAL)
                 else:
                     sent = self.sock.sendmsg(self._joined(), (), _NOSIGNAL)
             except BlockingIOError:
@@ -184,12 +181,19 @@ class FrameSocket:
                 os.close(fd)
             self._unsent -= sent
             self._sent(sent)
-        return True
+        return not self._outbox
 
     def _joined(self) -> list[memoryview]:
         """What goes in one write: no descriptors with it, so that none are sent before their turn."""
         plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
-        return [data for data, _ in plain]
+        joined: list[memoryview] = []
+        left = _WRITE
+        for data, _ in plain:
+            joined.append(data[:left])
+            left -= len(joined[-1])
+            if left <= 0:
+                break
+        return joined
 
     def _sent(self, count: int) -> None:
         """Forget what was written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +37,20 @@ def quick_collections() -> None:
     """Tests count what is left after a collection: what was there before is not walked over again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Lets endpoints that wait go on."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def begun() -> threading.Event:
+    """Set once an endpoint that waits has begun."""
+    return threading.Event()
 
 
 @pytest.fixture

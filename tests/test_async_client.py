@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
@@ -37,14 +37,6 @@ NO_TRIO = importlib.util.find_spec("trio") is None
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Every test runs on both."""
     return str(request.param)
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """What ``hold`` waits for."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 @pytest.fixture

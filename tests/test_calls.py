@@ -7,7 +7,7 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio.to_thread
@@ -21,20 +21,6 @@ from tests.processes import Child, eventually
 from tests.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
-    return threading.Event()
 
 
 def together(count: int, call: Callable[[], object], server: Server, go: threading.Event) -> list[object]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
 import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.running import CURRENT_RUN
 from shared_rpc.server import connection as connection_module
 from shared_rpc.server import engine
 from shared_rpc.server import requests as requests_module
@@ -756,3 +761,99 @@ def test_any_stream_at_all(server: Server, stream: list[tuple[bytes, int]], hell
     finally:
         os.close(fd)
     assert server.running
+
+
+# What the loop is told, and keeps.
+
+
+def test_a_connection_goes_with_its_end(server: Server) -> None:
+    """Without a collection: a server may run with the collector turned off."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(50):
+            with Raw(server.socket_path) as raw:
+                raw.ask(m.Ping())
+        eventually(lambda: server.info()["connections"] == 1)
+        assert sum(type(thing) is connection_module.Connection for thing in gc.get_objects()) == 1
+    finally:
+        gc.enable()
+
+
+class _Loop:
+    """A loop whose kernel does not watch another descriptor."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def add_reader(self, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    add_writer = add_reader
+
+
+@pytest.mark.parametrize("when", ["it is made", "it is full", "it has room"])
+def test_a_connection_that_cannot_be_watched_is_ended(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Nobody would notice its end."""
+    made: list[connection_module.Connection] = []
+    start = connection_module.Connection.start
+
+    def started(connection: connection_module.Connection) -> None:
+        made.append(connection)
+        if when == "it is made":
+            connection._loop = _Loop(connection._loop)  # type: ignore[assignment]
+        start(connection)
+
+    monkeypatch.setattr(connection_module.Connection, "start", started)
+    if when == "it is made":
+        with Raw(server.socket_path, hello=False) as raw, pytest.raises(ConnectionClosed):
+            raw.hear_frame()
+        return
+    with Raw(server.socket_path) as raw:
+        if when == "it is full":
+            made[0]._loop = _Loop(made[0]._loop)  # type: ignore[assignment]
+        raw.sock.settimeout(0.3)
+        with suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
+            while True:
+                raw.sock.sendall(frame_of(m.GetServerInfo(), 1))
+        if when == "it has room":
+            made[0]._loop = _Loop(made[0]._loop)  # type: ignore[assignment]
+        raw.sock.settimeout(10)
+        with pytest.raises(ConnectionClosed):
+            while True:
+                raw.hear_frame()
+
+
+def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
+    provider: Provider, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that does not go out at once has the loop call back; that must not carry on what the endpoint's task had set."""
+    seen: list[bool] = []
+    handle = requests_module.Requests.handle
+
+    def watched(requests: requests_module.Requests, frame: Any) -> None:
+        seen.append(CURRENT_RUN.get() is not None)
+        handle(requests, frame)
+
+    monkeypatch.setattr(requests_module.Requests, "handle", watched)
+
+    @provider.share(cache=False)
+    async def big() -> torch.nn.Module:
+        module = torch.nn.Identity()
+        module.text = "x" * 3_000_000
+        return module
+
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("big"), 1)
+        eventually(lambda: any(connection_of._writing for connection_of in connections()))
+        raw.say(m.Ping(), 2)
+        assert [raw.hear_frame().request_id for _ in range(2)] == [1, 2]
+    assert seen and not any(seen)
+
+
+def connections() -> list[connection_module.Connection]:
+    """Those of all servers of this process."""
+    return [thing for thing in gc.get_objects() if type(thing) is connection_module.Connection]

@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,20 +35,6 @@ client = Client(device="cpu")
 def hold():
     client._run(operations.fetch("kept", (3,), {}, "cpu")).close()
 """
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
-    return threading.Event()
 
 
 @pytest.fixture
@@ -576,3 +563,87 @@ def test_a_handle_that_was_released(client: Client) -> None:
     with pytest.raises(StaleHandleError) as caught:
         client.ensure_handle_live(handle)
     assert caught.value.reason == "released"
+
+
+def test_a_forked_child_drops_no_open_connection(server: Server, children: list[Child]) -> None:
+    """The copies of its parent's connections are closed there, those of both clients."""
+    parent = python(
+        """
+import gc, os, sys, warnings
+import anyio
+from shared_rpc import AsyncClient, Client
+
+dropped = []
+
+async def main():
+    client, other = Client(device="cpu"), AsyncClient(device="cpu")
+    client.ping()
+    await other.ping()
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        client.ping()
+        print("dropped:", dropped)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+sys.unraisablehook = lambda problem: dropped.append(str(problem.exc_value))
+warnings.simplefilter("error", ResourceWarning)
+anyio.run(main)
+"""
+    )
+    children.append(parent)
+    assert parent.expect("dropped:").strip() == "dropped: []"
+
+
+# Deadlines.
+
+
+def test_a_deadline_is_kept_whatever_signals_come(
+    provider: Provider, server: Server, client: Client, go: threading.Event
+) -> None:
+    """Python begins a read anew after every signal, with the whole of its timeout."""
+
+    @provider.share(cache=False)
+    def held() -> None:
+        go.wait(20)
+
+    earlier = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with Client(socket_path=client.socket_path, timeout=0.5) as hurried:
+            with pytest.raises(DeadlineExceeded, match="took longer than its timeout"):
+                hurried.call("held")
+            assert hurried.ping() > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.mark.parametrize("trickles", [False, True], ids=["stuck", "slow"])
+def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -> None:
+    """However slowly the server reads, the sender looks at the clock in between."""
+    done = threading.Event()
+
+    def serve() -> None:
+        with listener.accept()[0] as sock, Raw(sock, hello=False) as raw:
+            hello = raw.hear_frame()
+            raw.say(m.Welcome("server", "token", os.getpid(), "cpu"), hello.request_id)
+            while not done.wait(0.05):
+                if trickles:
+                    sock.recv(10_000)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{base_path}-cpu.sock")
+        listener.listen()
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(serve)
+            connection = connection_module.Connection(f"{base_path}-cpu.sock", "", 5.0)
+            try:
+                connection._socket.queue(m.Call("take", ["x" * 8_000_000]), 1)
+                with pytest.raises(connection_module._TooLate):
+                    connection._send(time.monotonic() + 0.5)
+            finally:
+                done.set()
+                serving.result(10)
+                connection.close()

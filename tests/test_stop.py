@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -25,20 +25,6 @@ from tests.raw import Raw, frame_of, sealed_memory
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
-    return threading.Event()
 
 
 @pytest.fixture

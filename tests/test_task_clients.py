@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -36,20 +36,6 @@ from shared_rpc.client import operations
 
 client = Client(device="cpu", connect_timeout=10)
 """
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
-    return threading.Event()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -51,20 +51,6 @@ T = TypeVar("T")
 #: For what is about waiters in the process that runs the endpoints.
 in_process = pytest.mark.parametrize("app", ["local", "server"], indirect=True)
 both_kinds = pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """Lets endpoints that wait go on."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set once an endpoint that waits has begun."""
-    return threading.Event()
 
 
 def ask(app: App, question: Callable[[Core], T]) -> T:
@@ -653,6 +639,36 @@ def test_a_callback_that_raises_at_the_end(app: App, go: threading.Event, begun:
         assert leases(app) == 1
         result.release()
     eventually(lambda: objects(app) == 0, seconds=1)
+
+
+@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+def test_a_callback_that_raises_as_the_task_ends(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The result that was claimed for it meanwhile is given back: whoever fetches it is its only holder."""
+    share_held(app, go, begun, cache=False)
+
+    def callback(info: TaskInfo) -> None:
+        go.set()
+        eventually(lambda: status(app, info.task_id)[0] == "completed")
+        raise Stop
+
+    task_id = app.provider.submit("held", 5)
+    with pytest.raises(Stop):
+        app.provider.wait_for_task(task_id, 10, callback)
+    eventually(lambda: leases(app) == 1)
+    assert app.provider.get_task_result(task_id).tolist() == [5, 5]
+    eventually(lambda: leases(app) == objects(app) == 0)
+
+
+def test_a_wait_without_a_timeout(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It lasts as long as the task does."""
+    share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(app.provider.wait_for_task, task_id, None)
+        begun.wait(10)
+        time.sleep(0.05)
+        go.set()
+        assert waiting.result(10).tolist() == [5, 5]
 
 
 def test_a_callback_that_asks_and_cancels(app: App, begun: threading.Event) -> None:

@@ -53,6 +53,8 @@ class AsyncClient(BaseClient):
 
     def _after_fork(self) -> None:
         super()._after_fork()
+        if self._channel is not None:
+            self._channel.abandon()
         self._disconnected()
 
     def _disconnected(self) -> None:

@@ -43,7 +43,10 @@ class BaseClient:
         """Be ready to connect."""
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: what was there is its parent's, but for having been closed."""
+        """Begin anew in a forked child: what was there is its parent's, but for having been closed.
+
+        The copies of connections are closed here. Those that another thread was just making are closed by their modules.
+        """
         self._values = weakref.WeakValueDictionary()
 
     @property
@@ -61,7 +64,6 @@ _clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # The child's copies of the connections are closed by their own modules.
     for client in list(_clients):
         client._after_fork()
 

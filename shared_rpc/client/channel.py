@@ -16,13 +16,12 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, refuse_stranger, why_not
-from shared_rpc.client.replies import event_of, gave_up, message_of, too_late
+from shared_rpc.client.replies import event_of, gave_up, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["Channel"]
@@ -131,7 +130,7 @@ class Channel:
         except BaseException:
             late = await self._take_back(number, exchange) if self._broken is None else None
             if late is not None:
-                self._throw_away(late, claimed=isinstance(request.message, m.WaitTask) and request.message.claim)
+                self._throw_away(late, request)
             raise
         finally:
             del self._exchanges[number]
@@ -234,20 +233,11 @@ class Channel:
         else:
             self._throw_away(frame)
 
-    def _throw_away(self, frame: Frame, *, claimed: bool = False) -> None:
-        """Nobody waits for it any more: its descriptors are closed, and a lease that came with it goes back.
-
-        :param claimed: the request was to claim a task's result, for which the session has a lease since.
-        """
-        frame.close()
-        try:
-            message = decode_message(frame)
-        except ProtocolError:
-            return
-        if isinstance(message, m.Result) and message.managed:
-            self.tell(m.Release([message.object_id]))
-        if claimed and isinstance(message, m.TaskIs) and message.info.object_id is not None:
-            self.tell(m.Release([message.info.object_id]))
+    def _throw_away(self, frame: Frame, request: Request | None = None) -> None:
+        """Nobody waits for it any more."""
+        release = to_give_back(frame, request)
+        if release is not None:
+            self.tell(release)
 
     def _pass_on(self) -> None:
         """The one who read has its reply, or gives up: another one reads."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import select
 import socket
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from shared_rpc.client.replies import event_of, gave_up, message_of, too_late
+from shared_rpc.client.replies import event_of, gave_up, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
@@ -24,6 +25,12 @@ __all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "refuse_stranger", "why_no
 PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
 PROMPT = 5.0
+#: Seconds that a read or a write waits by itself: most round trips take no longer, and cost no poll(2).
+_MOMENT = 0.004
+#: Seconds; poll(2) counts milliseconds in an int.
+_LONG = 3600.0
+#: Seconds it has to answer one that is interrupted, before another connection takes the place of this one.
+_BRIEFLY = 1.0
 #: Request ids have 32 bits, begin again after the last one, and 0 is the server's own.
 LAST_ID = (1 << 32) - 1
 
@@ -47,6 +54,14 @@ class _TooLate(TimeoutError):
     """The deadline passed. A class of its own, because a callback may raise TimeoutError too."""
 
 
+def _check(deadline: float) -> float:
+    """The seconds that are left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise _TooLate
+    return left
+
+
 class Connection:
     """A connected, welcomed socket.
 
@@ -63,6 +78,7 @@ class Connection:
         try:
             self._socket.limit(min(timeout, PROMPT))
             self._connect(sock)
+            self._socket.limit(_MOMENT)
             self.welcome = self._greet(token, time.monotonic() + min(timeout, PROMPT))
         except BaseException:
             self.close()
@@ -90,24 +106,26 @@ class Connection:
         return welcome
 
     def _send(self, deadline: float) -> None:
-        self._limit(deadline)
         # A server that hung up may have said why, and that is still to be read.
         with suppress(ConnectionClosed):
             while not self._socket.flush():
-                self._limit(deadline)
+                self._wait(select.POLLOUT, deadline)
 
     def _receive(self, deadline: float) -> Frame:
         while (frame := self._socket.next_frame()) is None:
-            self._limit(deadline)
-            with suppress(BlockingIOError):  # the limit passed, perhaps a little before the deadline
+            with suppress(BlockingIOError):
                 self._socket.receive()
+                _check(deadline)
+                continue
+            self._wait(select.POLLIN, deadline)
         return frame
 
-    def _limit(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise _TooLate
-        self._socket.limit(left)
+    def _wait(self, events: int, deadline: float) -> None:
+        """For what is not there at once. poll(2) begins anew after a signal too, but with the time that is left."""
+        left = _check(deadline)
+        poll = select.poll()
+        poll.register(self._socket.fileno(), events)
+        poll.poll(min(left, _LONG) * 1000)
 
     def exchange(self, request: Request, deadline: float) -> Reply:
         """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
@@ -115,16 +133,22 @@ class Connection:
         :raises DeadlineExceeded: in time; the connection stays good, because the server was told and has answered.
         :raises ConnectionClosed: if the server goes away.
         """
-        number = next(self._ids) % LAST_ID + 1
+        number = self._next_id()
+        self._socket.queue(request.message, number, request.payload, request.fds)
         self._usable = False
         try:
-            self._socket.queue(request.message, number, request.payload, request.fds)
             self._send(deadline)
             frame = self._await_reply(number, deadline, request.on_event)
         except _TooLate:
             frame = self._give_up(request, number)
+        except BaseException:
+            self._take_back(request, number)
+            raise
         self._usable = True
         return Reply(message_of(frame), frame)
+
+    def _next_id(self) -> int:
+        return next(self._ids) % LAST_ID + 1
 
     def _await_reply(self, number: int, deadline: float, on_event: Callable[[TaskInfo], object] | None) -> Frame:
         while True:
@@ -135,7 +159,7 @@ class Connection:
                     return frame
                 if on_event is not None:
                     on_event(event)
-                self._limit(deadline)
+                _check(deadline)
                 continue
             if frame.request_id == 0:  # the server's last word to this connection
                 message_of(frame)
@@ -155,6 +179,22 @@ class Connection:
             self._usable = True
             raise too_late(request.what)
         return frame
+
+    def _take_back(self, request: Request, number: int) -> None:
+        """Its asker was interrupted, or hung up on. Where the server answers, the connection is in order again, and what it
+        granted was given back.
+        """
+        briefly = time.monotonic() + _BRIEFLY
+        with suppress(_TooLate, SharedRPCError):
+            self._socket.queue(m.Cancel(), number)
+            self._send(briefly)
+            release = to_give_back(self._await_reply(number, briefly, None), request)
+            if release is not None:
+                number = self._next_id()
+                self._socket.queue(release, number)
+                self._send(briefly)
+                self._await_reply(number, briefly, None).close()
+            self._usable = True
 
     @property
     def usable(self) -> bool:

@@ -43,10 +43,15 @@ class ConnectionPool:
     def __init__(self, path: Callable[[], str]) -> None:
         self._path = path
         self._closed = False
-        self.forget()
+        self._begin()
 
-    def forget(self) -> None:
-        """Begin anew without touching what was there: in a forked child it is the parent's."""
+    def abandon(self) -> None:
+        """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
+        for connection in list(self._connections):
+            connection.close()
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         #: Unusable, and open to keep the session until another connection does.

@@ -8,13 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.errors import DeadlineExceeded, RemoteTraceback, from_wire
+from shared_rpc.client.steps import Request
+from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["event_of", "gave_up", "message_of", "too_late"]
+__all__ = ["event_of", "gave_up", "message_of", "to_give_back", "too_late"]
 
 
 def message_of(frame: Frame) -> m.Message:
@@ -36,6 +37,21 @@ def gave_up(frame: Frame) -> bool:
     """Whether the frame only says that the server knows that nobody waits any more. It stays the caller's to close."""
     message = decode_message(frame) if frame.kind == _ERROR else None
     return isinstance(message, m.Error) and message.code == DeadlineExceeded.code
+
+
+def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | None:
+    """Close a reply that nobody waits for any more; the message that gives back the lease which came with it, if one did."""
+    frame.close()
+    try:
+        message = decode_message(frame)
+    except ProtocolError:
+        return None
+    if isinstance(message, m.Result) and message.managed:
+        return m.Release([message.object_id])
+    claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim
+    if claimed and isinstance(message, m.TaskIs) and message.info.object_id is not None:
+        return m.Release([message.info.object_id])
+    return None
 
 
 def too_late(what: str) -> DeadlineExceeded:

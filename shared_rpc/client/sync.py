@@ -47,7 +47,7 @@ class Client(BaseClient):
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        self._pool.forget()
+        self._pool.abandon()
 
     def ping(self) -> float:
         """One round trip; the seconds it took."""

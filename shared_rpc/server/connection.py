@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import socket
@@ -55,6 +56,8 @@ class Connection:
         self._requests = Requests(self, core, sessions, facts)
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
+        #: A reply may come in the context of an endpoint, and what the loop is to call must not keep that.
+        self._context = contextvars.copy_context()
         self._silence: asyncio.TimerHandle | None = None
         #: Whether it goes on in the loop's next turn.
         self._behind = False
@@ -79,6 +82,7 @@ class Connection:
         if self._silence is not None:
             self._silence.cancel()
         self._requests.close()
+        del self._requests  # it knows this object, and both are to go at once
         self._socket.close()
         self._sessions.leave(self)
         self._on_close(self)
@@ -136,7 +140,7 @@ class Connection:
         self._gathering = True
         frame, left = None, _TURN
         try:
-            while left and not self.congested and (frame := self._socket.next_frame()) is not None:
+            while left and not self._closed and not self.congested and (frame := self._socket.next_frame()) is not None:
                 left -= 1
                 if self.session is None:
                     self._welcome(frame)
@@ -170,8 +174,11 @@ class Connection:
         # Where the connection broke, the reading side sees it too, and ends it.
         with suppress(ConnectionClosed):
             if not self._closed and not self._writing and not self._socket.flush():
-                self._writing = True
-                self._loop.add_writer(self._socket.fileno(), self._writable)
+                try:
+                    self._context.run(self._loop.add_writer, self._socket.fileno(), self._writable)
+                    self._writing = True
+                except OSError as error:
+                    self._unwatched(error)
 
     def _writable(self) -> None:
         try:
@@ -180,12 +187,22 @@ class Connection:
         except ConnectionClosed:
             self.close()
             return
+        try:
+            if self._paused:
+                self._loop.add_reader(self._socket.fileno(), self._readable)
+            self._loop.remove_writer(self._socket.fileno())
+        except OSError as error:
+            self._unwatched(error)
+            return
         self._writing = False
-        self._loop.remove_writer(self._socket.fileno())
         if self._paused:
             self._paused = False
-            self._loop.add_reader(self._socket.fileno(), self._readable)
             self._go_on()
+
+    def _unwatched(self, error: OSError) -> None:
+        """The kernel does not watch the socket any more, so nobody would notice its end."""
+        _log.error("cannot serve pid %d: %s", self.peer.pid, error)
+        self._loop.call_soon(self.close)
 
     def _said_nothing(self) -> None:
         if self.session is None:

@@ -220,7 +220,7 @@ class InProcessExecutor:
         CURRENT_RUN.set(run)
         self._prepare()
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = asyncio.create_task(_awaited(endpoint.function(*args, **kwargs), run))
+        work = asyncio.create_task(_awaited(lambda: endpoint.function(*args, **kwargs), run))
         self._coroutines[invocation] = work
         try:
             outcome = await work
@@ -270,10 +270,10 @@ def _load(invocation: Invocation) -> tuple[Any, Any]:
         invocation.arguments.close()
 
 
-async def _awaited(work: Awaitable[Any], run: Run) -> Produced | Failure:
+async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run) -> Produced | Failure:
     """:func:`_guarded` for what is awaited. SystemExit would end the loop, and every waiter would hang."""
     try:
-        return Produced(None, await work)
+        return Produced(None, await begin())
     except SharedRPCError as error:
         return Failure.of(error)
     except asyncio.CancelledError as error:
