@@ -8,6 +8,7 @@
     ├── ConnectionClosed        the other side went away                 (also ConnectionError)
     ├── DeadlineExceeded        the caller's time ran out                (also TimeoutError)
     ├── ProtocolError           the other side does not speak the protocol
+    │   └── SegmentNotFound     a call names memory that the server does not keep
     ├── CodecError              a value could not be taken apart or rebuilt
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
@@ -23,7 +24,7 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "RemoteTraceback",
+    "SegmentNotFound",
     "ServerBusy",
     "SharedRPCError",
     "StaleHandleError",
@@ -93,6 +95,28 @@ class ProtocolError(SharedRPCError):
     """Bytes or file descriptors that the protocol does not allow."""
 
     code = "protocol"
+
+
+class SegmentNotFound(ProtocolError):
+    """A call names memory that the server does not keep, or not any more: the library's own client sends it then.
+
+    ``segments`` are the ids that mean nothing to the server.
+    """
+
+    code = "segment-not-found"
+
+    def __init__(self, message: str, segments: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.segments = tuple(segments)
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> SegmentNotFound:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, detail.get("segments", "").split())
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {"segments": " ".join(self.segments)}
 
 
 class CodecError(SharedRPCError):

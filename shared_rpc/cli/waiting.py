@@ -89,7 +89,7 @@ def _facts(result: Result, client: Client) -> dict[str, Any]:
     return {
         "object_id": message.object_id,
         "nbytes": sum(storage.nbytes for storage in table.storages),
-        "device": message.segments[0].device if message.segments else client._server_device(),
+        "device": message.segments[0].device if message.segments else client._server().device,
         "managed": message.managed,
     }
 

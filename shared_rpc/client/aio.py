@@ -23,7 +23,7 @@ from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, SegmentNotFound, SharedRPCError
 from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
@@ -82,13 +82,14 @@ class AsyncClient(BaseClient):
 
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
-        device = await self._server_device()
-        return self._hand(await self._run(operations.call(endpoint, args, kwargs, device, self._values)))
+        server = await self._server()
+        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id)
+        return self._hand(await self._run(operation))
 
     async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """See :meth:`Client.submit`."""
-        device = await self._server_device()
-        return await self._run(operations.submit(endpoint, args, kwargs, device))
+        server = await self._server()
+        return await self._run(operations.submit(endpoint, args, kwargs, server.device, server.server_id))
 
     async def execute(
         self,
@@ -153,8 +154,8 @@ class AsyncClient(BaseClient):
 
     async def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """See :meth:`Client.invalidate_call_cache`."""
-        device = await self._server_device()
-        return await self._run(operations.invalidate_call(endpoint, args, kwargs, device))
+        server = await self._server()
+        return await self._run(operations.invalidate_call(endpoint, args, kwargs, server.device))
 
     async def invalidate_endpoint_cache(self, endpoint: str) -> int:
         """See :meth:`Client.invalidate_endpoint_cache`."""
@@ -234,7 +235,10 @@ class AsyncClient(BaseClient):
                     result: T = stop.value
                     return result
                 if isinstance(step, Request):
-                    advance = functools.partial(operation.send, await self._exchange(step, deadline))
+                    try:
+                        advance = functools.partial(operation.send, await self._exchange(step, deadline))
+                    except SegmentNotFound as error:
+                        advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):
                     if self._channel is not None:
@@ -259,12 +263,12 @@ class AsyncClient(BaseClient):
             raise too_late(request.what)
         return await channel.exchange(request, deadline)
 
-    async def _server_device(self) -> str:
+    async def _server(self) -> Session:
         if self._session is None:
             await self._connected()
         if self._session is None:
             raise ConnectionClosed("this client is closed")
-        return self._session.device
+        return self._session
 
     async def _connected(self) -> Channel:
         channel = self._channel

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ProtocolError, StaleHandleError
+from shared_rpc.errors import ProtocolError, SegmentNotFound, StaleHandleError
 from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
 from shared_rpc.wire import messages as m
@@ -88,7 +89,7 @@ def release(object_ids: Iterable[str]) -> Operation[int]:
 
 def invalidate_call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[int]:
     """Drop the cached result of one call; 1 if there was one."""
-    arguments = yield from _lower(args, kwargs, device)
+    arguments = yield from _lower(args, kwargs, device, "")
     arguments.close()  # only what tells the call from others is needed
     message = m.InvalidateCall(endpoint, *_encoded(arguments))
     reply = yield from _ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
@@ -121,9 +122,13 @@ class Result:
         self.close()
 
 
-def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Result]:
-    """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments."""
-    return _result(f"{endpoint}()", (yield from _send(m.Call, endpoint, args, kwargs, device, f"{endpoint}()")))
+def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[Result]:
+    """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
+
+    :param device: the id of the server's device.
+    :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
+    """
+    return _result(f"{endpoint}()", (yield from _send(m.Call, endpoint, args, kwargs, device, server, f"{endpoint}()")))
 
 
 def call(
@@ -132,18 +137,19 @@ def call(
     kwargs: dict[str, Any],
     device: str,
     values: MutableMapping[str, Any],
+    server: str = "",
 ) -> Operation[tuple[m.Result, Any]]:
     """Call an endpoint: ``(message, value)``. Where the value cannot be rebuilt, its lease is given back.
 
     :param values: the values that live in this process, by object id.
     """
-    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device)), values))
+    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device, server)), values))
 
 
-def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[str]:
+def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[str]:
     """Make a task of a call: its id."""
     what = f"submit({endpoint!r})"
-    reply: Reply = yield from _send(m.Submit, endpoint, args, kwargs, device, what)
+    reply: Reply = yield from _send(m.Submit, endpoint, args, kwargs, device, server, what)
     reply.frame.close()
     if not isinstance(reply.message, m.TaskIs):
         raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
@@ -226,9 +232,21 @@ def list_tasks(status: str | None) -> Operation[list[TaskInfo]]:
 
 
 def _send(
-    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, what: str
+    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, what: str
 ) -> Operation[Reply]:
-    arguments = yield from _lower(args, kwargs, device)
+    while True:
+        try:
+            return (yield from _send_once(kind, endpoint, args, kwargs, device, server, what))
+        except SegmentNotFound as error:
+            # An object was dropped meanwhile, or another server has come.
+            if not MAPPINGS.disown(error.segments):
+                raise
+
+
+def _send_once(
+    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, what: str
+) -> Operation[Reply]:
+    arguments = yield from _lower(args, kwargs, device, server)
     try:
         message = kind(
             endpoint,
@@ -236,8 +254,9 @@ def _send(
             table=msgspec.Raw(arguments.table),
             segments=[segment.info for segment in arguments.segments],
             skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+            kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
         )
-        fds = tuple(segment.fileno() for segment in arguments.segments)
+        fds = tuple(segment.fileno() for segment in arguments.segments if not segment.closed)
         reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds)
         return reply
     finally:
@@ -273,7 +292,7 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec import decode_result
 
     with result:
-        value = decode_result(result.skeleton, result.message.table, result.segments)
+        value = decode_result(result.skeleton, result.message.table, result.segments, result.message.owner)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
                 return values.setdefault(result.message.object_id, value)
@@ -284,13 +303,13 @@ class _HasMemory(Exception):
     """An argument needs the codec."""
 
 
-def _lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
+def _lower(args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
     try:
         return Arguments(*lower_call(args, kwargs, _no_memory))
     except _HasMemory:
         pass
-    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device))
+    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device, server))
     return arguments
 
 
@@ -298,10 +317,10 @@ def _no_memory(value: Any, path: str) -> NoReturn:
     raise _HasMemory(path)
 
 
-def _encode_all(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Arguments:
+def _encode_all(args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str) -> Arguments:
     from shared_rpc.codec import encode_arguments
 
-    return encode_arguments(args, kwargs, device_kind(device))
+    return encode_arguments(args, kwargs, device_kind(device), server)
 
 
 def handle_state(object_id: str, server_id: str, path: str) -> Operation[None]:

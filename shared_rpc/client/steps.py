@@ -2,7 +2,8 @@
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Notify` or a :class:`Tell` and is sent None; it returns what the caller gets. It does no I/O and knows no
-clock, so that blocking and asynchronous clients drive the same code. An error reply is raised by the shell, not sent.
+clock, so that blocking and asynchronous clients drive the same code. An error reply is raised by the shell, but for
+:class:`SegmentNotFound`, which is thrown into the operation.
 """
 
 from __future__ import annotations

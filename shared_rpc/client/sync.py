@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from shared_rpc.client import operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
-from shared_rpc.client.pool import ConnectionPool
+from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.client.steps import Operation, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, SegmentNotFound, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
@@ -82,7 +82,8 @@ class Client(BaseClient):
         :raises ConnectError: if no server comes up in time.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
-        return self._hand(self._run(operations.call(endpoint, args, kwargs, self._server_device(), self._values)))
+        server = self._server()
+        return self._hand(self._run(operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id)))
 
     def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """Have an endpoint run as a task, which goes on without this client: its id.
@@ -91,7 +92,8 @@ class Client(BaseClient):
 
         :raises ServerBusy: if the server has as many tasks as it takes.
         """
-        return self._run(operations.submit(endpoint, args, kwargs, self._server_device()))
+        server = self._server()
+        return self._run(operations.submit(endpoint, args, kwargs, server.device, server.server_id))
 
     def execute(
         self,
@@ -185,7 +187,7 @@ class Client(BaseClient):
 
     def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
         """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
-        return self._run(operations.invalidate_call(endpoint, args, kwargs, self._server_device()))
+        return self._run(operations.invalidate_call(endpoint, args, kwargs, self._server().device))
 
     def invalidate_endpoint_cache(self, endpoint: str) -> int:
         """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
@@ -249,7 +251,10 @@ class Client(BaseClient):
                 patience = self._connect_timeout if patience is None else patience
                 if isinstance(step, Request):
                     until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
-                    advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
+                    try:
+                        advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
+                    except SegmentNotFound as error:
+                        advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):
                     with suppress(SharedRPCError):
@@ -268,9 +273,9 @@ class Client(BaseClient):
     def _deadline(timeout: float | None) -> float:
         return time.monotonic() + (timeout if timeout is not None else _FOREVER)
 
-    def _server_device(self) -> str:
-        # Known since the first connection: whatever server comes after it at this socket has the same.
+    def _server(self) -> Session:
+        # Known since the first connection: whatever server comes after it at this socket has the same device.
         session = self._pool.session
         if session is None:
             session = self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
-        return session.device
+        return session

@@ -20,10 +20,11 @@ from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 
 
-def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Arguments:
-    """Lower a call's arguments; tensors and modules are copied into segments of their own.
+def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "") -> Arguments:
+    """Lower a call's arguments; memory is copied into segments of their own, where it is not shared already.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
+    :param server: the server's id: what lies in objects that it keeps is named, and stays where it is. ``""`` to send it.
     :raises CapabilityError: for an argument that cannot travel, naming it.
     """
     scan = Scan(kind)
@@ -46,7 +47,7 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> 
     lowered = lower_call(args, kwargs, leaf)
     if not scan.storages and not skeletons:
         return Arguments(*lowered)
-    placement = place(scan, "read_write", rebind=False)
+    placement = place(scan, "read_write", rebind=False, reader=server)
     return Arguments(*lowered, msgspec.msgpack.encode(placement.table(scan)), skeletons, placement.segments)
 
 

@@ -39,10 +39,14 @@ class _Block:
 class Placement:
     """Where every storage of a scan lies now.
 
-    The segments' descriptors belong to this object until they are taken with :attr:`segments` by a record.
+    The segments' descriptors belong to this object until they are taken with :attr:`segments` by a record. A segment that
+    the reader keeps itself is there without a descriptor.
+
+    :param reader: the id of the server that is to read it, ``""`` for anybody.
     """
 
-    def __init__(self, scan: Scan) -> None:
+    def __init__(self, scan: Scan, reader: str = "") -> None:
+        self._reader = reader
         self.entries: list[StorageEntry] = [StorageEntry(-1, 0, 0)] * len(scan.storages)
         self.segments: list[Segment] = []
         self.devices: list[str] = []
@@ -64,10 +68,16 @@ class Placement:
         """The number of a mapping's segment in the record."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
-            assert mapping.segment is not None, "only mappings that keep their descriptor can be published"
             number = self._numbers[mapping.info.id] = len(self.segments)
-            self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
+            if mapping.segment is None:
+                self.segments.append(Segment(mapping.info, -1))
+            else:
+                self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
         return number
+
+    def reaches(self, mapping: Mapping) -> bool:
+        """Whether the reader can be told of a mapping's segment."""
+        return mapping.segment is not None or bool(self._reader and mapping.owner == self._reader)
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -75,15 +85,16 @@ class Placement:
             segment.close()
 
 
-def place(scan: Scan, access: Access, *, rebind: bool) -> Placement:
+def place(scan: Scan, access: Access, *, rebind: bool, reader: str = "") -> Placement:
     """Give every storage of ``scan`` a place in a segment. All work on the memory is complete when this returns.
 
-    A storage that lies in a segment that this process may publish stays where it is. With ``rebind`` the scan's
-    tensors are moved; without it they are copied and stay as they are.
+    A storage that lies in a segment that this process may publish, or that the reader keeps, stays where it is. With
+    ``rebind`` the scan's tensors are moved; without it they are copied and stay as they are.
 
+    :param reader: the id of the server that is to read it, ``""`` for anybody.
     :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
     """
-    placement = Placement(scan)
+    placement = Placement(scan, reader)
     try:
         with torch.inference_mode(False), torch.no_grad():
             _place(scan, placement, access, rebind)
@@ -98,7 +109,7 @@ def _place(scan: Scan, placement: Placement, access: Access, rebind: bool) -> No
     for block in _blocks(scan.storages):
         placement.nbytes += block.nbytes
         found = MAPPINGS.find(block.address)
-        if found is not None and found[0].segment is not None and found[1] + block.nbytes <= found[0].info.nbytes:
+        if found is not None and placement.reaches(found[0]) and found[1] + block.nbytes <= found[0].info.nbytes:
             _note(scan, placement, block, placement.segment(found[0], access), found[1])
         else:
             by_device[block.device].append(block)

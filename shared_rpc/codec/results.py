@@ -63,16 +63,17 @@ def publish(value: Any, device: str, access: Access, endpoint: str) -> Record:
     return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes, where)
 
 
-def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequence[Segment]) -> Any:
+def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequence[Segment], owner: str = "") -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
+    :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [])
     MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
-    with MAPPINGS.attach(segments) as mappings, collector.paused():
+    with MAPPINGS.attach(segments, owner=owner) as mappings, collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, trusted=True)
         return _load(skeleton, tensors, storages)
 

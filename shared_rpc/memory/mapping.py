@@ -24,16 +24,18 @@ class Mapping:
     """One mapped segment.
 
     ``segment`` is its descriptor where this process may publish the memory again, else None: a mapping needs
-    none to stay alive. ``sealed`` tells that consumers may only map it for reading.
+    none to stay alive. ``sealed`` tells that consumers may only map it for reading. ``owner`` is the id of the server that
+    keeps the segment, and knows it by its id; ``""`` where there is none.
     """
 
-    __slots__ = ("address", "backend", "info", "loans", "pins", "sealed", "segment")
+    __slots__ = ("address", "backend", "info", "loans", "owner", "pins", "sealed", "segment")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
         self.address = address
         self.backend = backend
         self.segment = segment
+        self.owner = ""
         self.sealed = info.access == "read"
         self.pins = 0
         self.loans: set[_Loan] = set()
@@ -100,11 +102,11 @@ class MappingTable:
             yield mapping
 
     @contextmanager
-    def attach(self, segments: Iterable[Segment], *, keep: bool = False) -> Iterator[list[Mapping]]:
+    def attach(self, segments: Iterable[Segment], *, keep: bool = False, owner: str = "") -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
         The segments are borrowed. ``keep`` has the mapping hold a descriptor of its own, so that this process can
-        publish the memory again.
+        publish the memory again; ``owner`` is the server that keeps them.
         """
         mappings: list[Mapping] = []
         try:
@@ -113,6 +115,7 @@ class MappingTable:
                     mapping = self._mappings.get((segment.info.id, segment.info.access))
                     if mapping is None:
                         mapping = self._add(segment.info, backend_for(segment.info.device), segment, keep=False)
+                    mapping.owner = owner or mapping.owner
                     mapping.pins += 1
                     mappings.append(mapping)
                     if keep and mapping.segment is None:
@@ -120,6 +123,15 @@ class MappingTable:
             yield mappings
         finally:
             self._unpin(mappings)
+
+    def disown(self, segment_ids: Iterable[str]) -> int:
+        """Their server does not keep these segments any more; how many of them it did, as far as was known here."""
+        gone = set(segment_ids)
+        with self._lock:
+            owned = [mapping for mapping in self._mappings.values() if mapping.owner and mapping.info.id in gone]
+            for mapping in owned:
+                mapping.owner = ""
+            return len(owned)
 
     def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool) -> Mapping:
         address = backend.map(segment.fileno(), info.nbytes, info.access)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.errors import DeadlineExceeded, ProtocolError, SegmentNotFound, ServerBusy, SharedRPCError
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
 from shared_rpc.server.core import Core
@@ -90,12 +91,56 @@ class Requests:
 
     def _call(self, frame: Frame, message: m.Call) -> None:
         waiter = self._waiter(frame.request_id)
-        arguments = _arguments_of(frame, message)
+        arguments = self._arguments_of(frame, message)
         self._waiters[frame.request_id] = waiter
         self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
 
+    def _arguments_of(self, frame: Frame, message: m.Call) -> Arguments:
+        """The arguments of a call. They own the frame's descriptors from here on."""
+        args, kwargs = decode_call(message.args, message.kwargs)
+        kept = frozenset(message.kept)
+        if (
+            len(message.segments) != len(frame.fds) + len(kept)
+            or not kept <= set(range(len(message.segments)))
+            or sum(message.skeletons) != len(frame.payload)
+            or min(message.skeletons, default=0) < 0
+        ):
+            raise ProtocolError("a call whose descriptors or skeletons do not match its message")
+        named = [message.segments[number].id for number in kept]
+        unknown = [segment_id[:100] for segment_id in named if self._core.objects.segment(segment_id) is None]
+        if unknown:
+            raise SegmentNotFound(
+                f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown
+            )
+        segments: list[Segment] = []
+        arguments = Arguments(args, kwargs, bytes(message.table), [], segments)
+        sent = iter(frame.take_fds())
+        try:
+            for number, info in enumerate(message.segments):
+                if number in kept:
+                    segments.append(self._kept(info.id))
+                else:
+                    # Its id is made here, so that no client can pass its memory off as another segment.
+                    segments.append(Segment(msgspec.structs.replace(info, id=new_segment_id()), next(sent)))
+        except BaseException:
+            arguments.close()
+            for fd in sent:
+                os.close(fd)
+            raise
+        start = 0
+        for size in message.skeletons:
+            arguments.skeletons.append(frame.payload[start : start + size])
+            start += size
+        return arguments
+
+    def _kept(self, segment_id: str) -> Segment:
+        """A segment of an object that this server keeps, to be mapped as it is mapped here already: for writing."""
+        segment = self._core.objects.segment(segment_id)
+        assert segment is not None, "asked before"
+        return segment.duplicate("read_write")
+
     def _submit(self, frame: Frame, message: m.Submit) -> None:
-        arguments = _arguments_of(frame, message)
+        arguments = self._arguments_of(frame, message)
         info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments)
         self._reply(frame.request_id, m.TaskIs(info))
 
@@ -149,6 +194,7 @@ class Requests:
             managed=outcome.managed,
             table=msgspec.Raw(record.table),
             segments=[segment.info for segment in record.segments],
+            owner=self._core.server_id if stored is not None else "",
         )
         fds = tuple(segment.fileno() for segment in record.segments)
         if (
@@ -195,25 +241,6 @@ class Requests:
 
     def _invalidate_endpoint(self, frame: Frame, message: m.InvalidateEndpoint) -> None:
         self._reply(frame.request_id, m.Count(self._core.invalidate_endpoint(message.endpoint)))
-
-
-def _arguments_of(frame: Frame, message: m.Call) -> Arguments:
-    """The arguments of a call. They own the frame's descriptors from here on."""
-    args, kwargs = decode_call(message.args, message.kwargs)
-    if (
-        len(message.segments) != len(frame.fds)
-        or sum(message.skeletons) != len(frame.payload)
-        or min(message.skeletons, default=0) < 0
-    ):
-        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
-    # Their ids are made here, so that no client can pass its memory off as another segment.
-    infos = [msgspec.structs.replace(info, id=new_segment_id()) for info in message.segments]
-    segments = [Segment(info, fd) for info, fd in zip(infos, frame.take_fds(), strict=True)]
-    skeletons, start = [], 0
-    for size in message.skeletons:
-        skeletons.append(frame.payload[start : start + size])
-        start += size
-    return Arguments(args, kwargs, bytes(message.table), skeletons, segments)
 
 
 _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 
@@ -80,13 +81,18 @@ class ObjectStore:
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
         #: Builds by key; of keys that are long out of use the count begins again.
         self._generations: OrderedDict[str, int] = OrderedDict()
-        #: Objects may share segments: (bytes, number of objects) by segment id.
-        self._segments: dict[str, tuple[int, int]] = {}
+        #: By id. Objects may share segments, each with a descriptor of its own.
+        self._segments: dict[str, list[Segment]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments, each counted once."""
-        return sum(nbytes for nbytes, _ in self._segments.values())
+        return sum(copies[0].info.nbytes for copies in self._segments.values())
+
+    def segment(self, segment_id: str) -> Segment | None:
+        """A segment that an object lies in, still owned by that object."""
+        copies = self._segments.get(segment_id)
+        return copies[0] if copies else None
 
     def add(self, endpoint: str, key: str | None, record: Record, idle_ttl: float | None, live: Any = None) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
@@ -107,8 +113,7 @@ class ObjectStore:
         )
         self._objects[stored.object_id] = stored
         for segment in record.segments:
-            nbytes, users = self._segments.get(segment.info.id, (segment.info.nbytes, 0))
-            self._segments[segment.info.id] = (nbytes, users + 1)
+            self._segments.setdefault(segment.info.id, []).append(segment)
         if key is not None:
             earlier = self._by_key.get(key)
             if earlier is not None:
@@ -204,11 +209,10 @@ class ObjectStore:
     def _drop(self, stored: StoredObject) -> None:
         del self._objects[stored.object_id]
         for segment in stored.record.segments:
-            nbytes, users = self._segments[segment.info.id]
-            if users == 1:
+            copies = self._segments[segment.info.id]
+            copies.remove(segment)
+            if not copies:
                 del self._segments[segment.info.id]
-            else:
-                self._segments[segment.info.id] = (nbytes, users - 1)
         self._on_drop(stored)
 
     def __iter__(self) -> Iterator[StoredObject]:

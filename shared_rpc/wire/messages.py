@@ -61,7 +61,8 @@ class Call(Message):
     """Run an endpoint, or join its run, or take its cached result.
 
     ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.wire.values`; ``table`` is a tensor table over
-    ``segments``, whose descriptors come with the frame; the payload holds skeletons of ``skeletons`` bytes each.
+    ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server keeps these
+    itself, in objects, and knows them by id. The payload holds skeletons of ``skeletons`` bytes each.
     """
 
     endpoint: str
@@ -70,16 +71,21 @@ class Call(Message):
     table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
     segments: list[SegmentInfo] = []
     skeletons: list[int] = []
+    kept: list[int] = []
 
 
 class Result(Message):
-    """A record, its skeleton as payload, its descriptors with the frame. ``managed``: the session has a lease on it."""
+    """A record, its skeleton as payload, its descriptors with the frame. ``managed``: the session has a lease on it.
+
+    ``owner`` is the id of the server where that keeps the result as an object, else ``""``.
+    """
 
     object_id: str
     generation: int
     managed: bool
     table: msgspec.Raw
     segments: list[SegmentInfo]
+    owner: str = ""
 
 
 class Cancel(Message):
