@@ -52,14 +52,6 @@ def account(server: Server) -> dict[str, int]:
 
 
 @pytest.fixture
-def release() -> Iterator[threading.Event]:
-    """Ends every run of the endpoint ``hold``."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def good(connect: Callable[..., Client]) -> Client:
     """A client that behaves."""
     return connect(timeout=20.0)
@@ -75,7 +67,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def server(
-    no_leaks: None, loop: None, provider: Provider, serve: Callable[..., Server], good: Client, release: threading.Event
+    no_leaks: None, loop: None, provider: Provider, serve: Callable[..., Server], good: Client, go: threading.Event
 ) -> Iterator[Server]:
     """A server that, at the end of the test, serves a good client and has nothing more than it had at the start."""
 
@@ -93,13 +85,13 @@ def server(
 
     @provider.share(cache=False)
     def hold() -> None:
-        release.wait(30)
+        go.wait(30)
 
     server = serve(max_workers=1)
     good.call("ones", 3)
     before = account(server)
     yield server
-    release.set()
+    go.set()
 
     def as_before() -> bool:
         gc.collect()
@@ -508,18 +500,18 @@ def test_cancelling_what_nobody_asked(server: Server) -> None:
         assert isinstance(raw.ask(m.Ping(), 7), m.Pong)
 
 
-def test_a_request_id_that_is_in_use(server: Server, release: threading.Event) -> None:
+def test_a_request_id_that_is_in_use(server: Server, go: threading.Event) -> None:
     """The second call is refused; the first one goes on."""
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("hold"), 7)
         error = raw.ask(m.Call("ones", [1]), 7)
         assert isinstance(error, m.Error)
         assert "request id 7 is in use" in error.text
-        release.set()
+        go.set()
         assert isinstance(raw.hear(7), m.Result)
 
 
-def test_calls_without_end(server: Server, release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_without_end(server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection has a limited number of calls under way; the others are refused, and those go on."""
     monkeypatch.setattr(requests_module, "_MAX_CALLS", 10)
     with Raw(server.socket_path) as raw:
@@ -529,7 +521,7 @@ def test_calls_without_end(server: Server, release: threading.Event, monkeypatch
         assert isinstance(error, m.Error)
         assert error.code == "server-busy"
         assert "10 calls of this connection" in error.text
-        release.set()
+        go.set()
         assert all(isinstance(raw.hear(), m.Result) for _ in range(10))
 
 

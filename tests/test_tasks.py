@@ -666,7 +666,7 @@ def test_a_wait_without_a_timeout(app: App, go: threading.Event, begun: threadin
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(app.provider.wait_for_task, task_id, None)
         begun.wait(10)
-        time.sleep(0.05)
+        time.sleep(0.05)  # longer than a read waits before it is begun anew
         go.set()
         assert waiting.result(10).tolist() == [5, 5]
 
