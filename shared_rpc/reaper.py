@@ -6,10 +6,13 @@ for a GPU. It submits a job instead, and the job runs here.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 __all__ = ["REAPER", "Reaper"]
@@ -24,7 +27,8 @@ class Reaper:
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant: the standard library documents it for use in finalisers.
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[float, int, Job]] = queue.SimpleQueue()
+        self._numbers = itertools.count()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -36,13 +40,24 @@ class Reaper:
                     self._thread = threading.Thread(target=self._run, name="shared-rpc-reaper", daemon=True)
                     self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Safe in a finaliser."""
-        self._jobs.put(job)
+    def submit(self, job: Job, after: float = 0.0) -> None:
+        """Queue a job, to be done ``after`` so many seconds. Safe in a finaliser."""
+        self._jobs.put((time.monotonic() + after if after else 0.0, next(self._numbers), job))
 
     def _run(self) -> None:
+        later: list[tuple[float, int, Job]] = []
         while True:
-            self._do(self._jobs.get())
+            left = later[0][0] - time.monotonic() if later else None
+            try:
+                job = heapq.heappop(later) if left is not None and left <= 0 else self._jobs.get(timeout=left)
+            except queue.Empty:
+                continue
+            if job[0] > time.monotonic():
+                heapq.heappush(later, job)
+            else:
+                self._do(job[2])
+            # An idle thread must not keep what a job was about.
+            del job
 
     @staticmethod
     def _do(job: Job) -> None:

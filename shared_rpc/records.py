@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment
 
 __all__ = ["EMPTY_TABLE", "Arguments", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``; -1 for a storage of no bytes."""
+    """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``; -1 for a storage of no bytes.
+
+    ``chunk`` is the number of the pool's chunk that it lies in, 0 for none.
+    """
 
     segment: int
     offset: int
     nbytes: int
     device: int = 0
+    chunk: int = 0
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -58,17 +63,28 @@ class Record:
     :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
     :param nbytes: bytes of all distinct storages.
     :param device: the id of the device they are on; by default that of the first segment, or the host.
+    :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, who gives them back.
+    :param arenas: the numbers of the segments that belong to the pool.
     """
 
-    __slots__ = ("device", "nbytes", "segments", "skeleton", "table")
+    __slots__ = ("arenas", "chunks", "device", "nbytes", "segments", "skeleton", "table")
 
     def __init__(
-        self, skeleton: bytes, table: bytes, segments: Iterable[Segment], nbytes: int, device: str | None = None
+        self,
+        skeleton: bytes,
+        table: bytes,
+        segments: Iterable[Segment],
+        nbytes: int,
+        device: str | None = None,
+        chunks: Sequence[int] = (),
+        arenas: Collection[int] = (),
     ) -> None:
         self.skeleton = skeleton
         self.table = table
         self.segments = tuple(segments)
         self.nbytes = nbytes
+        self.chunks = chunks
+        self.arenas = arenas
         self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
 
     def close(self) -> None:
@@ -81,7 +97,9 @@ class Record:
 class Arguments:
     """A call's arguments as plain data (see :mod:`shared_rpc.wire.values`), with the memory they refer to.
 
-    The segments' descriptors belong to this object; :meth:`close` closes them.
+    The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
+    arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
+    are read, ``loans`` tells to whom each chunk is to be given back.
     """
 
     args: list[Any]
@@ -89,8 +107,19 @@ class Arguments:
     table: bytes = EMPTY_TABLE
     skeletons: list[bytes] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    arenas: Collection[int] = ()
+    chunks: Sequence[int] = ()
+    held: Sequence[int] = ()
+    loans: dict[int, Borrower] = field(default_factory=dict)
+
+    def take_loans(self) -> dict[int, Borrower]:
+        """The loans, which the caller sees to from here on."""
+        loans, self.loans = self.loans, {}
+        return loans
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors, and give back the chunks that nothing has used."""
         for segment in self.segments:
             segment.close()
+        for chunk, borrower in self.take_loans().items():
+            borrower.unused([chunk])

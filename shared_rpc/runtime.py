@@ -17,6 +17,7 @@ from shared_rpc.in_process import InProcessRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.executor import InProcessExecutor
+from shared_rpc.server.lanes import Lanes
 from shared_rpc.settings import Role
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -132,8 +133,9 @@ class LocalRuntime(InProcessRuntime):
     role: Role = "local"
 
     def __init__(self, provider: Provider, inherited: Runtime | None = None) -> None:
-        executor = InProcessExecutor(provider.endpoints, provider.device_id, shares=False)
-        core = Core(provider.registry, executor, provider.device_id)
+        lanes = Lanes()
+        executor = InProcessExecutor(provider.endpoints, provider.device_id, lanes, shares=False)
+        core = Core(provider.registry, executor, provider.device_id, lanes)
         if isinstance(inherited, LocalRuntime):
             core.objects.adopt(inherited._engine.core.objects)
         engine = Engine(core, executor, "this provider")

@@ -23,7 +23,7 @@ from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, SegmentNotFound, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
@@ -83,7 +83,7 @@ class AsyncClient(BaseClient):
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
         server = await self._server()
-        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id)
+        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, server.lane)
         return self._hand(await self._run(operation))
 
     async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
@@ -164,9 +164,12 @@ class AsyncClient(BaseClient):
     async def close(self) -> None:
         """See :meth:`Client.close`."""
         self._closed = True
-        channel, self._channel, self._session = self._channel, None, None
+        channel, session = self._channel, self._session
+        self._channel, self._session = None, None
         if channel is not None:
             channel.close()
+        if session is not None:  # on a GPU it waits for the device
+            await anyio.to_thread.run_sync(session.lane.close)
         await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> AsyncClient:
@@ -191,14 +194,20 @@ class AsyncClient(BaseClient):
 
     def give_back(self, object_id: str, session: object) -> None:
         """See :class:`shared_rpc.handle.Giver`. Away from the loop: over a connection of its own, in the same session."""
-        if session is not self._session or not isinstance(session, Session):
-            return
-        with suppress(SharedRPCError, OSError):
-            connection = Connection(self.socket_path, session.token, 1.0)
-            try:
-                connection.exchange(Request(m.Release([object_id]), "release"), time.monotonic() + 1.0)
-            finally:
-                connection.close()
+        if session is self._session and isinstance(session, Session):
+            with suppress(SharedRPCError, OSError):
+                self._tell(session, m.Release([object_id]))
+
+    def _give_chunks_back(self, chunks: list[int]) -> None:
+        if self._session is not None:
+            self._tell(self._session, m.Free(chunks))
+
+    def _tell(self, session: Session, message: m.Message) -> None:
+        connection = Connection(self.socket_path, session.token, 1.0)
+        try:
+            connection.exchange(Request(message, "a message"), time.monotonic() + 1.0)
+        finally:
+            connection.close()
 
     async def object_info(self, object_id: str) -> dict[str, Any]:
         """See :class:`shared_rpc.handle.AsyncIssuer`."""
@@ -237,7 +246,7 @@ class AsyncClient(BaseClient):
                 if isinstance(step, Request):
                     try:
                         advance = functools.partial(operation.send, await self._exchange(step, deadline))
-                    except SegmentNotFound as error:
+                    except SharedRPCError as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):
@@ -300,7 +309,12 @@ class AsyncClient(BaseClient):
             raise ConnectionClosed("this client is closed")
         welcome = channel.welcome
         if self._session is None or self._session.token != welcome.token:
-            self._session = Session(welcome.server_id, welcome.token, welcome.device)
+            ended, self._session = (
+                self._session,
+                Session(welcome.server_id, welcome.token, welcome.device, self._new_lane()),
+            )
+            if ended is not None:
+                await anyio.to_thread.run_sync(ended.lane.close)
         return channel
 
 

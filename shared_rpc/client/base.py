@@ -6,7 +6,9 @@ import os
 import weakref
 from typing import Any
 
+from shared_rpc.client.lane import Lane
 from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -27,12 +29,14 @@ class BaseClient:
         socket_path: str | os.PathLike[str] | None = None,
         timeout: float | None = 600.0,
         connect_timeout: float = 5.0,
+        pool: PoolOptions | None = None,
     ) -> None:
         self._base_path = base_path
         self._device = device
         self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
         self._timeout = timeout
         self._connect_timeout = connect_timeout
+        self._pool_options = pool or PoolOptions()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._begin()
@@ -41,6 +45,14 @@ class BaseClient:
 
     def _begin(self) -> None:
         """Be ready to connect."""
+
+    def _new_lane(self) -> Lane:
+        """What a new session uses for short-lived memory."""
+        return Lane(self._pool_options, self._give_chunks_back)
+
+    def _give_chunks_back(self, chunks: list[int]) -> None:
+        """Tell the server of chunks of its pool; from another thread."""
+        raise NotImplementedError
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: what was there is its parent's, but for having been closed.

@@ -9,7 +9,6 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
@@ -22,7 +21,6 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, 
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["Channel"]
 
@@ -60,6 +58,7 @@ class Channel:
         self._exchanges: dict[int, _Exchange] = {}
         self._reading = False
         self._gathering = False
+        self._sent: set[str] = set()
         self._writing = anyio.Lock()
         #: Why nothing comes any more.
         self._broken: SharedRPCError | None = None
@@ -118,17 +117,18 @@ class Channel:
         if self._broken is not None:
             raise self._ended()
         number = (next(self._ids) - 1) % LAST_ID + 1
-        self._socket.queue(request.message, number, request.payload, request.fds)
+        message, fds = request.addressed(self._sent)
+        self._socket.queue(message, number, request.payload, fds)
         exchange = self._exchanges[number] = _Exchange()
         frame: Frame | None = None
         try:
             with anyio.CancelScope(deadline=deadline):
                 await self._flush()
-                frame = await self._answer(exchange, request.on_event)
+                frame = await self._answer(exchange, request)
             if frame is None:
-                frame = await self._take_back(number, exchange)
+                frame = await self._take_back(number, exchange, request)
         except BaseException:
-            late = await self._take_back(number, exchange) if self._broken is None else None
+            late = await self._take_back(number, exchange, request) if self._broken is None else None
             if late is not None:
                 self._throw_away(late, request)
             raise
@@ -142,25 +142,28 @@ class Channel:
             raise too_late(request.what)
         return Reply(message_of(frame), frame)
 
-    async def _answer(self, exchange: _Exchange, on_event: Callable[[TaskInfo], object] | None) -> Frame:
+    async def _answer(self, exchange: _Exchange, request: Request, *, tell: bool = True) -> Frame:
         while True:
             frame = await self._next_frame(exchange)
-            event = event_of(frame)
+            event = event_of(frame, request)
             if event is None:
                 return frame
-            if on_event is not None:
-                result = on_event(event)
+            if isinstance(event, m.Free):
+                self._socket.queue(event, 0)
+                await self._flush()
+            elif tell and request.on_event is not None:
+                result = request.on_event(event)
                 if inspect.isawaitable(result):
                     await result
             # Several may have come at once, and the caller's time may be over.
             await anyio.lowlevel.checkpoint()
 
-    async def _take_back(self, number: int, exchange: _Exchange) -> Frame | None:
+    async def _take_back(self, number: int, exchange: _Exchange, request: Request) -> Frame | None:
         """Tell the server that nobody waits; its answer is that it knows, or the reply, which came just before."""
         with anyio.move_on_after(PROMPT, shield=True), suppress(ConnectionClosed, ProtocolError):
             self._socket.queue(m.Cancel(), number)
             await self._flush()
-            return await self._answer(exchange, None)
+            return await self._answer(exchange, request, tell=False)
         return None
 
     def tell(self, message: m.Message) -> None:

@@ -9,7 +9,6 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 
 from shared_rpc.client.replies import event_of, gave_up, message_of, to_give_back, too_late
@@ -18,7 +17,6 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, 
 from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "refuse_stranger", "why_not"]
 
@@ -75,6 +73,8 @@ class Connection:
         _open.add(self)
         self._ids = itertools.count()
         self._usable = True
+        #: Arenas whose descriptors the server has had over this connection.
+        self._sent: set[str] = set()
         try:
             self._socket.limit(min(timeout, PROMPT))
             self._connect(sock)
@@ -134,11 +134,12 @@ class Connection:
         :raises ConnectionClosed: if the server goes away.
         """
         number = self._next_id()
-        self._socket.queue(request.message, number, request.payload, request.fds)
+        message, fds = request.addressed(self._sent)
+        self._socket.queue(message, number, request.payload, fds)
         self._usable = False
         try:
             self._send(deadline)
-            frame = self._await_reply(number, deadline, request.on_event)
+            frame = self._await_reply(number, deadline, request)
         except _TooLate:
             frame = self._give_up(request, number)
         except BaseException:
@@ -150,15 +151,18 @@ class Connection:
     def _next_id(self) -> int:
         return next(self._ids) % LAST_ID + 1
 
-    def _await_reply(self, number: int, deadline: float, on_event: Callable[[TaskInfo], object] | None) -> Frame:
+    def _await_reply(self, number: int, deadline: float, request: Request, *, tell: bool = True) -> Frame:
         while True:
             frame = self._receive(deadline)
             if frame.request_id == number:
-                event = event_of(frame)
+                event = event_of(frame, request)
                 if event is None:
                     return frame
-                if on_event is not None:
-                    on_event(event)
+                if isinstance(event, m.Free):
+                    self._socket.queue(event, 0)
+                    self._send(deadline)
+                elif tell and request.on_event is not None:
+                    request.on_event(event)
                 _check(deadline)
                 continue
             if frame.request_id == 0:  # the server's last word to this connection
@@ -171,7 +175,7 @@ class Connection:
         try:
             self._socket.queue(m.Cancel(), number)
             self._send(prompt)
-            frame = self._await_reply(number, prompt, None)
+            frame = self._await_reply(number, prompt, request, tell=False)
         except _TooLate:
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
         if gave_up(frame):
@@ -188,12 +192,12 @@ class Connection:
         with suppress(_TooLate, SharedRPCError):
             self._socket.queue(m.Cancel(), number)
             self._send(briefly)
-            release = to_give_back(self._await_reply(number, briefly, None), request)
+            release = to_give_back(self._await_reply(number, briefly, request, tell=False), request)
             if release is not None:
                 number = self._next_id()
                 self._socket.queue(release, number)
                 self._send(briefly)
-                self._await_reply(number, briefly, None).close()
+                self._await_reply(number, briefly, request, tell=False).close()
             self._usable = True
 
     @property

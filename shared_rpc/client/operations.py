@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import msgspec
 
+from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ProtocolError, SegmentNotFound, StaleHandleError
+from shared_rpc.errors import (
+    ConnectError,
+    DeadlineExceeded,
+    ProtocolError,
+    SegmentNotFound,
+    ServerBusy,
+    StaleHandleError,
+)
+from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolFull
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
 from shared_rpc.wire import messages as m
@@ -109,11 +119,15 @@ class Result:
     message: m.Result
     skeleton: bytes
     segments: list[Segment]
+    loans: dict[int, Borrower] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
         for segment in self.segments:
             segment.close()
+        for chunk, borrower in self.loans.items():
+            borrower.unused([chunk])
+        self.loans = {}
 
     def __enter__(self) -> Result:
         return self
@@ -122,13 +136,17 @@ class Result:
         self.close()
 
 
-def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[Result]:
+def fetch(
+    endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "", lane: Lane | None = None
+) -> Operation[Result]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
 
     :param device: the id of the server's device.
     :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
+    :param lane: the pools of the session, None to do without.
     """
-    return _result(f"{endpoint}()", (yield from _send(m.Call, endpoint, args, kwargs, device, server, f"{endpoint}()")))
+    what = f"{endpoint}()"
+    return _result(what, (yield from _send(m.Call, endpoint, args, kwargs, device, server, what, lane)), lane)
 
 
 def call(
@@ -138,12 +156,13 @@ def call(
     device: str,
     values: MutableMapping[str, Any],
     server: str = "",
+    lane: Lane | None = None,
 ) -> Operation[tuple[m.Result, Any]]:
     """Call an endpoint: ``(message, value)``. Where the value cannot be rebuilt, its lease is given back.
 
     :param values: the values that live in this process, by object id.
     """
-    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device, server)), values))
+    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device, server, lane)), values))
 
 
 def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[str]:
@@ -232,21 +251,30 @@ def list_tasks(status: str | None) -> Operation[list[TaskInfo]]:
 
 
 def _send(
-    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, what: str
+    kind: type[m.Call],
+    endpoint: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    server: str,
+    what: str,
+    lane: Lane | None = None,
 ) -> Operation[Reply]:
     while True:
         try:
-            return (yield from _send_once(kind, endpoint, args, kwargs, device, server, what))
+            arguments = yield from _lower(args, kwargs, device, server, lane, what)
+            return (yield from _send_lowered(kind, endpoint, arguments, what, lane))
         except SegmentNotFound as error:
             # An object was dropped meanwhile, or another server has come.
             if not MAPPINGS.disown(error.segments):
                 raise
+        except PoolFull as full:
+            assert lane is not None, "there is a pool"
+            yield from _await_room(lane, what, str(full))
 
 
-def _send_once(
-    kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, what: str
-) -> Operation[Reply]:
-    arguments = yield from _lower(args, kwargs, device, server)
+def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None) -> Operation[Reply]:
+    freed = lane.to_give_back() if lane is not None else []
     try:
         message = kind(
             endpoint,
@@ -255,21 +283,52 @@ def _send_once(
             segments=[segment.info for segment in arguments.segments],
             skeletons=[len(skeleton) for skeleton in arguments.skeletons],
             kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
+            arenas=list(arguments.arenas),
+            chunks=list(arguments.chunks),
+            held=list(arguments.held),
+            freed=freed,
+            pooled=lane is not None,
         )
-        fds = tuple(segment.fileno() for segment in arguments.segments if not segment.closed)
-        reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds)
+        arenas = {number: arguments.segments[number] for number in arguments.arenas}
+        fds = tuple(
+            segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
+        )
+        reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
         return reply
+    except ConnectError:
+        # It was not sent.
+        if lane is not None:
+            lane.arguments.give(arguments.chunks)
+            lane.borrower.put_back(freed)
+        raise
     finally:
         arguments.close()
 
 
-def _result(what: str, reply: Reply) -> Result:
+def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:
+    """Until the server gives chunks of this client's pool back.
+
+    :raises ServerBusy: if it does not in time.
+    """
+    try:
+        free = yield from _ask(Request(m.AwaitFree(), what, lane=lane), m.Free)
+    except DeadlineExceeded as error:
+        raise ServerBusy(f"{what}: {why}") from error
+    lane.arguments.give(free.chunks)
+
+
+def _result(what: str, reply: Reply, lane: Lane | None = None) -> Result:
     message, frame = reply.message, reply.frame
-    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds):
+    kept = len(message.kept) if isinstance(message, m.Result) else 0
+    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + kept or (kept and lane is None):
         frame.close()
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
-    segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
-    return Result(message, frame.payload, segments)
+    if lane is None:
+        segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+        return Result(message, frame.payload, segments)
+    lane.arguments.give(message.freed)
+    segments = lane.segments(message.segments, message.kept, frame.take_fds())
+    return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
 
 def _valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
@@ -292,7 +351,8 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec import decode_result
 
     with result:
-        value = decode_result(result.skeleton, result.message.table, result.segments, result.message.owner)
+        loans, result.loans = result.loans, {}
+        value = decode_result(result.skeleton, result.message.table, result.segments, result.message.owner, loans)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
                 return values.setdefault(result.message.object_id, value)
@@ -303,13 +363,16 @@ class _HasMemory(Exception):
     """An argument needs the codec."""
 
 
-def _lower(args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str) -> Operation[Arguments]:
+def _lower(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, lane: Lane | None = None, what: str = ""
+) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
     try:
         return Arguments(*lower_call(args, kwargs, _no_memory))
     except _HasMemory:
         pass
-    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device, server))
+    pool = lane.arguments if lane is not None else None
+    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"))
     return arguments
 
 
@@ -317,10 +380,12 @@ def _no_memory(value: Any, path: str) -> NoReturn:
     raise _HasMemory(path)
 
 
-def _encode_all(args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str) -> Arguments:
+def _encode_all(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, purpose: str
+) -> Arguments:
     from shared_rpc.codec import encode_arguments
 
-    return encode_arguments(args, kwargs, device_kind(device), server)
+    return encode_arguments(args, kwargs, device_kind(device), server, pool, purpose)
 
 
 def handle_state(object_id: str, server_id: str, path: str) -> Operation[None]:

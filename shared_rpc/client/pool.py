@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared_rpc.client.connection import Connection
+from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 
@@ -24,6 +25,7 @@ class Session:
     server_id: str
     token: str
     device: str
+    lane: Lane
 
 
 def nobody_there(error: ConnectError, begin: float) -> ConnectError:
@@ -38,10 +40,12 @@ class ConnectionPool:
     """Gives every thread that waits a connection of its own, all of them in one session. Thread-safe.
 
     :param path: the server's socket, looked up when the first connection is made.
+    :param new_lane: makes what a new session uses for short-lived memory.
     """
 
-    def __init__(self, path: Callable[[], str]) -> None:
+    def __init__(self, path: Callable[[], str], new_lane: Callable[[], Lane]) -> None:
         self._path = path
+        self._new_lane = new_lane
         self._closed = False
         self._begin()
 
@@ -97,11 +101,13 @@ class ConnectionPool:
             self._closed = True
             idle, self._idle, self._parked = [*self._idle, *self._parked], [], []
             waiting, self._connections = self._connections.difference(idle), set()
-            self.session = None
+            session, self.session = self.session, None
         for connection in idle:
             connection.close()
         for connection in waiting:
             connection.hang_up()  # whoever waits on it closes it
+        if session is not None:
+            session.lane.close()
 
     def _acquire(self, deadline: float, patience: float) -> Connection:
         while True:
@@ -154,17 +160,22 @@ class ConnectionPool:
                     raise nobody_there(error, begin) from error
                 time.sleep(RETRY)
         welcome = connection.welcome
+        ended: Session | None = None
         with self._lock:
             if self._closed:
                 connection.close()
                 raise ConnectionClosed("this client is closed")
             first = self.session is session
             if first and (session is None or session.token != welcome.token):
-                self.session = Session(welcome.server_id, welcome.token, welcome.device)
+                self.session = Session(welcome.server_id, welcome.token, welcome.device, self._new_lane())
+                if session is not None:
+                    ended = session
             mine = self.session is not None and self.session.token == welcome.token
             if mine:
                 self._connections.add(connection)
             parked, self._parked = self._parked, []
+        if ended is not None:
+            ended.lane.close()
         for earlier in parked:
             self._drop(earlier)
         if not mine:  # another thread began a session meanwhile, and one is enough

@@ -41,11 +41,14 @@ def gave_up(frame: Frame) -> bool:
 
 def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | None:
     """Close a reply that nobody waits for any more; the message that gives back the lease which came with it, if one did."""
-    frame.close()
     try:
         message = decode_message(frame)
+        if request is not None and request.lane is not None:
+            request.lane.discard(message, frame)
     except ProtocolError:
         return None
+    finally:
+        frame.close()
     if isinstance(message, m.Result) and message.managed:
         return m.Release([message.object_id])
     claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim
@@ -65,15 +68,20 @@ def too_late(what: str) -> DeadlineExceeded:
 _ERROR = m.number_of(m.Error)
 #: The kind byte of what may come before the last answer to a request.
 _EVENT = m.number_of(m.TaskChanged)
+_STARVED = m.number_of(m.Starved)
 
 
-def event_of(frame: Frame) -> TaskInfo | None:
-    """What a frame tells of a task that is waited for; None for a request's last answer."""
-    if frame.kind != _EVENT:
-        return None
-    message = decode_message(frame)
-    assert isinstance(message, m.TaskChanged)
-    return message.info
+def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
+    """What a frame tells before a request's last answer: of a task that is waited for, or that the server needs memory, and
+    then this is what to tell it. None for the last answer.
+    """
+    if frame.kind == _EVENT:
+        message = decode_message(frame)
+        assert isinstance(message, m.TaskChanged)
+        return message.info
+    if frame.kind == _STARVED:
+        return request.lane.starved() if request.lane is not None else m.Free([])
+    return None
 
 
 def _native(error: Any, type_name: str) -> Any:

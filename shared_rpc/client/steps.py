@@ -2,16 +2,20 @@
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Notify` or a :class:`Tell` and is sent None; it returns what the caller gets. It does no I/O and knows no
-clock, so that blocking and asynchronous clients drive the same code. An error reply is raised by the shell, but for
-:class:`SegmentNotFound`, which is thrown into the operation.
+clock, so that blocking and asynchronous clients drive the same code. What the library itself has to report of a request is
+thrown into the operation; an endpoint's own exception is raised by the shell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
+from shared_rpc.client.lane import Lane
+from shared_rpc.memory.segments import Segment
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.tasks import TaskInfo
@@ -27,6 +31,9 @@ class Request:
 
     ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
     the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
+
+    ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
+    of the others. ``lane`` takes what the server has to say of memory meanwhile.
     """
 
     message: m.Message
@@ -35,6 +42,27 @@ class Request:
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
+    arenas: dict[int, Segment] = field(default_factory=dict)
+    lane: Lane | None = None
+
+    def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
+        """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
+        message = self.message
+        if not isinstance(message, m.Call) or not self.arenas:
+            return message, self.fds
+        new = {number: segment for number, segment in self.arenas.items() if segment.info.id not in sent}
+        sent.update(segment.info.id for segment in new.values())
+        if len(new) < len(self.arenas):
+            message = msgspec.structs.replace(message, kept=[*message.kept, *(self.arenas.keys() - new.keys())])
+        # In the order of their numbers, as the rest is.
+        others = iter(self.fds)
+        kept = set(message.kept)
+        fds = tuple(
+            new[number].fileno() if number in new else next(others)
+            for number in range(len(message.segments))
+            if number not in kept
+        )
+        return message, fds
 
 
 @dataclass(slots=True)

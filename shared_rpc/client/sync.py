@@ -14,7 +14,7 @@ from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.client.steps import Operation, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, SegmentNotFound, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
@@ -43,7 +43,7 @@ class Client(BaseClient):
     """
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(lambda: self.socket_path)
+        self._pool = ConnectionPool(lambda: self.socket_path, self._new_lane)
 
     def _after_fork(self) -> None:
         super()._after_fork()
@@ -83,7 +83,8 @@ class Client(BaseClient):
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
         server = self._server()
-        return self._hand(self._run(operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id)))
+        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, server.lane)
+        return self._hand(self._run(operation))
 
     def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """Have an endpoint run as a task, which goes on without this client: its id.
@@ -221,6 +222,9 @@ class Client(BaseClient):
 
     # Driving operations.
 
+    def _give_chunks_back(self, chunks: list[int]) -> None:
+        self._pool.exchange(Request(m.Free(chunks), "free"), time.monotonic() + PROMPT, 0)
+
     def _hand(self, outcome: tuple[m.Result, Any]) -> Any:
         message, value = outcome
         if not message.managed:
@@ -253,7 +257,7 @@ class Client(BaseClient):
                     until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
                     try:
                         advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
-                    except SegmentNotFound as error:
+                    except SharedRPCError as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):

@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from shared_rpc.codec.payload import check_devices
-from shared_rpc.codec.placement import place
+from shared_rpc.codec.placement import copy
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool
 from shared_rpc.records import EMPTY_TABLE, Arguments
 from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 
 
-def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "") -> Arguments:
-    """Lower a call's arguments; memory is copied into segments of their own, where it is not shared already.
+def encode_arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "", pool: Pool | None = None, purpose: str = ""
+) -> Arguments:
+    """Lower a call's arguments; memory is copied, where it is not shared already. Its writers on the current streams are waited
+    for.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
-    :param server: the server's id: what lies in objects that it keeps is named, and stays where it is. ``""`` to send it.
+    :param server: the server's id: what it has itself is named, and stays where it is. ``""`` to send it.
+    :param pool: where to copy to, see :func:`~shared_rpc.codec.placement.copy`.
     :raises CapabilityError: for an argument that cannot travel, naming it.
+    :raises PoolFull: if the pool has no room now.
     """
     scan = Scan(kind)
     skeletons: list[bytes] = []
@@ -47,8 +52,16 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str, ser
     lowered = lower_call(args, kwargs, leaf)
     if not scan.storages and not skeletons:
         return Arguments(*lowered)
-    placement = place(scan, "read_write", rebind=False, reader=server)
-    return Arguments(*lowered, msgspec.msgpack.encode(placement.table(scan)), skeletons, placement.segments)
+    placed = copy(scan, "read_write", pool, purpose, server)
+    return Arguments(
+        *lowered,
+        placed.table(),
+        skeletons,
+        placed.segments,
+        placed.arenas,
+        placed.chunks,
+        placed.held,
+    )
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
@@ -77,7 +90,8 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
     with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
-        return _lifted(arguments, *tensors_of(read_table(arguments.table), mappings))
+        tensors = tensors_of(read_table(arguments.table), mappings, arguments.take_loans())
+        return _lifted(arguments, *tensors)
 
 
 def _lifted(

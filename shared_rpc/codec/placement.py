@@ -1,71 +1,83 @@
-"""Moving storages into segments, so that what an endpoint returned and what clients map are the same memory.
+"""Where a value's memory lies for those who are to read it: in segments.
 
-Storages are copied segment by segment, every tensor over them is rebound to its new place, and the originals are
-freed before the next segment is filled: the extra memory at any time is about one segment.
+What is *moved* into segments stays there: storages are copied segment by segment, every tensor over them is rebound to its
+new place, and the originals are freed before the next segment is filled, so the extra memory at any time is about one segment.
+What the endpoint returned and what clients map are the same memory then. What is *copied*, for one reader, goes into chunks of
+a pool.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
+from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler
 from shared_rpc.codec.tensors import bytes_at, make_storage
+from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import pack
-from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.borrowing import chunk_of
+from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.records import StorageEntry, TensorTable
 
-__all__ = ["Placement", "place"]
+__all__ = ["Placement", "copy", "move"]
 
 #: Bytes. From here on torch's cache gives freed memory back to the driver, or there would be none for the next segment.
 _LARGE = 1 << 28
 
 
-@dataclass(slots=True)
-class _Block:
-    """Bytes that storages share: one storage, or several that overlap."""
-
-    address: int
-    nbytes: int
-    device: torch.device
-    storages: list[int] = field(default_factory=list)
-
-
 class Placement:
     """Where every storage of a scan lies now.
 
-    The segments' descriptors belong to this object until they are taken with :attr:`segments` by a record. A segment that
-    the reader keeps itself is there without a descriptor.
+    The segments' descriptors belong to this object until they are taken with :attr:`segments`. A segment that the reader keeps
+    itself is there without a descriptor.
 
     :param reader: the id of the server that is to read it, ``""`` for anybody.
     """
 
-    def __init__(self, scan: Scan, reader: str = "") -> None:
+    def __init__(self, scan: Scan, found: list[Span], reader: str = "") -> None:
+        self._scan = scan
         self._reader = reader
+        self._starts = [span.start for span in found]
         self.entries: list[StorageEntry] = [StorageEntry(-1, 0, 0)] * len(scan.storages)
         self.segments: list[Segment] = []
         self.devices: list[str] = []
         self.nbytes = 0
+        #: Numbers of the segments that are arenas of the pool, of its chunks that are used, and of the reader's own chunks.
+        self.arenas: set[int] = set()
+        self.chunks: list[int] = []
+        self.held: list[int] = []
         self._numbers: dict[str, int] = {}
+        for span in found:
+            if span.nbytes == 0:
+                self.entries[span.storage] = StorageEntry(-1, 0, 0, self._device(span.device))
 
-    def table(self, scan: Scan) -> TensorTable:
-        """The table of the scan's tensors and their storages."""
-        return TensorTable(tuple(self.devices), tuple(self.entries), tuple(scan.entries))
+    def table(self) -> bytes:
+        """The table of the scan's tensors and their storages, as it travels."""
+        entries = self._scan.entries
+        if any(self._starts):
+            entries = [
+                msgspec.structs.replace(entry, offset=entry.offset - start // getattr(torch, entry.dtype).itemsize)
+                if (start := self._starts[entry.storage])
+                else entry
+                for entry in entries
+            ]
+        return msgspec.msgpack.encode(TensorTable(tuple(self.devices), tuple(self.entries), tuple(entries)))
 
-    def device(self, device: torch.device) -> int:
-        """The number of a device in the table."""
-        name = device_id(str(device))
+    def _device(self, device: torch.device) -> int:
+        name = id_of(device)
         if name not in self.devices:
             self.devices.append(name)
         return self.devices.index(name)
 
     def segment(self, mapping: Mapping, access: Access) -> int:
-        """The number of a mapping's segment in the record."""
+        """The number of a mapping's segment."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
@@ -75,9 +87,29 @@ class Placement:
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
         return number
 
-    def reaches(self, mapping: Mapping) -> bool:
-        """Whether the reader can be told of a mapping's segment."""
-        return mapping.segment is not None or bool(self._reader and mapping.owner == self._reader)
+    def put(self, block: Block, segment: int, offset: int, chunk: int = 0) -> None:
+        """A block lies at ``offset`` of a segment."""
+        for span in block.spans:
+            self.entries[span.storage] = StorageEntry(segment, offset + span.address - block.address, span.nbytes, 0, chunk)
+
+    def stays(self, block: Block, access: Access) -> bool:
+        """Note a block that lies where the reader can be told of it, and need not be copied; False for any other."""
+        found = MAPPINGS.find(block.address)
+        if found is None or found[1] + block.nbytes > found[0].info.nbytes:
+            return False
+        mapping, offset = found
+        known = bool(self._reader) and mapping.owner == self._reader
+        chunk = 0
+        if mapping.pooled:
+            # Only the pool's own side may be told of a chunk, and only of one that is in use.
+            chunk = chunk_of(self._scan.storages[block.spans[0].storage]) if known else 0
+            if not chunk:
+                return False
+            self.held.append(chunk)
+        elif not known and mapping.segment is None:
+            return False
+        self.put(block, self.segment(mapping, access), offset, chunk)
+        return True
 
     def close(self) -> None:
         """Give up the descriptors."""
@@ -85,108 +117,124 @@ class Placement:
             segment.close()
 
 
-def place(scan: Scan, access: Access, *, rebind: bool, reader: str = "") -> Placement:
-    """Give every storage of ``scan`` a place in a segment. All work on the memory is complete when this returns.
+def move(scan: Scan, access: Access) -> Placement:
+    """Give every storage of ``scan`` a place in a segment, and rebind its tensors. All work on the memory is complete then.
 
-    A storage that lies in a segment that this process may publish, or that the reader keeps, stays where it is. With
-    ``rebind`` the scan's tensors are moved; without it they are copied and stay as they are.
+    A storage that lies in a segment that this process may publish stays where it is.
 
-    :param reader: the id of the server that is to read it, ``""`` for anybody.
     :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
     """
-    placement = Placement(scan, reader)
+    found = spans(scan, exact=False)
+    placement = Placement(scan, found)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            _place(scan, placement, access, rebind)
+            _move_all(scan, placement, _elsewhere(placement, found, access), access)
     except BaseException:
         placement.close()
         raise
     return placement
 
 
-def _place(scan: Scan, placement: Placement, access: Access, rebind: bool) -> None:
-    by_device: dict[torch.device, list[_Block]] = defaultdict(list)
-    for block in _blocks(scan.storages):
+def copy(scan: Scan, access: Access, pool: Pool | None, purpose: str, reader: str = "") -> Placement:
+    """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large.
+
+    What lies in a segment that the reader may be told of stays where it is. The work that the current streams have to do is
+    complete when this returns; the device's other streams are not waited for.
+
+    :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
+    :param reader: the id of the server that is to read it, ``""`` for anybody.
+    :raises PoolFull: if the pool has no room now.
+    :raises CapabilityError: if a device has not enough memory, or is in the middle of a CUDA graph's capture.
+    """
+    found = spans(scan, exact=True)
+    placement = Placement(scan, found, reader)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for device, rest in _elsewhere(placement, found, access).items():
+                if pool is not None and access == "read_write" and pool.options.takes(sum(block.nbytes for block in rest)):
+                    _copy_into(pool, placement, rest, device, purpose)
+                else:
+                    for mapping, chosen in _segments(rest, device):
+                        _fill(placement, mapping, chosen, access)
+            for device in {span.device for span in found}:
+                _wait_for_stream(device)
+    except BaseException:
+        placement.close()
+        if pool is not None:
+            pool.give(placement.chunks)
+        raise
+    return placement
+
+
+def _elsewhere(placement: Placement, found: list[Span], access: Access) -> dict[torch.device, list[Block]]:
+    """The blocks that must be copied, by device."""
+    rest: dict[torch.device, list[Block]] = defaultdict(list)
+    for block in blocks(found):
         placement.nbytes += block.nbytes
-        found = MAPPINGS.find(block.address)
-        if found is not None and placement.reaches(found[0]) and found[1] + block.nbytes <= found[0].info.nbytes:
-            _note(scan, placement, block, placement.segment(found[0], access), found[1])
-        else:
-            by_device[block.device].append(block)
-    for number, storage in enumerate(scan.storages):
-        if storage.nbytes() == 0:
-            placement.entries[number] = StorageEntry(-1, 0, 0, placement.device(storage.device))
+        if not placement.stays(block, access):
+            rest[block.device].append(block)
+    return rest
+
+
+def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torch.device, purpose: str) -> None:
+    for block, chunk in zip(rest, pool.take(id_of(device), [block.nbytes for block in rest], purpose), strict=True):
+        placement.chunks.append(chunk.number)
+        mapping = chunk.arena.mapping
+        number = placement.segment(mapping, "read_write")
+        placement.arenas.add(number)
+        placement.put(block, number, chunk.offset, chunk.number)
+        _copy(block, mapping, chunk.offset)
+
+
+def _segments(rest: list[Block], device: torch.device) -> Iterable[tuple[Mapping, list[tuple[Block, int]]]]:
+    """New segments one after the other, each mapped while it is filled, and the blocks at their offsets in it."""
+    sizes, places = pack([block.nbytes for block in rest])
+    for segment, nbytes in enumerate(sizes):
+        chosen = [(block, spot.offset) for block, spot in zip(rest, places, strict=True) if spot.segment == segment]
+        with MAPPINGS.create(nbytes, id_of(device)) as mapping:
+            yield mapping, chosen
+
+
+def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]], access: Access) -> None:
+    number = placement.segment(mapping, access)
+    for block, offset in chosen:
+        _copy(block, mapping, offset)
+        placement.put(block, number, offset)
+    if access == "read":
+        mapping.seal()
+
+
+def _copy(block: Block, mapping: Mapping, offset: int) -> None:
+    target = bytes_at(mapping.address + offset, block.nbytes, block.device)
+    target.copy_(bytes_at(block.address, block.nbytes, block.device), non_blocking=True)
+
+
+def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Block]], access: Access) -> None:
     users: dict[int, list[torch.Tensor]] = defaultdict(list)
-    if rebind:
-        for tensor, number in scan.strided:
-            users[number].append(tensor)
+    for tensor, number in scan.strided:
+        users[number].append(tensor)
     for device in {storage.device for storage in scan.storages}:
         # What other streams still write must be there before it is copied or promised.
         _synchronize(device)
-    for device, blocks in by_device.items():
-        large = sum(block.nbytes for block in blocks) >= _LARGE
-        sizes, places = pack([block.nbytes for block in blocks])
-        for segment, nbytes in enumerate(sizes):
-            chosen = [(block, spot.offset) for block, spot in zip(blocks, places, strict=True) if spot.segment == segment]
-            with MAPPINGS.create(nbytes, device_id(str(device))) as mapping:
-                _fill(mapping, chosen, device)
-                number = placement.segment(mapping, access)
-                for block, offset in chosen:
-                    _note(scan, placement, block, number, offset)
-                    if rebind:
-                        _rebind(scan, users, block, mapping, offset, device)
-                if access == "read":
-                    mapping.seal()
-            if rebind and large and device.type == "cuda":
+    for device, of_device in rest.items():
+        large = sum(block.nbytes for block in of_device) >= _LARGE
+        for mapping, chosen in _segments(of_device, device):
+            _fill(placement, mapping, chosen, access)
+            _synchronize(device)
+            for block, offset in chosen:
+                _rebind(scan, users, block, mapping, offset)
+            if large and device.type == "cuda":
                 torch.cuda.empty_cache()
-    if rebind:
-        for tensor, skeleton in scan.composite:
-            tensor.data = SkeletonUnpickler(skeleton, scan.plain, scan.storages).load()
+    for tensor, skeleton in scan.composite:
+        tensor.data = SkeletonUnpickler(skeleton, scan.plain, scan.storages).load()
 
 
-def _blocks(storages: Iterable[torch.UntypedStorage]) -> list[_Block]:
-    """The storages' bytes, overlapping ones joined (two storages over one numpy array, say)."""
-    blocks: list[_Block] = []
-    spans = [(str(s.device), s.data_ptr(), s.nbytes(), n, s.device) for n, s in enumerate(storages) if s.nbytes()]
-    for _, address, nbytes, number, device in sorted(spans, key=lambda span: span[:4]):
-        last = blocks[-1] if blocks else None
-        if last is not None and last.device == device and address < last.address + last.nbytes:
-            last.nbytes = max(last.nbytes, address + nbytes - last.address)
-            last.storages.append(number)
-        else:
-            blocks.append(_Block(address, nbytes, device, [number]))
-    # In the order the value names them: what is used together lies together.
-    return sorted(blocks, key=lambda block: min(block.storages))
-
-
-def _note(scan: Scan, placement: Placement, block: _Block, segment: int, offset: int) -> None:
-    for number in block.storages:
-        storage = scan.storages[number]
-        start = offset + storage.data_ptr() - block.address
-        placement.entries[number] = StorageEntry(segment, start, storage.nbytes())
-
-
-def _fill(mapping: Mapping, chosen: list[tuple[_Block, int]], device: torch.device) -> None:
-    for block, offset in chosen:
-        target = bytes_at(mapping.address + offset, block.nbytes, device)
-        target.copy_(bytes_at(block.address, block.nbytes, device), non_blocking=True)
-    _synchronize(device)
-
-
-def _rebind(
-    scan: Scan,
-    users: dict[int, list[torch.Tensor]],
-    block: _Block,
-    mapping: Mapping,
-    offset: int,
-    device: torch.device,
-) -> None:
-    for number in block.storages:
-        old = scan.storages[number]
-        new = make_storage(mapping, offset + old.data_ptr() - block.address, old.nbytes(), device)
+def _rebind(scan: Scan, users: dict[int, list[torch.Tensor]], block: Block, mapping: Mapping, offset: int) -> None:
+    for span in block.spans:
+        new = make_storage(mapping, offset + span.address - block.address, span.nbytes, block.device)
         MAPPINGS.lend([(mapping, new)])
-        scan.storages[number] = new
-        for tensor in users[number]:
+        scan.storages[span.storage] = new
+        for tensor in users[span.storage]:
             _move(tensor, new)
 
 
@@ -205,3 +253,13 @@ def _move(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _wait_for_stream(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise CapabilityError(
+            "a call is being captured into a CUDA graph, and waits for another process: capture what is around it"
+        )
+    torch.cuda.current_stream(device).synchronize()

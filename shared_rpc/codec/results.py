@@ -12,13 +12,16 @@ import msgspec
 import torch
 
 from shared_rpc.codec import collector
+from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_result
-from shared_rpc.codec.placement import place
+from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.records import EMPTY_TABLE, Record
 
@@ -39,42 +42,60 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def publish(value: Any, device: str, access: Access, endpoint: str) -> Record:
-    """Take a result apart and move its memory into segments.
+def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None) -> Record:
+    """Take a result apart and see to it that its memory lies in segments.
 
-    Every tensor reachable from ``value`` is rebound to its new place, so that the caller's own object and what
-    clients map are the same memory.
+    A result for one reader is copied into his pool, if it is small enough for that. Of any other every reachable tensor is
+    rebound to its new place, so that the endpoint's own object and what clients map are the same memory.
 
     :param device: the id of the server's device; all tensors must be on one of its kind.
     :param access: how clients are to map it.
+    :param pool: the one reader's; None where there may be more.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
+    :raises PoolFull: if the pool has no room now.
     """
     if value is None:
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
     check_result(value, endpoint, kind)
     scan = Scan(kind)
+    path = f"endpoint {endpoint!r}: result"
+    if pool is not None and access == "read_write":
+        skeleton = dump(value, scan, path)
+        if pool.options.takes(sum(span.nbytes for span in spans(scan, exact=True))):
+            return _record(skeleton, copy(scan, access, pool, f"results of {endpoint}()"), device)
+        scan = Scan(kind)
     MAPPINGS.drain()
     with _publishing, collector.paused():
-        skeleton = dump(value, scan, f"endpoint {endpoint!r}: result")
-        placement = place(scan, access, rebind=True)
-    where = placement.segments[0].info.device if placement.segments else device
-    return Record(skeleton, msgspec.msgpack.encode(placement.table(scan)), placement.segments, placement.nbytes, where)
+        return _record(dump(value, scan, path), move(scan, access), device)
 
 
-def decode_result(skeleton: bytes, table: bytes | msgspec.Raw, segments: Sequence[Segment], owner: str = "") -> Any:
+def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
+    where = placed.segments[0].info.device if placed.segments else device
+    return Record(skeleton, placed.table(), placed.segments, placed.nbytes, where, placed.chunks, placed.arenas)
+
+
+def decode_result(
+    skeleton: bytes,
+    table: bytes | msgspec.Raw,
+    segments: Sequence[Segment],
+    owner: str = "",
+    loans: dict[int, Borrower] | None = None,
+) -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
     :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
+    :param loans: the chunks of the server's pool that it lies in, and to whom they are given back.
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [])
-    MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
+    if MAPPINGS.has_unused:
+        MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
     with MAPPINGS.attach(segments, owner=owner) as mappings, collector.paused():
-        tensors, storages = tensors_of(read_table(table), mappings, trusted=True)
+        tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
         return _load(skeleton, tensors, storages)
 
 

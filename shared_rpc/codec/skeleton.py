@@ -62,17 +62,21 @@ class Scan:
         self.strided: list[tuple[torch.Tensor, int]] = []
         #: Tensors that only torch can rebuild (sparse, quantised), with a skeleton of their own.
         self.composite: list[tuple[torch.Tensor, bytes]] = []
+        #: Numbers of the storages that something refers to as a whole, and not through plain tensors alone.
+        self.whole: set[int] = set()
         self._storage_numbers: dict[int, int] = {}
         self._tensor_numbers: dict[int, int] = {}
         self._met: dict[int, torch.Tensor] = {}
 
-    def storage(self, storage: torch.UntypedStorage) -> int:
+    def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
         """The number of a storage, a new one where it was not met before."""
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
             self._check_device(storage.device, storage.nbytes())
             number = self._storage_numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
+        if whole:
+            self.whole.add(number)
         return number
 
     def tensor(self, tensor: torch.Tensor) -> int | None:
@@ -91,7 +95,7 @@ class Scan:
             self._meet(tensor)
             return None
         number = self._tensor_numbers[id(tensor)] = len(self.entries)
-        storage = self.storage(tensor.untyped_storage())
+        storage = self.storage(tensor.untyped_storage(), whole=False)
         self.entries.append(
             TensorEntry(
                 storage=storage,

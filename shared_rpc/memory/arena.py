@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "SEGMENT_LIMIT", "Place", "pack"]
+__all__ = ["ALIGNMENT", "SEGMENT_LIMIT", "Extents", "Place", "aligned", "pack"]
 
 #: Bytes. What torch's CUDA allocator aligns to, so that vectorised kernels behave as they do on its tensors.
 ALIGNMENT = 512
 
 #: Bytes. Few large segments attach quickly (one import and one map each); 1 GiB bounds what a move needs at a time.
 SEGMENT_LIMIT = 1 << 30
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of the alignment."""
+    return -(-nbytes // alignment) * alignment
 
 
 class Place(NamedTuple):
@@ -30,10 +36,52 @@ def pack(sizes: Sequence[int], *, limit: int = SEGMENT_LIMIT, alignment: int = A
     segments: list[int] = []
     places: list[Place] = []
     for size in sizes:
-        offset = -(-segments[-1] // alignment) * alignment if segments else 0
+        offset = aligned(segments[-1], alignment) if segments else 0
         if not segments or offset + size > limit:
             segments.append(0)
             offset = 0
         places.append(Place(len(segments) - 1, offset))
         segments[-1] = offset + size
     return segments, places
+
+
+class Extents:
+    """Which bytes of a segment are free. The first that suffice are taken; what is given back joins its neighbours."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.free = nbytes
+        #: Offsets of what is free, in order, and how many bytes are free there.
+        self._offsets = [0]
+        self._sizes = {0: nbytes}
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of ``nbytes`` bytes that were free, None where there are not so many together."""
+        for index, offset in enumerate(self._offsets):
+            left = self._sizes[offset] - nbytes
+            if left < 0:
+                continue
+            del self._sizes[offset]
+            if left:
+                self._offsets[index] = offset + nbytes
+                self._sizes[offset + nbytes] = left
+            else:
+                del self._offsets[index]
+            self.free -= nbytes
+            return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Free what was taken."""
+        self.free += nbytes
+        index = bisect.bisect(self._offsets, offset)
+        end = offset + nbytes
+        if index < len(self._offsets) and self._offsets[index] == end:
+            nbytes += self._sizes.pop(end)
+            del self._offsets[index]
+        before = self._offsets[index - 1] if index else -1
+        if index and before + self._sizes[before] == offset:
+            self._sizes[before] += nbytes
+        else:
+            self._offsets.insert(index, offset)
+            self._sizes[offset] = nbytes

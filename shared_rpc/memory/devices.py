@@ -6,6 +6,7 @@ On the wire and in socket paths a device is ``"cpu"`` or the UUID of a GPU, neve
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
@@ -14,7 +15,7 @@ from shared_rpc.memory.segments import gpu_support
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_id", "device_kind", "device_tag", "torch_device"]
+__all__ = ["device_id", "device_kind", "device_tag", "id_of", "torch_device"]
 
 
 def device_id(device: str) -> str:
@@ -44,6 +45,12 @@ def device_id(device: str) -> str:
     return uuid_of(ordinal)
 
 
+@functools.cache
+def id_of(device: torch.device) -> str:
+    """:func:`device_id` of a tensor's device."""
+    return device_id(str(device))
+
+
 def device_kind(device: str) -> str:
     """``"cpu"`` or ``"cuda"``, the type of torch's device."""
     return "cpu" if device == "cpu" else "cuda"
@@ -54,6 +61,7 @@ def device_tag(device: str) -> str:
     return device if device == "cpu" else device.removeprefix("GPU-")[:8]
 
 
+@functools.cache
 def torch_device(device: str) -> torch.device:
     """The device of tensors over memory of that device in this process.
 

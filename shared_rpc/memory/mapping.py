@@ -25,10 +25,11 @@ class Mapping:
 
     ``segment`` is its descriptor where this process may publish the memory again, else None: a mapping needs
     none to stay alive. ``sealed`` tells that consumers may only map it for reading. ``owner`` is the id of the server that
-    keeps the segment, and knows it by its id; ``""`` where there is none.
+    keeps the segment, and knows it by its id; ``""`` where there is none. ``pooled`` tells that its bytes are used again
+    when their reader has done with them, so that nobody else may be told of them.
     """
 
-    __slots__ = ("address", "backend", "info", "loans", "owner", "pins", "sealed", "segment")
+    __slots__ = ("address", "backend", "info", "loans", "owner", "pins", "pooled", "sealed", "segment")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
@@ -36,6 +37,7 @@ class Mapping:
         self.backend = backend
         self.segment = segment
         self.owner = ""
+        self.pooled = False
         self.sealed = info.access == "read"
         self.pins = 0
         self.loans: set[_Loan] = set()
@@ -118,7 +120,7 @@ class MappingTable:
                     mapping.owner = owner or mapping.owner
                     mapping.pins += 1
                     mappings.append(mapping)
-                    if keep and mapping.segment is None:
+                    if keep and mapping.segment is None and not mapping.pooled:
                         mapping.segment = segment.duplicate()
             yield mappings
         finally:

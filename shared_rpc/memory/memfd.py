@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
@@ -25,6 +26,10 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _done() -> bool:
+    return True
 
 
 class MemfdBackend:
@@ -78,6 +83,10 @@ class MemfdBackend:
     def synchronize(self) -> bool:
         """Nothing is queued on the host."""
         return True
+
+    def fence(self) -> Callable[[], bool]:
+        """Nothing is queued on the host."""
+        return _done
 
     def unmap(self, address: int, nbytes: int) -> None:
         """munmap(2)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -122,6 +122,12 @@ class Backend(Protocol):
         """Wait until no queued work can touch mapped memory; required before :meth:`unmap`.
 
         :returns: False if the device must not be waited for now, because it would break a CUDA graph's capture.
+        """
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.
+
+        :returns: None if the device must not be marked now, because it would break a CUDA graph's capture.
         """
 
     def unmap(self, address: int, nbytes: int) -> None:

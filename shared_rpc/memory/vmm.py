@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +107,25 @@ class DeviceBytes:
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "stream": None}
+
+
+class _Event:
+    """A point in the work of the GPU whose context is current."""
+
+    def __init__(self) -> None:
+        self.handle = _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def passed(self) -> bool:
+        """Whether the GPU has come so far; also where its context is broken, and will not do any more."""
+        # Asking would invalidate captures of other threads, unless this one says that it means no harm.
+        mode = _check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        try:
+            return bool(driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY)
+        finally:
+            _check(driver.cuThreadExchangeStreamCaptureMode(mode))
+
+    def __del__(self) -> None:
+        driver.cuEventDestroy(self.handle)
 
 
 class VmmBackend:
@@ -220,6 +239,18 @@ class VmmBackend:
         except _DriverError:
             return False  # the context is broken, by a kernel of the user's perhaps: its memory goes with the process
         return True
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
+        try:
+            with self._current():
+                if any(self._captures(stream) for stream in self._torch_streams()):
+                    return None
+                event = _Event()
+                _check(driver.cuCtxRecordEvent(self._context, event.handle))
+        except _DriverError:
+            return None  # an older driver, or a broken context
+        return event.passed
 
     @staticmethod
     def _captures(stream: int) -> bool:

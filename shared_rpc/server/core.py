@@ -18,6 +18,7 @@ import anyio
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
 from shared_rpc.server.executor import Executor
+from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
 from shared_rpc.server.tasks import Tasks
@@ -40,6 +41,7 @@ class Core:
 
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
+    :param lanes: the pools of sessions, which end with these.
     :param max_bytes: see :class:`ObjectStore`.
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
@@ -50,6 +52,7 @@ class Core:
         registry: Registry,
         executor: Executor,
         device: str,
+        lanes: Lanes,
         *,
         max_bytes: int | None = None,
         max_tasks: int = 1000,
@@ -59,6 +62,7 @@ class Core:
         self.server_id = secrets.token_hex(8)
         self.device = device
         self.registry = registry
+        self.lanes = lanes
         self.leases = LeaseTable()
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
         self.runs = Runs(executor, self.objects, self.leases, self._settle)
@@ -88,6 +92,7 @@ class Core:
         self.stopped = True
         self.runs.stop()
         self.objects.clear()
+        self.lanes.close()
 
     def call(
         self,
@@ -141,6 +146,7 @@ class Core:
 
     def end_session(self, session: str) -> None:
         """Give back all that the session held."""
+        self.lanes.end(session)
         self._settle(*self.leases.end_session(session))
 
     def release(self, session: str, object_ids: Iterable[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,10 +14,12 @@ from shared_rpc.endpoints import Endpoint
 from shared_rpc.errors import ConnectionClosed, SharedRPCError, TaskCancelled
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import PoolFull
 from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.lanes import Lanes
+from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.wire.specs import EndpointSpec
@@ -35,7 +38,10 @@ class Invocation:
     ``publish``: whether a record is needed; a caller in this process can do with the value alone. ``chain``: see
     :class:`Run`. ``background``: whether it may take long, and must not hold up calls that are waited for.
 
-    ``on_begin`` is called when its work starts, and ``on_progress`` with what the endpoint says, both on the loop.
+    ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may lie in its pool.
+
+    ``on_begin`` is called when its work starts, ``on_progress`` with what the endpoint says, and ``on_starved`` with why, if
+    the result has to wait until its reader gives memory back; all of them on the loop.
     """
 
     spec: EndpointSpec
@@ -43,6 +49,9 @@ class Invocation:
     publish: bool
     chain: frozenset[str]
     background: bool
+    session: str
+    pooled: bool
+    on_starved: Callable[[str], None]
     on_begin: Callable[[], None]
     on_progress: Callable[[Progress], None]
 
@@ -78,6 +87,12 @@ class Executor(Protocol):
     def cancel(self, invocation: Invocation) -> None:
         """Ask a run that has begun to stop."""
 
+    def abandon(self, invocation: Invocation) -> bool:
+        """Drop a result that waits for memory; False if there is none. ``done`` is not called for it then."""
+
+    def take_back(self, invocation: Invocation, record: Record) -> None:
+        """Nobody was there to take a result: free what it has of a pool."""
+
 
 class InProcessExecutor:
     """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
@@ -85,13 +100,21 @@ class InProcessExecutor:
     :param endpoints: by name.
     :param device: the id of the device results must be on.
     :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
+    :param lanes: the pools of sessions.
     :param shares: whether results are moved into shared memory; False where nobody but this process asks for them.
     """
 
     def __init__(
-        self, endpoints: dict[str, Endpoint], device: str, max_workers: int | None = None, *, shares: bool = True
+        self,
+        endpoints: dict[str, Endpoint],
+        device: str,
+        lanes: Lanes,
+        max_workers: int | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
         self._endpoints = endpoints
+        self._lanes = lanes
         self._device = device
         self._kind = device_kind(device)
         self._shares = shares
@@ -159,11 +182,14 @@ class InProcessExecutor:
         def ended(outcome: Produced | Failure) -> None:
             self._runs.pop(invocation, None)
             reporter.close()
-            done(outcome)
+            if isinstance(outcome, Starving):
+                self._park(endpoint, invocation, outcome, ended)
+            else:
+                done(outcome)
 
         threads = self._background if invocation.background else self._threads
         if not endpoint.spec.is_async:
-            job = Job(lambda: _guarded(lambda: self._call(endpoint, invocation, run)), begun, ended)
+            job = Job(lambda: self._settled(invocation, lambda: self._call(endpoint, invocation, run)), begun, ended)
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
@@ -220,7 +246,7 @@ class InProcessExecutor:
         CURRENT_RUN.set(run)
         self._prepare()
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = asyncio.create_task(_awaited(lambda: endpoint.function(*args, **kwargs), run))
+        work = asyncio.create_task(_awaited(functools.partial(endpoint.function, *args, **kwargs), run))
         self._coroutines[invocation] = work
         try:
             outcome = await work
@@ -233,7 +259,46 @@ class InProcessExecutor:
         if isinstance(outcome, Failure):
             return outcome
         value = outcome.live
-        return await threads.run(lambda: _guarded(lambda: self._publish(endpoint, invocation, value)), _nothing)
+        del args, kwargs, loaded, outcome
+        return await threads.run(
+            lambda: self._settled(invocation, lambda: self._publish(endpoint, invocation, value)), _nothing
+        )
+
+    def abandon(self, invocation: Invocation) -> bool:
+        """See :class:`Executor`."""
+        lane = self._lanes.find(invocation.session)
+        return lane is not None and lane.unpark(invocation)
+
+    def take_back(self, invocation: Invocation, record: Record) -> None:
+        """See :class:`Executor`."""
+        lane = self._lanes.find(invocation.session)
+        if lane is not None:
+            lane.give(record.chunks)
+
+    def _park(
+        self,
+        endpoint: Endpoint,
+        invocation: Invocation,
+        starving: Starving,
+        ended: Callable[[Produced | Failure], None],
+    ) -> None:
+        """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
+
+        def publish() -> Produced:
+            return self._publish(endpoint, invocation, starving.live)
+
+        job = Job(lambda: self._settled(invocation, publish), _nothing, ended)
+        lane = self._lanes.find(invocation.session)
+        if lane is not None:
+            lane.park(invocation, lambda: self._threads.start(job))
+        invocation.on_starved(starving.why)
+
+    def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
+        outcome = _guarded(work)
+        lane = self._lanes.find(invocation.session)
+        if lane is not None:
+            lane.settle()
+        return outcome
 
     def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
         args, kwargs = _load(invocation)
@@ -252,7 +317,13 @@ class InProcessExecutor:
         if not invocation.publish or not self._shares:
             nbytes = check_result(value, endpoint.spec.name, self._kind)
             return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
+        lane = self._lanes.find(invocation.session) if invocation.pooled else None
+        if lane is None:
+            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
+        try:
+            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
+        except PoolFull as full:
+            return Starving(None, value, str(full))
 
 
 def _nothing() -> None:

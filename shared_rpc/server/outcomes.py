@@ -11,7 +11,7 @@ from typing import Any
 from shared_rpc.errors import RemoteError, class_of, text_of, to_wire
 from shared_rpc.records import Record
 
-__all__ = ["Failure", "Produced"]
+__all__ = ["Failure", "Produced", "Starving"]
 
 #: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
@@ -23,6 +23,13 @@ class Produced:
 
     record: Record | None
     live: Any
+
+
+@dataclass(frozen=True)
+class Starving(Produced):
+    """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what."""
+
+    why: str
 
 
 @dataclass(frozen=True)

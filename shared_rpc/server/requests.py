@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, SegmentNotFound, ServerBusy, SharedRPCError
+from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.records import Arguments
 from shared_rpc.server.core import Core
+from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.sessions import Sessions
@@ -45,11 +50,19 @@ class Requests:
         self._sessions = sessions
         self._facts = facts
         self._waiters: dict[int, Waiter] = {}
+        #: Arenas of the session's pool whose descriptors went over this connection.
+        self._sent: set[str] = set()
+        #: Of calls whose result waits for memory: why.
+        self._starved: dict[int, str] = {}
 
     @property
     def _session_id(self) -> str:
         assert self._connection.session is not None, "a request before the handshake"
         return self._connection.session.session_id
+
+    @property
+    def _lane(self) -> Lane:
+        return self._core.lanes.of(self._session_id)
 
     def close(self) -> None:
         """The connection ended: its calls are left, and nobody is told of them any more."""
@@ -90,54 +103,110 @@ class Requests:
         self._reply(frame.request_id, m.Endpoints(self._core.registry.all()))
 
     def _call(self, frame: Frame, message: m.Call) -> None:
-        waiter = self._waiter(frame.request_id)
         arguments = self._arguments_of(frame, message)
+        try:
+            waiter = self._waiter(frame.request_id)
+        except SharedRPCError:
+            arguments.close()
+            raise
+        waiter.pooled = message.pooled and self._lane is not None  # which makes it
+        waiter.on_starved = lambda why: self._ask_for_memory(frame.request_id, why)
         self._waiters[frame.request_id] = waiter
         self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
 
     def _arguments_of(self, frame: Frame, message: m.Call) -> Arguments:
         """The arguments of a call. They own the frame's descriptors from here on."""
-        args, kwargs = decode_call(message.args, message.kwargs)
-        kept = frozenset(message.kept)
+        if message.freed:
+            self._lane.give(message.freed)
+        loans = self._loans(message)
+        arguments = Arguments([], {}, bytes(message.table), loans=loans)
+        try:
+            arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
+            self._take_segments(arguments.segments, frame, message)
+            start = 0
+            for size in message.skeletons:
+                arguments.skeletons.append(frame.payload[start : start + size])
+                start += size
+        except BaseException:
+            arguments.close()
+            raise
+        return arguments
+
+    def _loans(self, message: m.Call) -> dict[int, Borrower]:
+        """To whom the chunks of a call go back, of the client's pool, and of its own results that it names."""
+        if not message.chunks and not message.held:
+            return {}
+        lane = self._lane
+        held = set(message.held)
+        if held and not lane.results.hold(held):
+            lane.borrower.unused(message.chunks)
+            raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
+        return dict.fromkeys(message.chunks, lane.borrower) | dict.fromkeys(held, lane.own)
+
+    def _take_segments(self, segments: list[Segment], frame: Frame, message: m.Call) -> None:
+        """The segments of a call, those among them that are known by their ids, and those whose descriptors came."""
+        kept, arenas = frozenset(message.kept), frozenset(message.arenas)
         if (
             len(message.segments) != len(frame.fds) + len(kept)
-            or not kept <= set(range(len(message.segments)))
+            or not kept | arenas <= set(range(len(message.segments)))
             or sum(message.skeletons) != len(frame.payload)
             or min(message.skeletons, default=0) < 0
         ):
             raise ProtocolError("a call whose descriptors or skeletons do not match its message")
-        named = [message.segments[number].id for number in kept]
-        unknown = [segment_id[:100] for segment_id in named if self._core.objects.segment(segment_id) is None]
+        unknown = [
+            info.id[:100]
+            for number, info in enumerate(message.segments)
+            if number in kept - arenas and self._kept(info.id) is None
+        ]
         if unknown:
             raise SegmentNotFound(
                 f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown
             )
-        segments: list[Segment] = []
-        arguments = Arguments(args, kwargs, bytes(message.table), [], segments)
-        sent = iter(frame.take_fds())
+        sent = deque(frame.take_fds())
         try:
             for number, info in enumerate(message.segments):
                 if number in kept:
-                    segments.append(self._kept(info.id))
+                    known = self._lane.arena(info.id) if number in arenas else self._kept(info.id)
+                    assert known is not None, "asked before"
+                    # It is mapped as it is mapped here already: for writing.
+                    segments.append(known if number in arenas else known.duplicate("read_write"))
+                elif number in arenas:
+                    segments.append(self._lane.take_arena(info, sent.popleft()))
                 else:
                     # Its id is made here, so that no client can pass its memory off as another segment.
-                    segments.append(Segment(msgspec.structs.replace(info, id=new_segment_id()), next(sent)))
-        except BaseException:
-            arguments.close()
+                    segments.append(Segment(msgspec.structs.replace(info, id=new_segment_id()), sent.popleft()))
+        finally:
             for fd in sent:
                 os.close(fd)
-            raise
-        start = 0
-        for size in message.skeletons:
-            arguments.skeletons.append(frame.payload[start : start + size])
-            start += size
-        return arguments
 
-    def _kept(self, segment_id: str) -> Segment:
-        """A segment of an object that this server keeps, to be mapped as it is mapped here already: for writing."""
-        segment = self._core.objects.segment(segment_id)
-        assert segment is not None, "asked before"
-        return segment.duplicate("read_write")
+    def _kept(self, segment_id: str) -> Segment | None:
+        """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""
+        lane = self._core.lanes.find(self._session_id)
+        return self._core.objects.segment(segment_id) or (lane.results.segment(segment_id) if lane is not None else None)
+
+    def _ask_for_memory(self, request_id: int, why: str) -> None:
+        self._starved[request_id] = why
+        self._reply(request_id, m.Starved(why))
+
+    def _free(self, frame: Frame, message: m.Free) -> None:
+        self._lane.give(message.chunks)
+        if frame.request_id:
+            self._reply(frame.request_id, m.Count(len(message.chunks)))
+
+    def _await_free(self, frame: Frame, message: m.AwaitFree) -> None:
+        lane, loop = self._lane, asyncio.get_running_loop()
+        waiter = self._waiters[frame.request_id] = self._waiter(frame.request_id)
+
+        def answer() -> None:
+            if self._waiters.get(frame.request_id) is waiter:
+                del self._waiters[frame.request_id]
+                self._reply(frame.request_id, m.Free(lane.borrower.returned()))
+
+        def told() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(answer)
+
+        lane.await_chunks(told)
 
     def _submit(self, frame: Frame, message: m.Submit) -> None:
         arguments = self._arguments_of(frame, message)
@@ -183,32 +252,43 @@ class Requests:
 
     def _deliver(self, request_id: int, outcome: Delivery | Failure) -> None:
         self._waiters.pop(request_id, None)
+        self._starved.pop(request_id, None)
         if isinstance(outcome, Failure):
             self._fail(request_id, outcome)
             return
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a call from another process needs a record"
+        lane = self._core.lanes.find(self._session_id)
+        kept = [number for number in record.arenas if record.segments[number].info.id in self._sent]
         message = m.Result(
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,
             table=msgspec.Raw(record.table),
             segments=[segment.info for segment in record.segments],
-            owner=self._core.server_id if stored is not None else "",
+            owner=self._core.server_id if stored is not None or record.arenas else "",
+            kept=kept,
+            arenas=list(record.arenas),
+            chunks=list(record.chunks),
+            freed=lane.borrower.returned() if lane is not None else [],
         )
-        fds = tuple(segment.fileno() for segment in record.segments)
-        if (
-            not self._reply(request_id, message, record.skeleton, fds)
-            and outcome.managed
-            and self._connection.session is not None
-        ):
+        fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
+        if self._reply(request_id, message, record.skeleton, fds):
+            self._sent.update(message.segments[number].id for number in record.arenas)
+            return
+        if lane is not None:
+            lane.give(record.chunks)
+            lane.borrower.unused(message.freed)
+        if outcome.managed and self._connection.session is not None:
             self._core.release(self._session_id, [message.object_id])
 
     def _cancel(self, frame: Frame, message: m.Cancel) -> None:
         waiter = self._waiters.pop(frame.request_id, None)
+        why = self._starved.pop(frame.request_id, None)
         if waiter is not None:  # else its reply is on the way
             self._core.leave(waiter)
-            self._reply(frame.request_id, m.Error(DeadlineExceeded.code, "the call was given up by its caller"))
+            given_up = m.Error(DeadlineExceeded.code, "the call was given up by its caller")
+            self._reply(frame.request_id, given_up if why is None else m.Error(ServerBusy.code, why))
 
     def _get_task(self, frame: Frame, message: m.GetTask) -> None:
         self._reply(frame.request_id, m.TaskIs(self._core.tasks.table.get(message.task_id).info))
@@ -260,4 +340,6 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.FetchTask: Requests._fetch_task,
     m.ListTasks: Requests._list_tasks,
     m.CancelTask: Requests._cancel_task,
+    m.Free: Requests._free,
+    m.AwaitFree: Requests._await_free,
 }

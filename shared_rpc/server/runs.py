@@ -53,6 +53,8 @@ class Waiter:
     :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
     :param on_progress: called with what the endpoint says of it.
+    :param on_starved: called with why, if the result has to wait for memory.
+    :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of somebody who waits for a task: called with every change.
     """
 
@@ -64,6 +66,8 @@ class Waiter:
     claims: bool = False
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
+    on_starved: Callable[[str], None] | None = None
+    pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
     flight: Flight[Waiter] | None = field(default=None, repr=False)
     task: Task[Waiter] | None = field(default=None, repr=False)
@@ -127,6 +131,9 @@ class Runs:
             publish,
             chain | {spec.name, key or spec.name},
             background=waiter.keeps,
+            session=waiter.session,
+            pooled=waiter.pooled and key is None and not spec.managed and not waiter.keeps,
+            on_starved=lambda why: self._starved(flight, why),
             on_begin=lambda: self._begin(flight),
             on_progress=lambda progress: self._progress(flight, progress),
         )
@@ -149,8 +156,13 @@ class Runs:
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more. Work that has not begun is dropped with its last."""
         flight, waiter.flight = waiter.flight, None
-        if flight is not None and self.calls.leave(flight, waiter):
+        if flight is None:
+            return
+        if self.calls.leave(flight, waiter):
             self._drop(flight)
+        elif not flight.waiters and flight in self._invocations and self._executor.abandon(self._invocations[flight]):
+            self.calls.close(flight)
+            self._next_turn(flight, self._invocations.pop(flight).spec)
 
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
@@ -179,13 +191,22 @@ class Runs:
             if waiter.on_progress is not None:
                 waiter.on_progress(progress)
 
+    def _starved(self, flight: Flight[Waiter], why: str) -> None:
+        # The endpoint itself has ended: others need not wait for the memory that this one's caller holds.
+        self._next_turn(flight, self._invocations[flight].spec)
+        for waiter in tuple(flight.waiters):
+            if waiter.on_starved is not None:
+                waiter.on_starved(why)
+
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
-        spec = self._invocations.pop(flight).spec
+        invocation = self._invocations.pop(flight)
+        if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
+            self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
-            self._finish(flight, spec, outcome)
+            self._finish(flight, invocation.spec, outcome)
         elif isinstance(outcome, Produced) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
-        self._next_turn(flight, spec)
+        self._next_turn(flight, invocation.spec)
 
     def _drop(self, flight: Flight[Waiter]) -> None:
         """Nobody waits, and it has not begun."""

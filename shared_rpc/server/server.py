@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.memory.devices import device_tag
+from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.executor import InProcessExecutor
+from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -36,6 +38,7 @@ class Server:
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until somebody fetches it.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
+    :param pool: how much memory each session may have for the results of calls that are not kept.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
     """
@@ -50,6 +53,7 @@ class Server:
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
         max_connections: int = 8192,
+        pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
     ) -> None:
         self._provider = provider
@@ -59,6 +63,7 @@ class Server:
         self._max_tasks = max_tasks
         self._result_ttl = result_ttl
         self._max_connections = max_connections
+        self._pool = pool
         self._uids = {os.geteuid(), *allow_uids}
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
@@ -108,11 +113,13 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
-        executor = InProcessExecutor(self._provider.endpoints, device, self._max_workers)
+        lanes = Lanes(self._pool)
+        executor = InProcessExecutor(self._provider.endpoints, device, lanes, self._max_workers)
         core = Core(
             self._provider.registry,
             executor,
             device,
+            lanes,
             max_bytes=self._max_bytes,
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,

@@ -61,8 +61,12 @@ class Call(Message):
     """Run an endpoint, or join its run, or take its cached result.
 
     ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.wire.values`; ``table`` is a tensor table over
-    ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server keeps these
-    itself, in objects, and knows them by id. The payload holds skeletons of ``skeletons`` bytes each.
+    ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server knows these by id.
+    The payload holds skeletons of ``skeletons`` bytes each.
+
+    Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
+    takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
+    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool.
     """
 
     endpoint: str
@@ -72,12 +76,20 @@ class Call(Message):
     segments: list[SegmentInfo] = []
     skeletons: list[int] = []
     kept: list[int] = []
+    arenas: list[int] = []
+    chunks: list[int] = []
+    held: list[int] = []
+    freed: list[int] = []
+    pooled: bool = False
 
 
 class Result(Message):
     """A record, its skeleton as payload, its descriptors with the frame. ``managed``: the session has a lease on it.
 
-    ``owner`` is the id of the server where that keeps the result as an object, else ``""``.
+    ``owner`` is the id of the server where that keeps the memory and knows it by the segments' ids, else ``""``.
+    Segments with the numbers ``arenas`` are of the server's pool for this session; the descriptors of those that are
+    ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
+    client's pool that the server gives back.
     """
 
     object_id: str
@@ -86,6 +98,10 @@ class Result(Message):
     table: msgspec.Raw
     segments: list[SegmentInfo]
     owner: str = ""
+    kept: list[int] = []
+    arenas: list[int] = []
+    chunks: list[int] = []
+    freed: list[int] = []
 
 
 class Cancel(Message):
@@ -157,7 +173,7 @@ class TaskIs(Message):
 
 
 class TaskChanged(Message):
-    """A task that is waited for has changed. The only message that is not the last one of its request."""
+    """A task that is waited for has changed. As :class:`Starved`, it is not the last answer to its request."""
 
     info: TaskInfo
 
@@ -208,6 +224,22 @@ class TaskPage(Message):
     after: int | None
 
 
+class Free(Message):
+    """Give back chunks of the other side's pool. From a client with request id 0 nothing answers, else :class:`Count`."""
+
+    chunks: list[int]
+
+
+class AwaitFree(Message):
+    """Ask for :class:`Free`, when the server has chunks of the client's pool to give back."""
+
+
+class Starved(Message):
+    """A call's result waits for room in the server's pool: the client may give chunks back. Its answer is still to come."""
+
+    text: str
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 
@@ -247,6 +279,9 @@ _KINDS: dict[int, type[Message]] = {
     26: TaskPage,
     27: FetchTask,
     28: TaskChanged,
+    29: Free,
+    30: AwaitFree,
+    31: Starved,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -1,0 +1,82 @@
+"""Which bytes a value's tensors lie in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from shared_rpc.codec.skeleton import Scan
+from shared_rpc.records import TensorEntry
+
+__all__ = ["Block", "Span", "blocks", "spans"]
+
+#: Bytes. The element sizes of all dtypes divide it, so a span that begins at a multiple of it can be counted in any of them.
+_GRAIN = 16
+
+
+@dataclass(slots=True)
+class Span:
+    """The bytes of one storage, or those of them that its tensors use. ``start`` counts from the storage's beginning."""
+
+    storage: int
+    address: int
+    nbytes: int
+    device: torch.device
+    start: int = 0
+
+
+@dataclass(slots=True)
+class Block:
+    """Bytes that belong together: one span, or several that overlap (two storages over one numpy array, say)."""
+
+    address: int
+    nbytes: int
+    device: torch.device
+    spans: list[Span] = field(default_factory=list)
+
+
+def spans(scan: Scan, *, exact: bool) -> list[Span]:
+    """A span for every storage, in their order.
+
+    :param exact: leave out what no tensor uses, so that a row of a large matrix is a row. Not where tensors are to be moved,
+        which keep their place in their storage.
+    """
+    used: dict[int, list[TensorEntry]] = defaultdict(list)
+    if exact:
+        for entry in scan.entries:
+            if entry.storage not in scan.whole:
+                used[entry.storage].append(entry)
+    found: list[Span] = []
+    for number, storage in enumerate(scan.storages):
+        start, end = 0, storage.nbytes()
+        if number in used:
+            bounds = [_bounds(entry) for entry in used[number]]
+            start = min(low for low, _ in bounds) // _GRAIN * _GRAIN
+            end = max(start, *(high for _, high in bounds))
+        found.append(Span(number, storage.data_ptr() + start, end - start, storage.device, start))
+    return found
+
+
+def _bounds(entry: TensorEntry) -> tuple[int, int]:
+    """The first byte of its storage that a tensor uses, and the one after the last."""
+    size = getattr(torch, entry.dtype).itemsize
+    if 0 in entry.shape:
+        return entry.offset * size, entry.offset * size
+    last = sum((count - 1) * stride for count, stride in zip(entry.shape, entry.strides, strict=True))
+    return entry.offset * size, (entry.offset + last + 1) * size
+
+
+def blocks(found: Iterable[Span]) -> list[Block]:
+    """The blocks of all spans that have bytes, in the order the value names them: what is used together lies together."""
+    joined: list[Block] = []
+    for span in sorted((span for span in found if span.nbytes), key=lambda span: (str(span.device), span.address, span.nbytes)):
+        last = joined[-1] if joined else None
+        if last is not None and last.device == span.device and span.address < last.address + last.nbytes:
+            last.nbytes = max(last.nbytes, span.address + span.nbytes - last.address)
+            last.spans.append(span)
+        else:
+            joined.append(Block(span.address, span.nbytes, span.device, [span]))
+    return sorted(joined, key=lambda block: min(span.storage for span in block.spans))

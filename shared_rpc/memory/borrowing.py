@@ -1,0 +1,183 @@
+"""What this process uses of another one's pool.
+
+A chunk is borrowed until the tensors over it are gone **and** the work that this process has queued on its GPU is done, on
+whichever stream it was queued. The end of a tensor is noticed in a finaliser, which enqueues; :meth:`Borrower.settle`, a safe
+point, marks the GPU's work with an event, and later looks whether it has passed. Nothing waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.segments import Backend
+from shared_rpc.reaper import REAPER
+
+__all__ = ["Borrower", "chunk_of"]
+
+#: To mark the work on a GPU takes about 80 µs, most of them for looking whether a CUDA graph is being captured: so it is
+#: done for that many chunks, or bytes, together.
+_BATCH, _BATCH_BYTES = 32, 16 << 20
+
+
+class _Attachment:
+    """Keeps a mapping, as the user that it is lent to."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+
+
+class _Pin:
+    """What the tensors over one chunk hold."""
+
+    __slots__ = ("__weakref__", "attachment", "number")
+
+    def __init__(self, attachment: object, number: int) -> None:
+        self.attachment = attachment
+        self.number = number
+
+
+#: The attribute by which an object holds its pin.
+_HELD = "_shared_rpc_chunk"
+
+
+def chunk_of(user: object) -> int:
+    """The number of the chunk that an object was lent, 0 for none."""
+    pin = getattr(user, _HELD, None)
+    return pin.number if isinstance(pin, _Pin) else 0
+
+
+class _Loan(weakref.ref[_Pin]):
+    """A pin's end, and the chunk it is about."""
+
+    __slots__ = ("backend", "nbytes", "number")
+
+    number: int
+    nbytes: int
+    backend: Backend
+
+    # A weak reference takes its attributes after it is made; see Borrower.lend().
+
+
+class Borrower:
+    """The chunks that this process has borrowed in one session. Thread-safe.
+
+    :param dropped: called, in a finaliser, when a chunk is not used any more, or soon will not be. It may only enqueue.
+    """
+
+    def __init__(self, dropped: Callable[[], None]) -> None:
+        self._notify = dropped
+        self._lock = threading.Lock()
+        self._closed = False
+        self._attachments: dict[str, _Attachment] = {}
+        self._loans: set[_Loan] = set()
+        self._dropped: deque[_Loan] = deque()
+        #: Dropped, and the work that may still use them: whether it has been done, by what is asked.
+        self._fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
+        self._returned: list[int] = []
+
+    def lend(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
+        """Keep a chunk while one of the objects lives, which take an attribute; then it is given back.
+
+        :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
+        """
+        REAPER.start()
+        pin = _Pin(self._attachment(mapping), number)
+        loan = _Loan(pin, self._pin_gone)
+        loan.number, loan.nbytes, loan.backend = number, nbytes, mapping.backend
+        self._loans.add(loan)
+        for user in users:
+            setattr(user, _HELD, pin)
+
+    def _attachment(self, mapping: Mapping) -> _Attachment:
+        attachment = self._attachments.get(mapping.info.id)
+        if attachment is None or attachment.mapping is not mapping:
+            mapping.pooled = True
+            attachment = _Attachment(mapping)
+            MAPPINGS.lend([(mapping, attachment)])
+            if not self._closed:
+                self._attachments[mapping.info.id] = attachment
+        return attachment
+
+    def _pin_gone(self, loan: _Loan) -> None:
+        # Runs in a finaliser: enqueue, nothing else.
+        self._dropped.append(loan)
+        self._notify()
+
+    def unused(self, numbers: Iterable[int]) -> None:
+        """Give back chunks that came, and that nothing here has used."""
+        self.put_back(numbers)
+        self._notify()
+
+    def put_back(self, numbers: Iterable[int]) -> None:
+        """What :meth:`returned` gave, and could not be told."""
+        with self._lock:
+            self._returned.extend(numbers)
+
+    def settle(self, *, background: bool = False) -> None:
+        """A safe point: see which chunks nobody uses any more. Does not wait.
+
+        :param background: leave a GPU alone that may be disturbed here, and only look.
+        """
+        if not self._dropped and not self._fenced:
+            return
+        with self._lock:
+            gone: dict[Backend, list[_Loan]] = {}
+            for _ in range(len(self._dropped)):
+                loan = self._dropped.popleft()
+                gone.setdefault(loan.backend, []).append(loan)
+            for backend, loans in gone.items():
+                self._fence(backend, loans, background)
+            for _ in range(len(self._fenced)):
+                passed, numbers = self._fenced.popleft()
+                if passed():
+                    self._returned += numbers
+                else:
+                    self._fenced.append((passed, numbers))
+
+    def _fence(self, backend: Backend, loans: list[_Loan], background: bool) -> None:
+        few = len(loans) < _BATCH and sum(loan.nbytes for loan in loans) < _BATCH_BYTES
+        passed = backend.fence() if backend.unmaps_in_background or not (few or background) else None
+        if passed is None:
+            self._dropped.extend(loans)
+            return
+        self._loans.difference_update(loans)
+        self._fenced.append((passed, [loan.number for loan in loans]))
+
+    def wait(self) -> None:
+        """Settle everything, after waiting for the GPU: where somebody needs the memory now."""
+        waiting = [*self._dropped]
+        done = {backend for backend in {loan.backend for loan in waiting} if backend.synchronize()}
+        with self._lock:
+            for loan in waiting:
+                if loan.backend in done and loan in self._loans:
+                    self._dropped.remove(loan)
+                    self._loans.remove(loan)
+                    self._returned.append(loan.number)
+        self.settle()
+
+    def returned(self) -> list[int]:
+        """The chunks to give back now; who takes them must tell their pool."""
+        if not self._returned:
+            return []
+        with self._lock:
+            numbers, self._returned = self._returned, []
+        return numbers
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether :meth:`returned` has something."""
+        return bool(self._returned)
+
+    @property
+    def in_use(self) -> int:
+        """Chunks with tensors over them, or dropped and not settled."""
+        return len(self._loans)
+
+    def close(self) -> None:
+        """The session ended: mappings go with the tensors over them."""
+        self._closed = True
+        self._attachments = {}

@@ -1,0 +1,201 @@
+"""Pools: memory for what lives no longer than the tensors of one call.
+
+A pool belongs to one side of one session, and is mapped by the other side, its reader, once. Blocks are copied into *chunks* of
+its *arenas*; a chunk is used again when the reader has given it back. Nothing here knows how that is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.memory.arena import Extents, aligned
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.segments import Segment
+
+__all__ = ["Chunk", "Pool", "PoolFull", "PoolOptions"]
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How large the pools of a session may be, in bytes: one for arguments, one for results, for each device.
+
+    A pool begins with an arena of ``initial`` bytes and doubles as it needs to, up to ``limit``. What is larger than a
+    quarter of the limit has a segment of its own. ``limit=0``: everything has.
+
+    :raises ConfigurationError: for sizes that make no pool.
+    """
+
+    initial: int = 4 << 20
+    limit: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if self.limit < 0 or self.initial <= 0:
+            raise ConfigurationError(f"{self}: initial is at least 1 byte, and limit at least 0, for no pool")
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether so many bytes go into a pool."""
+        return nbytes <= self.limit // 4
+
+
+class PoolFull(Exception):
+    """There is no room now; the text says who holds what."""
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` says what they are for, to people.
+
+    It is free again when it was given back as often as it is held.
+    """
+
+    number: int
+    arena: Arena
+    offset: int
+    nbytes: int
+    purpose: str
+    holds: int = 1
+
+
+@dataclass(eq=False, slots=True)
+class Arena:
+    """A segment of a pool."""
+
+    mapping: Mapping
+    extents: Extents
+
+
+class Pool:
+    """All arenas of one side of one session. Thread-safe.
+
+    :param what: what errors call it.
+    """
+
+    def __init__(self, options: PoolOptions, what: str) -> None:
+        self.options = options
+        self._what = what
+        self._lock = threading.Lock()
+        self._arenas: dict[str, list[Arena]] = {}
+        self._chunks: dict[int, Chunk] = {}
+        #: Numbers of different pools differ, so that one that comes to the wrong session frees nothing there.
+        self._numbers = itertools.count(secrets.randbits(42) << 20)
+        self._mapped = ExitStack()
+        self._closed = False
+
+    def take(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
+        """A chunk for each of ``sizes`` bytes on a device, all or none.
+
+        :raises PoolFull: if there is no room for them.
+        :raises CapabilityError: if the device has not enough memory for a larger pool.
+        """
+        chunks: list[Chunk] = []
+        with self._lock:
+            if self._closed:
+                raise ConnectionClosed(f"{self._what} was closed with its session")
+            arenas = self._arenas.setdefault(device, [])
+            try:
+                for size in sizes:
+                    chunks.append(self._take(arenas, device, max(aligned(size), aligned(1)), purpose))
+            except BaseException:
+                for chunk in chunks:
+                    self._free(chunk)
+                raise
+        return chunks
+
+    def _take(self, arenas: list[Arena], device: str, nbytes: int, purpose: str) -> Chunk:
+        # The newest arena is the largest one.
+        for arena in reversed(arenas):
+            offset = arena.extents.take(nbytes)
+            if offset is not None:
+                break
+        else:
+            arena = self._grow(arenas, device, nbytes)
+            offset = arena.extents.take(nbytes)
+        assert offset is not None, "a new arena has room for what it is made for"
+        chunk = Chunk(next(self._numbers), arena, offset, nbytes, purpose)
+        self._chunks[chunk.number] = chunk
+        return chunk
+
+    def _grow(self, arenas: list[Arena], device: str, nbytes: int) -> Arena:
+        total = sum(arena.mapping.info.nbytes for arena in arenas)
+        size = min(max(nbytes, total, self.options.initial), self.options.limit - total)
+        if size < nbytes:
+            raise PoolFull(self._held(total, nbytes))
+        mapping = self._mapped.enter_context(MAPPINGS.create(size, device))
+        mapping.pooled = True
+        arena = Arena(mapping, Extents(mapping.info.nbytes))
+        arenas.append(arena)
+        return arena
+
+    def _held(self, total: int, nbytes: int) -> str:
+        sizes: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for chunk in self._chunks.values():
+            sizes[chunk.purpose] += chunk.nbytes
+            counts[chunk.purpose] += 1
+        holders = ", ".join(f"{counts[name]} of {name} with {size} bytes" for name, size in sizes.most_common(5))
+        limit = self.options.limit
+        return f"{self._what} has {total} of at most {limit} bytes and no room for {nbytes} more: in use are {holders}"
+
+    def hold(self, numbers: Iterable[int]) -> list[Chunk]:
+        """Hold chunks that are in use once more, all or none; empty if one of them is not in use."""
+        with self._lock:
+            chunks = [self._chunks.get(number) for number in numbers]
+            held = [chunk for chunk in chunks if chunk is not None]
+            if len(held) < len(chunks):
+                return []
+            for chunk in held:
+                chunk.holds += 1
+            return held
+
+    def give(self, numbers: Iterable[int]) -> int:
+        """Give chunks back; how many became free. Numbers that are not in use are passed over."""
+        freed = 0
+        with self._lock:
+            for number in numbers:
+                chunk = self._chunks.get(number)
+                if chunk is not None:
+                    chunk.holds -= 1
+                    if chunk.holds == 0:
+                        self._free(chunk)
+                        freed += 1
+        return freed
+
+    def _free(self, chunk: Chunk) -> None:
+        del self._chunks[chunk.number]
+        chunk.arena.extents.give(chunk.offset, chunk.nbytes)
+
+    def segment(self, segment_id: str) -> Segment | None:
+        """The segment of an arena, which stays the pool's."""
+        with self._lock:
+            for arenas in self._arenas.values():
+                for arena in arenas:
+                    if arena.mapping.info.id == segment_id:
+                        return arena.mapping.segment
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        with self._lock:
+            return sum(arena.mapping.info.nbytes for arenas in self._arenas.values() for arena in arenas)
+
+    @property
+    def used(self) -> int:
+        """Chunks in use."""
+        return len(self._chunks)
+
+    def close(self) -> None:
+        """The session ended: nothing is taken any more. The memory goes when neither side has a tensor over it."""
+        with self._lock:
+            self._closed = True
+            self._arenas.clear()
+            self._chunks.clear()
+            mapped = self._mapped.pop_all()
+        mapped.close()

@@ -1,0 +1,152 @@
+"""What sessions use for the short-lived memory of their calls, in the process that runs the endpoints."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shared_rpc.errors import ProtocolError, SegmentNotFound
+from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
+from shared_rpc.reaper import REAPER
+
+__all__ = ["Lane", "Lanes"]
+
+#: Arenas of one client; one that doubles its pool comes to a dozen.
+_MAX_ARENAS = 64
+
+
+class Lane:
+    """One session's pool of results, and what its client lends for arguments.
+
+    :param session: its id, for errors and the log.
+    """
+
+    def __init__(self, session: str, options: PoolOptions) -> None:
+        self.results = Pool(options, f"the pool for results of session {session}")
+        #: Chunks of the client's pool.
+        self.borrower = Borrower(self._chunk_dropped)
+        #: Chunks of the results' pool that came back as arguments.
+        self.own = Borrower(lambda: None)
+        self._arenas: dict[str, Segment] = {}
+        #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
+        self._parked: deque[tuple[object, Callable[[], None]]] = deque()
+        #: Who waits for chunks of the client's own: called from another thread.
+        self._wanted: deque[Callable[[], None]] = deque()
+        self._looking = False
+
+    def settle(self) -> None:
+        """See what the endpoints have done with. A safe point, in the thread of one of them."""
+        self.borrower.settle()
+        self.own.settle()
+        self.results.give(self.own.returned())
+
+    # Arguments.
+
+    def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
+        """A client's new arena: another descriptor of it. The one that came belongs to the lane.
+
+        Its id is made here, so that no client can pass its memory off as another segment.
+        """
+        if info.id not in self._arenas:
+            if len(self._arenas) >= _MAX_ARENAS:
+                raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
+            self._arenas[info.id] = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
+        else:  # several connections may bring the same one
+            Segment(info, fd).close()
+        return self.arena(info.id)
+
+    def arena(self, segment_id: str) -> Segment:
+        """Another descriptor of an arena that came before.
+
+        :raises SegmentNotFound: if none of that id did.
+        """
+        known = self._arenas.get(segment_id)
+        if known is None:
+            raise SegmentNotFound(f"the session has no arena {segment_id[:100]}", [segment_id[:100]])
+        return known.duplicate()
+
+    def await_chunks(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called, from another thread, when there are chunks for :meth:`Borrower.returned`, or may be."""
+        self._wanted.append(told)
+        REAPER.start()
+        REAPER.submit(self._look)
+
+    def _chunk_dropped(self) -> None:
+        # Runs in a finaliser.
+        if self._wanted and not self._looking:
+            self._looking = True
+            REAPER.submit(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        self.borrower.wait()
+        if self.borrower.has_returned:
+            while self._wanted:
+                self._wanted.popleft()()
+
+    # Results, on the server's loop.
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """The client has done with these chunks, or they were never sent."""
+        if self.results.give(numbers):
+            parked, self._parked = self._parked, deque()
+            for _, retry in parked:
+                retry()
+
+    def park(self, result: object, retry: Callable[[], None]) -> None:
+        """Have ``retry`` called when chunks have come back."""
+        self._parked.append((result, retry))
+
+    def unpark(self, result: object) -> bool:
+        """Nobody waits for a result any more; False if it is not parked."""
+        found = [entry for entry in self._parked if entry[0] is result]
+        for entry in found:
+            self._parked.remove(entry)
+        return bool(found)
+
+    def close(self) -> None:
+        """The session ended."""
+        self._parked.clear()
+        self._wanted.clear()
+        self.borrower.close()
+        self.own.close()
+        for segment in self._arenas.values():
+            segment.close()
+        self._arenas.clear()
+        # On a GPU it waits for the device.
+        REAPER.start()
+        REAPER.submit(self.results.close)
+
+
+class Lanes:
+    """The lanes of all sessions that have one."""
+
+    def __init__(self, options: PoolOptions | None = None) -> None:
+        self.options = options or PoolOptions()
+        self._lanes: dict[str, Lane] = {}
+
+    def of(self, session: str) -> Lane:
+        """A session's lane, made when it is first needed."""
+        lane = self._lanes.get(session)
+        if lane is None:
+            lane = self._lanes[session] = Lane(session, self.options)
+        return lane
+
+    def find(self, session: str) -> Lane | None:
+        """A session's lane, if it has one."""
+        return self._lanes.get(session)
+
+    def end(self, session: str) -> None:
+        """The session ended: all that it had goes back."""
+        lane = self._lanes.pop(session, None)
+        if lane is not None:
+            lane.close()
+
+    def close(self) -> None:
+        """The server ends."""
+        for session in tuple(self._lanes):
+            self.end(session)
