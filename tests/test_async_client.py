@@ -249,8 +249,8 @@ async def test_cancelling_at_the_moment_of_the_reply(
     answer = channel._answer
     scope = anyio.CancelScope()
 
-    async def late(*args: Any) -> Any:
-        frame = await answer(*args)
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        frame = await answer(*args, **kwargs)
         if frame.fds and not scope.cancel_called:
             exchange = next(iter(channel._exchanges.values()))
             exchange.frames.append(frame)
@@ -279,8 +279,8 @@ async def test_cancelling_a_wait_at_the_moment_of_its_end(
     answer = channel._answer
     scope = anyio.CancelScope()
 
-    async def late(*args: Any) -> Any:
-        frame = await answer(*args)
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        frame = await answer(*args, **kwargs)
         if not scope.cancel_called:
             next(iter(channel._exchanges.values())).frames.append(frame)
             scope.cancel()

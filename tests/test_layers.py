@@ -251,6 +251,7 @@ BROKER = """
     from shared_rpc.records import EMPTY_TABLE, Record
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
+    from shared_rpc.server.lanes import Lanes
     from shared_rpc.server.engine import Engine
     from shared_rpc.server.outcomes import Produced
 
@@ -274,6 +275,12 @@ BROKER = """
         def cancel(self, invocation):
             pass
 
+        def abandon(self, invocation):
+            return False
+
+        def take_back(self, invocation, record):
+            pass
+
         def reclaim(self):
             pass
 
@@ -288,7 +295,7 @@ BROKER = """
 
     path = sys.argv[1]
     elsewhere = Elsewhere()
-    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu")
+    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", Lanes())
     acceptor = Acceptor(core, path, {os.geteuid()}, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)
     engine.start()

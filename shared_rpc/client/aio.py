@@ -20,6 +20,7 @@ from shared_rpc.client import operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
+from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
@@ -83,7 +84,7 @@ class AsyncClient(BaseClient):
     async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
         server = await self._server()
-        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, server.lane)
+        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, self._lane)
         return self._hand(await self._run(operation))
 
     async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
@@ -198,6 +199,9 @@ class AsyncClient(BaseClient):
             with suppress(SharedRPCError, OSError):
                 self._tell(session, m.Release([object_id]))
 
+    def _lane(self) -> Lane | None:
+        return self._session.lane if self._session is not None else None
+
     def _give_chunks_back(self, chunks: list[int]) -> None:
         if self._session is not None:
             self._tell(self._session, m.Free(chunks))
@@ -246,7 +250,7 @@ class AsyncClient(BaseClient):
                 if isinstance(step, Request):
                     try:
                         advance = functools.partial(operation.send, await self._exchange(step, deadline))
-                    except SharedRPCError as error:
+                    except (SharedRPCError, LaneClosed) as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):
@@ -270,6 +274,8 @@ class AsyncClient(BaseClient):
             channel = await self._connected()
         if channel is None:
             raise too_late(request.what)
+        if request.lane is not None and request.lane.closed:
+            raise LaneClosed
         return await channel.exchange(request, deadline)
 
     async def _server(self) -> Session:

@@ -12,10 +12,14 @@ from shared_rpc.reaper import REAPER
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "LaneClosed"]
 
 #: Seconds after which chunks are given back that no request has taken along.
 _IDLE = 0.05
+
+
+class LaneClosed(Exception):
+    """The session that a request was made for has ended: it is to be made anew for the one that began."""
 
 
 class Lane:
@@ -31,7 +35,9 @@ class Lane:
         #: Arenas of the server's that came with replies which nobody took.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
-        self._closed = False
+        #: Whether the server waits for memory.
+        self._starved = False
+        self.closed = False
 
     def to_give_back(self) -> list[int]:
         """The chunks that this process has done with. A safe point; who asks must tell the server of them."""
@@ -39,12 +45,14 @@ class Lane:
         return self.borrower.returned()
 
     def starved(self) -> m.Free:
-        """What to tell a server that needs memory; waits for the GPU."""
+        """What to tell a server that needs memory, now and for as long as the call takes; waits for the GPU."""
+        self._starved = True
         self.borrower.wait()
         return m.Free(self.borrower.returned())
 
     def segments(self, infos: Sequence[SegmentInfo], kept: Sequence[int], fds: Sequence[int]) -> list[Segment]:
         """A reply's segments. They own the descriptors that came; those that are kept have been mapped before, or lie here."""
+        self._starved = False
         sent = iter(fds)
         found: list[Segment] = []
         for number, info in enumerate(infos):
@@ -69,14 +77,19 @@ class Lane:
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if not self._flushing and not self._closed:
+        if self._starved:
+            REAPER.submit(self._flush_now)
+        elif not self._flushing and not self.closed:
             self._flushing = True
-            REAPER.submit(self._flush_idle, after=_IDLE)
+            REAPER.submit(self._flush_now, after=_IDLE)
 
-    def _flush_idle(self) -> None:
+    def _flush_now(self) -> None:
         self._flushing = False
-        self.borrower.settle(background=True)
-        numbers = [] if self._closed else self.borrower.returned()
+        if self._starved:
+            self.borrower.wait()
+        else:
+            self.borrower.settle(background=True)
+        numbers = [] if self.closed else self.borrower.returned()
         if numbers:
             try:
                 self._flush(numbers)
@@ -85,7 +98,7 @@ class Lane:
 
     def close(self) -> None:
         """The session ended. The memory goes when neither side has a tensor over it."""
-        self._closed = True
+        self.closed = True
         self.borrower.close()
         for segment in self._spare.values():
             segment.close()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared_rpc.client.lane import Lane
+from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.errors import (
     ConnectError,
@@ -22,7 +22,7 @@ from shared_rpc.errors import (
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import Pool, PoolFull
+from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Arguments
 from shared_rpc.wire import messages as m
@@ -112,6 +112,14 @@ def invalidate_endpoint(endpoint: str) -> Operation[int]:
     return int(reply.count)
 
 
+#: The pools of the session that a client has now.
+Lanes = Callable[[], Lane | None]
+
+
+def _no_lane() -> None:
+    return None
+
+
 @dataclass(slots=True)
 class Result:
     """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
@@ -137,16 +145,17 @@ class Result:
 
 
 def fetch(
-    endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "", lane: Lane | None = None
+    endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "", lanes: Lanes = _no_lane
 ) -> Operation[Result]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
 
     :param device: the id of the server's device.
     :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
-    :param lane: the pools of the session, None to do without.
+    :param lanes: the pools of the current session, None to do without.
     """
     what = f"{endpoint}()"
-    return _result(what, (yield from _send(m.Call, endpoint, args, kwargs, device, server, what, lane)), lane)
+    reply, lane = yield from _send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
+    return _result(what, reply, lane)
 
 
 def call(
@@ -156,19 +165,19 @@ def call(
     device: str,
     values: MutableMapping[str, Any],
     server: str = "",
-    lane: Lane | None = None,
+    lanes: Lanes = _no_lane,
 ) -> Operation[tuple[m.Result, Any]]:
     """Call an endpoint: ``(message, value)``. Where the value cannot be rebuilt, its lease is given back.
 
     :param values: the values that live in this process, by object id.
     """
-    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device, server, lane)), values))
+    return (yield from _valued((yield from fetch(endpoint, args, kwargs, device, server, lanes)), values))
 
 
 def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[str]:
     """Make a task of a call: its id."""
     what = f"submit({endpoint!r})"
-    reply: Reply = yield from _send(m.Submit, endpoint, args, kwargs, device, server, what)
+    reply, _ = yield from _send(m.Submit, endpoint, args, kwargs, device, server, what, _no_lane)
     reply.frame.close()
     if not isinstance(reply.message, m.TaskIs):
         raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
@@ -258,12 +267,15 @@ def _send(
     device: str,
     server: str,
     what: str,
-    lane: Lane | None = None,
-) -> Operation[Reply]:
+    lanes: Lanes,
+) -> Operation[tuple[Reply, Lane | None]]:
     while True:
+        lane = lanes()
         try:
             arguments = yield from _lower(args, kwargs, device, server, lane, what)
-            return (yield from _send_lowered(kind, endpoint, arguments, what, lane))
+            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane
+        except (LaneClosed, PoolClosed):
+            continue
         except SegmentNotFound as error:
             # An object was dropped meanwhile, or another server has come.
             if not MAPPINGS.disown(error.segments):

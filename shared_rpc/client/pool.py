@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.lane import Lane
+from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 
@@ -71,6 +71,9 @@ class ConnectionPool:
         :param patience: seconds to wait for a server that is not there yet.
         """
         connection = self._acquire(deadline, patience)
+        if request.lane is not None and request.lane.closed:
+            self._put_back(connection)
+            raise LaneClosed
         try:
             reply = connection.exchange(request, deadline)
         except BaseException as error:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from shared_rpc.client import operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
+from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -83,7 +84,7 @@ class Client(BaseClient):
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
         server = self._server()
-        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, server.lane)
+        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, self._lane)
         return self._hand(self._run(operation))
 
     def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
@@ -222,6 +223,10 @@ class Client(BaseClient):
 
     # Driving operations.
 
+    def _lane(self) -> Lane | None:
+        session = self._pool.session
+        return session.lane if session is not None else None
+
     def _give_chunks_back(self, chunks: list[int]) -> None:
         self._pool.exchange(Request(m.Free(chunks), "free"), time.monotonic() + PROMPT, 0)
 
@@ -257,7 +262,7 @@ class Client(BaseClient):
                     until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
                     try:
                         advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
-                    except SharedRPCError as error:
+                    except (SharedRPCError, LaneClosed) as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):

@@ -76,12 +76,12 @@ class Placement:
             self.devices.append(name)
         return self.devices.index(name)
 
-    def segment(self, mapping: Mapping, access: Access) -> int:
-        """The number of a mapping's segment."""
+    def segment(self, mapping: Mapping, access: Access, *, named: bool = False) -> int:
+        """The number of a mapping's segment. ``named``: the reader knows it by its id."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
-            if mapping.segment is None:
+            if named or mapping.segment is None:
                 self.segments.append(Segment(mapping.info, -1))
             else:
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
@@ -108,7 +108,7 @@ class Placement:
             self.held.append(chunk)
         elif not known and mapping.segment is None:
             return False
-        self.put(block, self.segment(mapping, access), offset, chunk)
+        self.put(block, self.segment(mapping, access, named=mapping.pooled), offset, chunk)
         return True
 
     def close(self) -> None:
@@ -147,6 +147,10 @@ def copy(scan: Scan, access: Access, pool: Pool | None, purpose: str, reader: st
     :raises CapabilityError: if a device has not enough memory, or is in the middle of a CUDA graph's capture.
     """
     found = spans(scan, exact=True)
+    if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CapabilityError(
+            "a call is being captured into a CUDA graph, and it waits for another process: capture what is around it"
+        )
     placement = Placement(scan, found, reader)
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -256,10 +260,5 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _wait_for_stream(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    if torch.cuda.is_current_stream_capturing():
-        raise CapabilityError(
-            "a call is being captured into a CUDA graph, and waits for another process: capture what is around it"
-        )
-    torch.cuda.current_stream(device).synchronize()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

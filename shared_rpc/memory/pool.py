@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Segment
 
-__all__ = ["Chunk", "Pool", "PoolFull", "PoolOptions"]
+__all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class PoolOptions:
     def takes(self, nbytes: int) -> bool:
         """Whether so many bytes go into a pool."""
         return nbytes <= self.limit // 4
+
+
+class PoolClosed(Exception):
+    """The session has ended."""
 
 
 class PoolFull(Exception):
@@ -92,12 +96,13 @@ class Pool:
         """A chunk for each of ``sizes`` bytes on a device, all or none.
 
         :raises PoolFull: if there is no room for them.
+        :raises PoolClosed: if the session has ended.
         :raises CapabilityError: if the device has not enough memory for a larger pool.
         """
         chunks: list[Chunk] = []
         with self._lock:
             if self._closed:
-                raise ConnectionClosed(f"{self._what} was closed with its session")
+                raise PoolClosed(f"{self._what} was closed with its session")
             arenas = self._arenas.setdefault(device, [])
             try:
                 for size in sizes:

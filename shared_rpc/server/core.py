@@ -195,6 +195,7 @@ class Core:
             "objects": len(self.objects),
             "nbytes": self.objects.nbytes,
             "leases": len(self.leases),
+            "pools": self.lanes.facts(),
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
             **self.runs.counters,

@@ -51,12 +51,13 @@ class Lane:
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
-        if info.id not in self._arenas:
-            if len(self._arenas) >= _MAX_ARENAS:
-                raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
-            self._arenas[info.id] = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
-        else:  # several connections may bring the same one
-            Segment(info, fd).close()
+        segment = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
+        # Several connections may bring the same one, and the first is good for all.
+        if self._arenas.setdefault(info.id, segment) is not segment:
+            segment.close()
+        if len(self._arenas) > _MAX_ARENAS:
+            self._arenas.pop(info.id).close()
+            raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
         return self.arena(info.id)
 
     def arena(self, segment_id: str) -> Segment:
@@ -145,6 +146,14 @@ class Lanes:
         lane = self._lanes.pop(session, None)
         if lane is not None:
             lane.close()
+
+    def facts(self) -> dict[str, int]:
+        """Bytes that pools for results have, and chunks of them that clients have not given back."""
+        lanes = tuple(self._lanes.values())
+        return {
+            "nbytes": sum(lane.results.nbytes for lane in lanes),
+            "chunks": sum(lane.results.used for lane in lanes),
+        }
 
     def close(self) -> None:
         """The server ends."""
