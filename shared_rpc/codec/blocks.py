@@ -71,8 +71,11 @@ def _bounds(entry: TensorEntry) -> tuple[int, int]:
 
 def blocks(found: Iterable[Span]) -> list[Block]:
     """The blocks of all spans that have bytes, in the order the value names them: what is used together lies together."""
+    found = [span for span in found if span.nbytes]
+    if len(found) == 1:
+        return [Block(found[0].address, found[0].nbytes, found[0].device, found)]
     joined: list[Block] = []
-    for span in sorted((span for span in found if span.nbytes), key=lambda span: (str(span.device), span.address, span.nbytes)):
+    for span in sorted(found, key=lambda span: (str(span.device), span.address, span.nbytes)):
         last = joined[-1] if joined else None
         if last is not None and last.device == span.device and span.address < last.address + last.nbytes:
             last.nbytes = max(last.nbytes, span.address + span.nbytes - last.address)

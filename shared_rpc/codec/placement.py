@@ -23,7 +23,7 @@ from shared_rpc.memory.borrowing import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
-from shared_rpc.memory.segments import Access, Segment
+from shared_rpc.memory.segments import Access, Segment, backend_for
 from shared_rpc.records import StorageEntry, TensorTable
 
 __all__ = ["Placement", "copy", "move"]
@@ -153,15 +153,14 @@ def copy(scan: Scan, access: Access, pool: Pool | None, purpose: str, reader: st
         )
     placement = Placement(scan, found, reader)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            for device, rest in _elsewhere(placement, found, access).items():
-                if pool is not None and access == "read_write" and pool.options.takes(sum(block.nbytes for block in rest)):
-                    _copy_into(pool, placement, rest, device, purpose)
-                else:
-                    for mapping, chosen in _segments(rest, device):
-                        _fill(placement, mapping, chosen, access)
-            for device in {span.device for span in found}:
-                _wait_for_stream(device)
+        for device, rest in _elsewhere(placement, found, access).items():
+            if pool is not None and access == "read_write" and pool.options.takes(sum(block.nbytes for block in rest)):
+                _copy_into(pool, placement, rest, device, purpose)
+            else:
+                for mapping, chosen in _segments(rest, device):
+                    _fill(placement, mapping, chosen, access)
+        for device in {span.device for span in found}:
+            _wait_for_stream(device)
     except BaseException:
         placement.close()
         if pool is not None:
@@ -208,9 +207,22 @@ def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]
         mapping.seal()
 
 
+#: Bytes that one thread copies as fast as several.
+_SMALL = 1 << 20
+
+
 def _copy(block: Block, mapping: Mapping, offset: int) -> None:
-    target = bytes_at(mapping.address + offset, block.nbytes, block.device)
-    target.copy_(bytes_at(block.address, block.nbytes, block.device), non_blocking=True)
+    if block.device.type == "cuda" or block.nbytes <= _SMALL:
+        mapping.backend.copy(mapping.address + offset, block.address, block.nbytes, _stream(block.device))
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        target = bytes_at(mapping.address + offset, block.nbytes, block.device)
+        target.copy_(bytes_at(block.address, block.nbytes, block.device))
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Block]], access: Access) -> None:
@@ -261,4 +273,4 @@ def _synchronize(device: torch.device) -> None:
 
 def _wait_for_stream(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        backend_for(id_of(device)).wait(_stream(device))

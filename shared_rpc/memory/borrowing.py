@@ -75,6 +75,10 @@ class Borrower:
         self._attachments: dict[str, _Attachment] = {}
         self._loans: set[_Loan] = set()
         self._dropped: deque[_Loan] = deque()
+        #: About how many bytes that are; threads may disturb each other's count.
+        self._dropped_bytes = 0
+        #: Whether none of them lie on a GPU.
+        self._cheap = True
         #: Dropped, and the work that may still use them: whether it has been done, by what is asked.
         self._fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
         self._returned: list[int] = []
@@ -89,6 +93,7 @@ class Borrower:
         loan = _Loan(pin, self._pin_gone)
         loan.number, loan.nbytes, loan.backend = number, nbytes, mapping.backend
         self._loans.add(loan)
+        self._cheap = self._cheap and mapping.backend.unmaps_in_background
         for user in users:
             setattr(user, _HELD, pin)
 
@@ -104,6 +109,7 @@ class Borrower:
 
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
+        self._dropped_bytes += loan.nbytes
         self._dropped.append(loan)
         self._notify()
 
@@ -122,15 +128,18 @@ class Borrower:
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
         """
-        if not self._dropped and not self._fenced:
+        if self._dropped and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES):
+            with self._lock:
+                gone: dict[Backend, list[_Loan]] = {}
+                self._dropped_bytes = 0
+                for _ in range(len(self._dropped)):
+                    loan = self._dropped.popleft()
+                    gone.setdefault(loan.backend, []).append(loan)
+                for backend, loans in gone.items():
+                    self._fence(backend, loans, background)
+        if not self._fenced:
             return
         with self._lock:
-            gone: dict[Backend, list[_Loan]] = {}
-            for _ in range(len(self._dropped)):
-                loan = self._dropped.popleft()
-                gone.setdefault(loan.backend, []).append(loan)
-            for backend, loans in gone.items():
-                self._fence(backend, loans, background)
             for _ in range(len(self._fenced)):
                 passed, numbers = self._fenced.popleft()
                 if passed():
@@ -139,9 +148,9 @@ class Borrower:
                     self._fenced.append((passed, numbers))
 
     def _fence(self, backend: Backend, loans: list[_Loan], background: bool) -> None:
-        few = len(loans) < _BATCH and sum(loan.nbytes for loan in loans) < _BATCH_BYTES
-        passed = backend.fence() if backend.unmaps_in_background or not (few or background) else None
+        passed = backend.fence() if backend.unmaps_in_background or not background else None
         if passed is None:
+            self._dropped_bytes += sum(loan.nbytes for loan in loans)
             self._dropped.extend(loans)
             return
         self._loans.difference_update(loans)

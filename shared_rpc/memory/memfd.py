@@ -84,6 +84,13 @@ class MemfdBackend:
         """Nothing is queued on the host."""
         return True
 
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        """memmove(3)."""
+        ctypes.memmove(target, source, nbytes)
+
+    def wait(self, stream: int = 0) -> None:
+        """Nothing is queued on the host."""
+
     def fence(self) -> Callable[[], bool]:
         """Nothing is queued on the host."""
         return _done

@@ -124,6 +124,12 @@ class Backend(Protocol):
         :returns: False if the device must not be waited for now, because it would break a CUDA graph's capture.
         """
 
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        """Copy bytes between two addresses on the device, in the order of a stream's work (a handle of CUDA's)."""
+
+    def wait(self, stream: int = 0) -> None:
+        """Wait for a stream's work."""
+
     def fence(self) -> Callable[[], bool] | None:
         """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.
 

@@ -240,6 +240,22 @@ class VmmBackend:
             return False  # the context is broken, by a kernel of the user's perhaps: its memory goes with the process
         return True
 
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        """Queued on the stream."""
+        _check(driver.cuCtxPushCurrent(self._context))
+        try:
+            _check(driver.cuMemcpyDtoDAsync(target, source, nbytes, driver.CUstream(stream)))
+        finally:
+            _check(driver.cuCtxPopCurrent())
+
+    def wait(self, stream: int = 0) -> None:
+        """Only this stream's work, and for stream 0 that of those that wait for one another with it."""
+        _check(driver.cuCtxPushCurrent(self._context))
+        try:
+            _check(driver.cuStreamSynchronize(driver.CUstream(stream)))
+        finally:
+            _check(driver.cuCtxPopCurrent())
+
     def fence(self) -> Callable[[], bool] | None:
         """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
         try:
