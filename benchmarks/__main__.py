@@ -54,12 +54,28 @@ def rpc(
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
     megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
     tasks: Annotated[int, typer.Option(help="Finished tasks that the server remembers.")] = 9_000,
+    clients: Annotated[int | None, typer.Option(help="Processes that call at once; 8, on the host one a core at most.")] = None,
+    long_run: Annotated[
+        int | None, typer.Option(help="Calls of the long run, 0 for none; 100000 on a GPU, 2000 on the host.")
+    ] = None,
     json: Json = None,
 ) -> None:
-    """Round trips: ping, direct and managed calls, a large argument, tasks, many calls at once; import and command line."""
+    """Round trips: ping, direct and managed calls, arguments, tasks, many calls at once, very many calls; import and command
+    line.
+    """
     from benchmarks.rpc import run
 
-    run(cuda=cuda, rounds=rounds, calls=calls, tasks=tasks, processes=processes, mebibytes=megabytes, path=json)
+    run(
+        cuda=cuda,
+        rounds=rounds,
+        calls=calls,
+        tasks=tasks,
+        processes=processes,
+        mebibytes=megabytes,
+        clients=clients,
+        long=long_run,
+        path=json,
+    )
 
 
 @app.command()

@@ -34,11 +34,14 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """``fds``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory``, all but those of files."""
+    """``fds``, ``mappings``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory``, all but those of
+    files.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     sizes = {key: int(value) for key, value in re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", status, re.MULTILINE)}
     return {
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "mappings": len(Path(f"/proc/{pid}/maps").read_text().splitlines()),
         "threads": sizes["Threads"],
         "memory": (sizes["RssAnon"] + sizes["RssShmem"]) * 1024,
         "shared": sizes["RssShmem"] * 1024,

@@ -73,6 +73,7 @@ def main() -> None:
         provider.share(managed=True)(function)
     provider.share(workload.small)
     provider.share(cache=False)(workload.fresh)
+    provider.share(cache=False)(workload.plus_one)
     provider.share(cache=False)(workload.echo)
     provider.share(cache=False)(workload.nothing)
     with Server(provider, socket_path=config["socket"]):

@@ -110,6 +110,7 @@ def main() -> None:
     provider.share(managed=True)(workload.kept)
     provider.share(workload.small)
     provider.share(cache=False)(workload.fresh)
+    provider.share(cache=False)(workload.plus_one)
     provider.share(cache=False)(workload.echo)
     provider.share(cache=False, execution="task")(workload.nothing)
     server = SharedTensorServer(provider, verbose_debug=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.concurrency import concurrent_calls, finished_tasks, trivial_tasks
 from benchmarks.echo import Echo
+from benchmarks.long_run import long_run
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import environ
@@ -18,6 +19,7 @@ from benchmarks.servers import Servers
 from benchmarks.stats import Sample, interleaved, timed
 from benchmarks.subjects import Subject
 from benchmarks.targets import GOALS, Goal
+from benchmarks.throughput import throughput
 
 __all__ = ["run"]
 
@@ -33,12 +35,28 @@ print(time.perf_counter() - begin)
 
 #: One slow call for so many quick ones.
 _SLOW = 100
+#: Processes that call at once, and calls of the long run.
+_TOGETHER = 8
+_LONG = {"cuda": 100_000, "cpu": 2_000}
 
 
-def run(*, cuda: bool, rounds: int, calls: int, tasks: int, processes: int, mebibytes: int, path: Path | None) -> None:
+def run(
+    *,
+    cuda: bool,
+    rounds: int,
+    calls: int,
+    tasks: int,
+    processes: int,
+    mebibytes: int,
+    clients: int | None,
+    long: int | None,
+    path: Path | None,
+) -> None:
     """Measure, print, write.
 
     :param cuda: tensors on the GPU; shared-tensor takes part in all rows then, else in those without tensors.
+    :param clients: processes that call at once; by default as many as the goal is about, on the host one a core at most.
+    :param long: calls of the long run, 0 for none.
     """
     device = "cuda" if cuda else "cpu"
     pings, tensors = missing(), missing(tensors=device)
@@ -49,13 +67,21 @@ def run(*, cuda: bool, rounds: int, calls: int, tasks: int, processes: int, mebi
         echo = Echo(servers.echo().address)
         started = servers.ours()
         ours = Ours(started.address)
-        peer = Peer(servers.peer().address, device) if pings is None else None
+        theirs = servers.peer() if pings is None else None
+        peer = Peer(theirs.address, device) if theirs is not None else None
         turns = _Turns(report, echo, ours, peer, rounds, calls)
         turns.pings()
         turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)
         trivial_tasks(report, echo, ours, peer, rounds, calls)
         concurrent_calls(report, started.address, rounds)
+        many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(servers.cores)))
+        addresses = {Peer.name: theirs.address} if theirs is not None and tensors is None else {}
+        addresses[Ours.name] = started.address
+        throughput(report, servers, addresses, device, many, rounds, judge=cuda and many == _TOGETHER)
         finished_tasks(report, ours, started.facts["pid"], tasks)
+        count = long if long is not None else _LONG[device]
+        if count:
+            long_run(report, servers, started, device, count)
         _cold_starts(report, servers.base_path, processes)
         for client in (ours, peer, echo):
             if client is not None:
@@ -98,7 +124,7 @@ class _Turns:
         self._report.add(Row("ping, p99", {name: sample.p99 for name, sample in samples.items()}))
 
     def calls_with_tensors(self, peer: Peer | None, device: str, mebibytes: int) -> None:
-        """Direct calls, a managed one, and one with a large argument."""
+        """Direct calls, a managed one, and calls with a small and a large argument."""
 
         def row(
             name: str, action: Callable[[Subject], object], goal: Goal | None = None, *, judge: bool = False, slow: bool = False
@@ -115,6 +141,14 @@ class _Turns:
 
         import torch
 
+        from benchmarks.workload import SMALL
+
+        row(
+            "direct call, takes and returns 4 KiB, new",
+            lambda subject: subject.call("plus_one", torch.ones(SMALL, device=device)),
+            GOALS["small_tensor"],
+            judge=on_gpu,
+        )
         argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
         row(
             f"echo of a {mebibytes} MiB tensor argument",

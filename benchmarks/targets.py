@@ -9,7 +9,7 @@ __all__ = ["GOALS", "Goal"]
 
 @dataclass(frozen=True)
 class Goal:
-    """An upper limit.
+    """An upper limit, or a lower one.
 
     ``text`` is what people read; ``limit`` is in the unit of what is judged: seconds, bytes, a ratio, a number.
     """
@@ -18,9 +18,13 @@ class Goal:
     limit: float
     #: Whether the limit itself is too much.
     below: bool = False
+    #: Whether the limit is the least that is good enough.
+    least: bool = False
 
     def met(self, measured: float) -> bool:
         """Whether a measurement is good enough."""
+        if self.least:
+            return measured >= self.limit
         return measured < self.limit if self.below else measured <= self.limit
 
 
@@ -39,6 +43,8 @@ GOALS = {
     "large_argument": Goal("≤ 0.5 ms (64 MiB, GPU)", 0.5e-3),
     "task": Goal("≤ 6 x raw echo", 6.0),
     "concurrent": Goal("≤ 1/3 of one by one", 1 / 3),
+    "throughput": Goal("≥ 4 x shared-tensor (GPU)", 4.0, least=True),
+    "long_run": Goal("as after the first 100", 0),
     "tasks_memory": Goal("10,000 of them < 30 MiB", 30 * _MIB, below=True),
     "import": Goal("≤ 60 ms", 60e-3),
     "ls": Goal("≤ 0.2 s", 0.2),

@@ -55,6 +55,10 @@ class Workload:
         """A small tensor, a new one every time. Direct, not cached."""
         return torch.ones(SMALL, device=self.device)
 
+    def plus_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like the argument, a new one every time. Direct, not cached."""
+        return tensor + 1
+
     def nothing(self) -> None:
         """No result, and no memory. Direct, not cached."""
 

@@ -23,11 +23,12 @@ from benchmarks.processes import Process
 from benchmarks.report import Row, shown
 from benchmarks.stats import Sample, interleaved
 from benchmarks.targets import GOALS
+from benchmarks.throughput import starved
 from tests.processes import ROOT
 
 SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -132,10 +133,33 @@ def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str]
     for name in (
         "direct call, 4 KiB tensor, cached",
         "direct call, 4 KiB tensor, new",
+        "direct call, takes and returns 4 KiB, new",
         "managed call and release",
         "echo of a",
     ):
         assert {Echo.name, Ours.name} <= run.row(name)["samples"].keys()
+
+
+def test_rpc_counts_the_calls_of_processes_that_call_at_once(results: Callable[[str], Run]) -> None:
+    """Every process gets some done in every turn; beside nobody there is no ratio to judge."""
+    run = results("rpc")
+
+    for text in ("cached", "new"):
+        row = run.row(f"2 processes, 4 KiB tensor, {text}: calls/s")
+        turns = row["calls"][Ours.name]
+        assert len(turns) == 2 and all(len(counts) == 2 and min(counts) > 0 for counts in turns)
+        assert row["values"].keys() == {Ours.name} and row["met"] is None
+
+
+def test_rpc_finds_everything_as_it_was_after_a_long_run(results: Callable[[str], Run]) -> None:
+    """Shared memory, descriptors and mappings, of the client and of the server."""
+    run = results("rpc")
+
+    assert run.row("50 calls, 4 KiB there and back: a call")["values"][Ours.name] > 0
+    for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
+        row = run.row(name)
+        assert row["before"].keys() == row["after"].keys()
+        assert (row["measured"], row["met"]) == (0, True), (row["before"], row["after"])
 
 
 def test_rpc_times_the_import_and_the_command_line(results: Callable[[str], Run]) -> None:
@@ -211,10 +235,20 @@ def test_percentiles_are_over_all_turns() -> None:
     }
 
 
+def test_processes_that_starve_are_told_of() -> None:
+    """Those far behind the others, and all of them where nobody got anything done."""
+    assert starved("ours, new", [100, 90, 110]) is None
+    assert starved("theirs, new", [100, 90, 0, 20]) == (
+        "theirs, new: 1 of 4 processes starved, with 0 to 0 calls where the most were 100"
+    )
+    assert "2 of 2 processes starved" in str(starved("theirs, new", [0, 0]))
+
+
 def test_a_goal_is_met_up_to_its_limit() -> None:
-    """At most, or less than, as its text says."""
+    """At most, less than, or at least, as its text says."""
     assert [GOALS["ping"].met(ratio) for ratio in (1.9, 2.0, 2.1)] == [True, True, False]
     assert [GOALS["client_memory"].met(nbytes) for nbytes in (0, 4 << 20)] == [True, False]
+    assert [GOALS["throughput"].met(ratio) for ratio in (3.9, 4.0, 40.0)] == [False, True, True]
 
 
 def test_a_row_without_a_judgement_meets_and_misses_nothing() -> None:
