@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ __all__ = ["decode_result", "publish"]
 
 #: The skeleton of no result.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
+
+#: Bytes of a table and a skeleton that make too few objects for the garbage collector to be in the way.
+_FEW = 4096
 
 #: Two threads that publish one object must not both move it: clients of the first would be left with a copy.
 _publishing = threading.RLock()
@@ -94,7 +98,8 @@ def decode_result(
         return _load(skeleton, [], [])
     if MAPPINGS.has_unused:
         MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
-    with MAPPINGS.attach(segments, owner=owner) as mappings, collector.paused():
+    quick = len(table) + len(skeleton) < _FEW
+    with MAPPINGS.attach(segments, owner=owner) as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
         return _load(skeleton, tensors, storages)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import msgspec
@@ -90,8 +91,8 @@ def tensors_of(
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = _make_trusted if trusted else make_tensor
-    # Built under inference mode they could not be used outside it.
-    with torch.inference_mode(False), torch.no_grad():
+    # Built under inference mode they could not be used outside it. Entering a mode takes as long as making a tensor.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         try:
             storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
             placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
