@@ -244,6 +244,14 @@ def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
         limited.quotas.promise("cpu", 100, TOTAL)
 
 
+def test_no_bytes_always_fit(limited: Buffers) -> None:
+    """Where what clients hold is over the quota already, too."""
+    limited.add("f(1)", "a", "b", "c", "d", holders="a")
+    limited.quotas.promise("cpu", 0, TOTAL)
+    with pytest.raises(ServerBusy):
+        limited.quotas.promise("cpu", 1, TOTAL)
+
+
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
 def test_what_never_fits_is_refused_as_such(quota: int | None, total: int, limit: int) -> None:
     """More than the quota, or than the device has: waiting would not help."""

@@ -146,11 +146,8 @@ def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -
         assert (tuple(cache.shape), cache.dtype, cache.device.type) == ((2, 4, 16, 8), torch.bfloat16, device)
         assert not cache.any()
         cache[1, 2] = 7.0
-        ask(
-            peer,
-            f"{'torch.cuda.synchronize(); ' if device == 'cuda' else ''}print('seen', kv.value[1, 2].sum().item())",
-            "seen",
-        )
+        if device == "cuda":
+            torch.cuda.synchronize()
         assert ask(peer, "print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16 * 8)
         written = "kv.value[0] = 3.0; print('at', kv.value[0].float().sum().item())"
         ask(peer, written, "at")
@@ -214,12 +211,14 @@ def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: st
 # Who may get it, and for how long.
 
 
-def test_a_ttl_under_a_live_lease(client: Client, peer: Child) -> None:
+def test_a_ttl_under_a_live_lease(server: Server, client: Client, peer: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody gets it any more; those who have it go on, and memory goes with the last of them."""
-    made = ask(peer, "b = client.create_buffer((3,), 'float32', zero=True, ttl=0.3); print('made', b.object_id)", "made")
+    made = ask(peer, "b = client.create_buffer((3,), 'float32', zero=True, ttl=600); print('made', b.object_id)", "made")
     info = client.get_object_info(made)
-    assert (info["kind"], info["state"]) == ("buffer", "listed") and 0 < info["expires_at"] - info["created_at"] < 1
-    eventually(lambda: client.get_object_info(made)["state"] == "expired")
+    assert (info["kind"], info["state"]) == ("buffer", "listed")
+    assert info["expires_at"] == pytest.approx(info["created_at"] + 600, abs=1)
+    monkeypatch.setattr(server.engine.core.buffers.table, "_now", lambda: info["expires_at"])
+    assert client.get_object_info(made)["state"] == "expired"
     assert reason(client, made) == "expired"
     assert ask(peer, "b.value.add_(1); print('sum', b.value.sum().item())", "sum") == "3.0"
     assert client.get_server_info()["objects"] == 1
@@ -231,7 +230,6 @@ def test_a_ttl_under_a_live_lease(client: Client, peer: Child) -> None:
 def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
     """The server notices by itself, and gives the memory back."""
     client.create_buffer(100, ttl=0.1).release()
-    assert used(client, device) == size(device)
     eventually(lambda: client.get_server_info()["objects"] == 0)
     assert used(client, device) == 0
 
@@ -504,6 +502,22 @@ def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> 
 
 
 @on_the_host
+def test_a_flood_of_buffers_without_memory(
+    server: Server, client: Client, slow: None, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No quota bounds these; their number is bounded, and those count that are being made."""
+    client.list_devices()
+    monkeypatch.setattr(server.engine.core.buffers.table, "_capacity", 5)
+    with Raw(client.socket_path) as raw:
+        for number in range(1, 21):
+            raw.say(m.CreateBuffer(number % 2), number)
+        go.set()
+        answers = [raw.hear() for _ in range(20)]
+    assert sum(isinstance(answer, m.Result) for answer in answers) == 5
+    assert {answer.code for answer in answers if isinstance(answer, m.Error)} == {"server-busy"}
+
+
+@on_the_host
 def test_a_flood_of_buffers_stays_within_the_quota(limited: Callable[..., Client]) -> None:
     """However many are asked for at once, of one connection that then goes away."""
     client = limited(10 * HOST.granularity)
@@ -711,5 +725,5 @@ def test_a_broker_makes_memory_without_torch(base_path: str, children: list[Chil
         broker.tell("report")
         if device == "cuda":
             assert broker.expect("context") == "context 0"
-        assert not {"torch", "numpy", "shared_rpc.codec"} & set(broker.expect("loaded").split())
+        assert not {"torch", "shared_rpc.codec"} & set(broker.expect("loaded").split())
     assert broker.close() == (0, "")

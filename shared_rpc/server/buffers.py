@@ -43,7 +43,7 @@ class Buffers:
         self._threads = WorkerThreads(1, _nothing)
         #: Those who wait for what the thread does.
         self._waiting: set[Waiter] = set()
-        #: How many of them wait for a buffer.
+        #: Buffers that are being made.
         self._coming = 0
         self._stopped = False
 
@@ -52,7 +52,6 @@ class Buffers:
         try:
             extent = Extent.of(message.shape, message.dtype)
             _check_terms(message.ttl, message.max_accesses)
-            self.table.check_capacity(self._coming)
         except SharedRPCError as error:
             tell(waiter, Failure.of(error))
             return
@@ -64,6 +63,7 @@ class Buffers:
         )
 
     def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceFacts) -> None:
+        self.table.check_capacity(self._coming)
         size = -(-extent.nbytes // facts.granularity) * facts.granularity
         self._quotas.promise(facts.id, size, facts.total)
         self._coming += 1

@@ -81,7 +81,7 @@ class Quotas:
             raise CapabilityError(
                 f"{nbytes} bytes on {device} are asked for, and {what} is {limit}: there can never be so many"
             )
-        if self.used(device) + nbytes <= limit:
+        if nbytes == 0 or self.used(device) + nbytes <= limit:
             return
         if not self._objects.make_room(device, limit - nbytes - self._promised[device]):
             raise ServerBusy(
