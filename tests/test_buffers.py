@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, codec
+from shared_rpc.client.replies import to_give_back
+from shared_rpc.client.steps import Request
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
@@ -99,16 +101,19 @@ def peer(server: Server, device: str, children: list[Child]) -> Child:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event) -> None:
-    """Host memory that is not made before ``go``."""
+def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event) -> list[int]:
+    """Host memory that is not made before ``go``; the sizes that were asked for."""
     create = MemfdBackend.create
+    asked: list[int] = []
 
     def wait(backend: MemfdBackend, nbytes: int) -> Segment:
+        asked.append(nbytes)
         begun.set()
         go.wait(30)
         return create(backend, nbytes)
 
     monkeypatch.setattr(MemfdBackend, "create", wait)
+    return asked
 
 
 def size(device: str) -> int:
@@ -503,7 +508,7 @@ def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> 
 
 @on_the_host
 def test_a_flood_of_buffers_without_memory(
-    server: Server, client: Client, slow: None, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: Client, slow: list[int], go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No quota bounds these; their number is bounded, and those count that are being made."""
     client.list_devices()
@@ -539,7 +544,7 @@ def test_a_flood_of_buffers_stays_within_the_quota(limited: Callable[..., Client
 
 
 @on_the_host
-def test_a_caller_that_gives_up(client: Client, connect: Callable[..., Client], slow: None, go: threading.Event) -> None:
+def test_a_caller_that_gives_up(client: Client, connect: Callable[..., Client], slow: list[int], go: threading.Event) -> None:
     """What is made for it then is thrown away: nobody would know of it."""
     hasty = connect(timeout=0.1)
     with pytest.raises(DeadlineExceeded):
@@ -552,8 +557,8 @@ def test_a_caller_that_gives_up(client: Client, connect: Callable[..., Client], 
 
 
 @on_the_host
-def test_a_connection_that_ends_meanwhile(client: Client, slow: None, go: threading.Event, begun: threading.Event) -> None:
-    """With all that it had asked for."""
+def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: threading.Event, begun: threading.Event) -> None:
+    """What was begun is thrown away, and the rest is not begun."""
     with Raw(client.socket_path) as raw:
         for number in range(1, 20):
             raw.say(m.CreateBuffer(100), number)
@@ -561,12 +566,12 @@ def test_a_connection_that_ends_meanwhile(client: Client, slow: None, go: thread
     eventually(lambda: client.get_server_info()["connections"] == 1)
     go.set()
     eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0
+    assert client.get_server_info()["buffers"] == 0 and slow == [100]
 
 
 @on_the_host
 def test_a_server_that_stops_meanwhile(
-    server: Server, client: Client, slow: None, go: threading.Event, begun: threading.Event
+    server: Server, client: Client, slow: list[int], go: threading.Event, begun: threading.Event
 ) -> None:
     """Who waits is told, and what is made after that goes at once."""
     outcome: list[object] = []
@@ -583,7 +588,7 @@ def test_a_server_that_stops_meanwhile(
     server.stop()
     asker.join(10)
     go.set()
-    assert isinstance(outcome[0], ConnectionClosed)
+    assert isinstance(outcome[0], ConnectionClosed) and f"(pid {os.getpid()}) was stopped" in str(outcome[0])
 
 
 @on_the_host
@@ -605,6 +610,23 @@ def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: py
         with pytest.raises(CodecError):
             client.get_buffer(buffer.object_id)
         assert client.get_object_info(buffer)["leases"] == 1
+
+
+@on_the_host
+def test_a_reply_that_comes_too_late(client: Client) -> None:
+    """Its asker has given up, and frees what it will never use; what another one made is only given back."""
+    with Raw(client.socket_path) as raw:
+        raw.say(m.CreateBuffer(100))
+        frame = raw.hear_frame()
+        returned = to_give_back(frame, Request(m.CreateBuffer(100), "create_buffer"))
+        assert isinstance(returned, m.FreeBuffer)
+        assert client.get_object_info(returned.object_id)["leases"] == 1
+        raw.ask(returned, 2)
+        assert client.get_server_info()["objects"] == 0
+    with client.create_buffer(100) as buffer, Raw(client.socket_path) as raw:
+        raw.say(m.GetBuffer(buffer.object_id))
+        returned = to_give_back(raw.hear_frame(), Request(m.GetBuffer(buffer.object_id), "get_buffer"))
+        assert returned == m.Release([buffer.object_id])
 
 
 @on_the_host
@@ -653,7 +675,7 @@ def test_the_same_with_coroutines(client: Client, device: str) -> None:
 
 
 @on_the_host
-def test_a_coroutine_that_is_cancelled(client: Client, slow: None, go: threading.Event) -> None:
+def test_a_coroutine_that_is_cancelled(client: Client, slow: list[int], go: threading.Event) -> None:
     """The request is taken back, and what was made for it goes."""
 
     async def work() -> None:
