@@ -4,6 +4,8 @@ An object stays while a session holds a lease on it or the cache lists it. The c
 invalidation, when its ``idle_ttl`` passes without a lease or an access, or when the ``max_bytes`` budget needs room:
 then the least recently used objects without a lease go first. Leased objects are never evicted, so the budget may
 be exceeded by what clients hold.
+
+Raw buffers are objects too. They are listed without a key, which the cache does not touch: :mod:`shared_rpc.store.buffers`.
 """
 
 from __future__ import annotations
