@@ -12,6 +12,7 @@
     ├── CodecError              a value could not be taken apart or rebuilt
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
+    ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
     ├── RemoteError             an endpoint raised what cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 __all__ = [
+    "BufferNotFound",
     "CapabilityError",
     "CodecError",
     "ConfigurationError",
@@ -135,6 +137,28 @@ class EndpointNotFound(SharedRPCError, LookupError):
     """The server has no endpoint of that name."""
 
     code = "endpoint-not-found"
+
+
+class BufferNotFound(SharedRPCError, LookupError):
+    """The server hands out no buffer of that id, or not any more. Those who hold it keep it.
+
+    ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``) or ``"exhausted"`` (its ``max_accesses``).
+    """
+
+    code = "buffer-not-found"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> BufferNotFound:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, reason=detail.get("reason", "unknown"))
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {"reason": self.reason}
 
 
 class ServerBusy(SharedRPCError):

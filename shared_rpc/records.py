@@ -11,7 +11,7 @@ import msgspec
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment
 
-__all__ = ["EMPTY_TABLE", "Arguments", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
+__all__ = ["EMPTY_TABLE", "ONE_TENSOR", "Arguments", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +53,9 @@ class TensorTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
+
+#: The skeleton of a value that is nothing but tensor 0 of its table: a pickle of that persistent id.
+ONE_TENSOR = b"\x80\x04K\x00Q."
 
 
 class Record:

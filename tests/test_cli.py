@@ -291,6 +291,21 @@ def test_objects_and_who_holds_them(served: Server, children: list[Child]) -> No
     assert [[one["pid"] for one in item["holders"]] for item in data] == [[holder.pid], []]
 
 
+def test_buffers_are_told_from_results(served: Server, connect: Callable[..., Client]) -> None:
+    """They are objects that nothing made, and ``ls`` counts them."""
+    client = connect()
+    client.call("load", 16).release()
+    assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "1"
+    client.create_buffer(5000).release()
+    freed = client.create_buffer(100)
+    client.free_buffer(freed)
+    assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "3 (2 buffers)"
+    rows = [re.split(r"\s{2,}", line.strip())[1:6] for line in cli("objects").output.splitlines()[1:]]
+    assert rows[1:] == [["buffer", "4.9 KiB", "cpu", "1", "no"], ["buffer, freed", "100 B", "cpu", "1", "no"]]
+    assert [item["kind"] for item in cli("objects", "--json").data] == ["result", "buffer", "buffer"]
+    freed.release()
+
+
 # invalidate
 
 

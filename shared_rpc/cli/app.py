@@ -12,7 +12,7 @@ import typer
 from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
-from shared_rpc.cli.rendering import ago, as_json, size, table
+from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
@@ -114,7 +114,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
                 info["pid"],
                 info["device"],
                 ", ".join(info["endpoints"]),
-                info["objects"],
+                contents(info),
                 size(info["nbytes"]),
                 info["leases"],
                 info["sessions"] - 1,  # the asker's own
@@ -169,11 +169,11 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
         [
             (
                 item["object_id"],
-                item["cache_key"] or item["endpoint"],
+                origin(item),
                 size(item["nbytes"]),
                 item["device"],
                 item["generation"],
-                "yes" if item["cached"] else "no",
+                "yes" if item["cached"] and item["kind"] == "result" else "no",
                 ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
                 ago(item["created_at"]),
                 ago(item["last_accessed_at"]),

@@ -16,7 +16,20 @@ from rich.text import Text
 
 from shared_rpc.wire.tasks import Progress, TaskInfo
 
-__all__ = ["ago", "as_json", "one_line", "percent", "size", "status_of", "steps", "table", "task_object", "took"]
+__all__ = [
+    "ago",
+    "as_json",
+    "contents",
+    "one_line",
+    "origin",
+    "percent",
+    "size",
+    "status_of",
+    "steps",
+    "table",
+    "task_object",
+    "took",
+]
 
 # What reads a pipe wants one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
@@ -59,6 +72,22 @@ def ago(moment: float) -> str:
 def one_line(text: str) -> str:
     """The text without line breaks, and without what moves a terminal's cursor."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
+# Of objects.
+
+
+def contents(info: dict[str, Any]) -> str:
+    """How many objects a server has, and how many of them are buffers."""
+    objects, buffers = info["objects"], info["buffers"]
+    return f"{objects} ({buffers} buffer{'' if buffers == 1 else 's'})" if buffers else str(objects)
+
+
+def origin(item: dict[str, Any]) -> str:
+    """What an object is the result of, or that it is a buffer, and whether it can still be got."""
+    if item["kind"] != "buffer":
+        return str(item["cache_key"] or item["endpoint"])
+    return "buffer" if item["state"] == "listed" else f"buffer, {item['state']}"
 
 
 # Of tasks.

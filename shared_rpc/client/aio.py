@@ -7,16 +7,16 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from shared_rpc.client import operations
+from shared_rpc.client import buffers, operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
@@ -29,6 +29,9 @@ from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AsyncClient"]
 
@@ -129,6 +132,32 @@ class AsyncClient(BaseClient):
     async def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
         """See :meth:`Client.list_tasks`."""
         return await self._run(operations.list_tasks(status))
+
+    async def create_buffer(
+        self,
+        shape_or_nbytes: int | Sequence[int],
+        dtype: torch.dtype | str = "uint8",
+        device: torch.device | str | None = None,
+        *,
+        zero: bool = False,
+        ttl: float | None = None,
+        max_accesses: int | None = None,
+    ) -> AsyncHandle[torch.Tensor]:
+        """See :meth:`Client.create_buffer`."""
+        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, self._values)
+        return self._hand(await self._run(operation))  # type: ignore[no-any-return]
+
+    async def get_buffer(self, buffer_id: str) -> AsyncHandle[torch.Tensor]:
+        """See :meth:`Client.get_buffer`."""
+        return self._hand(await self._run(buffers.get(buffer_id, self._values)))  # type: ignore[no-any-return]
+
+    async def free_buffer(self, buffer: AsyncHandle[Any] | str) -> bool:
+        """See :meth:`Client.free_buffer`."""
+        return await self._run(buffers.free(buffer if isinstance(buffer, str) else buffer.object_id))
+
+    async def list_devices(self) -> list[dict[str, Any]]:
+        """See :meth:`Client.list_devices`."""
+        return await self._run(buffers.list_devices())
 
     async def release(self, handle: AsyncHandle[Any] | str) -> bool:
         """See :meth:`Client.release`."""

@@ -39,7 +39,7 @@ def gave_up(frame: Frame) -> bool:
     return isinstance(message, m.Error) and message.code == DeadlineExceeded.code
 
 
-def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | None:
+def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
     """Close a reply that nobody waits for any more; the message that gives back the lease which came with it, if one did."""
     try:
         message = decode_message(frame)
@@ -49,6 +49,8 @@ def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | No
         return None
     finally:
         frame.close()
+    if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
+        return m.FreeBuffer(message.object_id, release=True)  # nobody else knows of it
     if isinstance(message, m.Result) and message.managed:
         return m.Release([message.object_id])
     claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim

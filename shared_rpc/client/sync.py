@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shared_rpc.client import operations
+from shared_rpc.client import buffers, operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.lane import Lane, LaneClosed
@@ -20,6 +20,9 @@ from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Client"]
 
@@ -157,6 +160,59 @@ class Client(BaseClient):
     def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
         """All tasks that the server remembers, in the order they were submitted; with ``status``, those of one status."""
         return self._run(operations.list_tasks(status))
+
+    def create_buffer(
+        self,
+        shape_or_nbytes: int | Sequence[int],
+        dtype: torch.dtype | str = "uint8",
+        device: torch.device | str | None = None,
+        *,
+        zero: bool = False,
+        ttl: float | None = None,
+        max_accesses: int | None = None,
+    ) -> Handle[torch.Tensor]:
+        """New shared memory that belongs to no endpoint, to be read and written by all who have its id.
+
+        The handle's ``value`` is a contiguous tensor over it, and its ``object_id`` what :meth:`get_buffer` takes, in any
+        process. Without a ``ttl`` the buffer stays until :meth:`free_buffer`, though nobody holds it, or until the server ends.
+        It counts against the server's ``max_bytes``, and is never evicted.
+
+        :param shape_or_nbytes: a tuple is a shape; an int is always a number of bytes, whatever the dtype, and must be a whole
+            number of elements: ``create_buffer(1024, "float32")`` has 256.
+        :param dtype: of the tensor, or its name; quantised ones are not possible.
+        :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as this process counts, or a GPU's UUID; None for the server's
+            own. A GPU's server has all GPUs that it sees, and the host's memory; see :meth:`list_devices`.
+        :param zero: whether the memory must be zeros; its content is not specified otherwise.
+        :param ttl: seconds after which nobody gets it any more. It never ends under those who hold it.
+        :param max_accesses: how many times it may be got; this call does not count.
+        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be.
+        :raises CapabilityError: if the server has no such device, or the device never so much memory.
+        :raises ServerBusy: if the device has not so much memory left now, or its quota does not.
+        """
+        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, self._values)
+        return self._hand(self._run(operation))  # type: ignore[no-any-return]
+
+    def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:
+        """The buffer of that id, whoever made it: a handle of the same memory, without a copy.
+
+        :raises BufferNotFound: if there is none, or not any more; ``reason`` says why.
+        """
+        return self._hand(self._run(buffers.get(buffer_id, self._values)))  # type: ignore[no-any-return]
+
+    def free_buffer(self, buffer: Handle[Any] | str) -> bool:
+        """Have nobody get a buffer any more; False if nobody could.
+
+        Those who hold it keep it, this process too: memory goes with the last handle.
+        """
+        return self._run(buffers.free(buffer if isinstance(buffer, str) else buffer.object_id))
+
+    def list_devices(self) -> list[dict[str, Any]]:
+        """The devices that the server has memory on.
+
+        Keys: ``id`` (``"cpu"`` or a GPU's UUID), ``kind`` (``"cpu"`` or ``"cuda"``), ``name``, and in bytes ``total``,
+        ``free`` (None where that is not known), ``used`` (by the server's objects and buffers), ``limit`` (the quota, or None).
+        """
+        return self._run(buffers.list_devices())
 
     def release(self, handle: Handle[Any] | str) -> bool:
         """Give one lease back, of a handle or an object id; whether this process held it."""

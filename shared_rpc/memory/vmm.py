@@ -139,8 +139,6 @@ class VmmBackend:
         self.ordinal = ordinal
         self._pool: tuple[int, ...] = ()
         self._device = _check(driver.cuDeviceGet(ordinal))
-        # Retained for the life of the process: it is the context torch uses, and mappings need one to be current.
-        self._context = _check(driver.cuDevicePrimaryCtxRetain(self._device))
         self.granularity = int(
             _check(
                 driver.cuMemGetAllocationGranularity(
@@ -149,6 +147,35 @@ class VmmBackend:
                 )
             )
         )
+
+    @functools.cached_property
+    def _context(self) -> Any:
+        """Retained for the life of the process: it is the context torch uses, and mappings need one to be current.
+
+        Allocating needs none, so a process that only makes memory and hands it out has no context, which takes hundreds of MiB.
+        """
+        return _check(driver.cuDevicePrimaryCtxRetain(self._device))
+
+    @property
+    def name(self) -> str:
+        """The GPU's model."""
+        return bytes(_check(driver.cuDeviceGetName(256, self._device))).split(b"\0")[0].decode(errors="replace").strip()
+
+    @property
+    def total(self) -> int:
+        """Bytes of memory that the GPU has."""
+        return int(_check(driver.cuDeviceTotalMem(self._device)))
+
+    def free(self) -> int | None:
+        """Bytes of memory that nobody uses; None where the driver does not tell, as in a process without a context."""
+        try:
+            _, active = _check(driver.cuDevicePrimaryCtxGetState(self._device))
+            if not active:
+                return None
+            with self._current():
+                return int(_check(driver.cuMemGetInfo())[0])
+        except _DriverError:
+            return None
 
     def _location(self) -> Any:
         location = driver.CUmemLocation()

@@ -10,20 +10,23 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
+from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
 from shared_rpc.server.tasks import Tasks
+from shared_rpc.store.buffers import BufferTable
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.store.quotas import Quotas
 from shared_rpc.store.tasks import Task, TaskTable
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import TaskInfo
@@ -45,6 +48,7 @@ class Core:
     :param max_bytes: see :class:`ObjectStore`.
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
+    :param quotas: see :class:`Quotas`.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Core:
         max_bytes: int | None = None,
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
+        quotas: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.server_id = secrets.token_hex(8)
@@ -65,7 +70,9 @@ class Core:
         self.lanes = lanes
         self.leases = LeaseTable()
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
-        self.runs = Runs(executor, self.objects, self.leases, self._settle)
+        self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
+        self.buffers = Buffers(device, BufferTable(self.objects, self.leases, now), self.quotas, self._look_within)
+        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit)
         table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
@@ -91,8 +98,13 @@ class Core:
         """Release every waiter and drop every object. Calls that come later are refused."""
         self.stopped = True
         self.runs.stop()
+        self.buffers.stop()
         self.objects.clear()
         self.lanes.close()
+
+    def close(self) -> None:
+        """The loop has ended."""
+        self.buffers.close()
 
     def call(
         self,
@@ -143,6 +155,7 @@ class Core:
         """The waiter no longer waits; it is not told anything any more."""
         self.tasks.leave(waiter)
         self.runs.leave(waiter)
+        self.buffers.leave(waiter)
 
     def end_session(self, session: str) -> None:
         """Give back all that the session held."""
@@ -182,7 +195,8 @@ class Core:
 
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""
-        return stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        return facts | self.buffers.table.facts(stored.object_id) if stored.kind == "buffer" else facts
 
     def info(self) -> dict[str, Any]:
         """What there is to know of the server, apart from its sockets."""
@@ -193,6 +207,7 @@ class Core:
             "started_at": self.started_at,
             "endpoints": [spec.name for spec in self.registry.all()],
             "objects": len(self.objects),
+            "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
             "leases": len(self.leases),
             "pools": self.lanes.facts(),
@@ -240,8 +255,8 @@ class Core:
     async def _sweep(self) -> None:
         while True:
             self._wake_sweeper = awake = anyio.Event()
-            pauses = [pause for pause in (self.objects.expire(), self.tasks.table.expire()) if pause is not None]
-            pause = min(pauses, default=float("inf"))
+            ends = (self.objects.expire(), self.tasks.table.expire(), self.buffers.table.expire())
+            pause = min((pause for pause in ends if pause is not None), default=float("inf"))
             self._sweeps_at = self._now() + pause
             with anyio.move_on_after(pause):
                 await awake.wait()

@@ -175,6 +175,7 @@ class Engine:
                 self._ended = True
             self._run_posted()
             self._executor.close()
+            self.core.close()
             self._ready.set()
 
     async def _main(self) -> None:

@@ -251,11 +251,15 @@ class Requests:
             self._reply(request_id, m.TaskChanged(info))
 
     def _deliver(self, request_id: int, outcome: Delivery | Failure) -> None:
+        self._answer(request_id, outcome)
+
+    def _answer(self, request_id: int, outcome: Delivery | Failure) -> bool:
+        """Answer with an outcome; False if it could not be sent, and the lease that came with it was given back."""
         self._waiters.pop(request_id, None)
         self._starved.pop(request_id, None)
         if isinstance(outcome, Failure):
             self._fail(request_id, outcome)
-            return
+            return True
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a call from another process needs a record"
         lane = self._core.lanes.find(self._session_id)
@@ -273,14 +277,15 @@ class Requests:
             freed=lane.borrower.returned() if lane is not None else [],
         )
         fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
-        if self._reply(request_id, message, record.skeleton, fds):
+        sent = self._reply(request_id, message, record.skeleton, fds)
+        if sent:
             self._sent.update(message.segments[number].id for number in record.arenas)
-            return
-        if lane is not None:
+        elif lane is not None:
             lane.give(record.chunks)
             lane.borrower.unused(message.freed)
-        if outcome.managed and self._connection.session is not None:
+        if not sent and outcome.managed and self._connection.session is not None:
             self._core.release(self._session_id, [message.object_id])
+        return sent
 
     def _cancel(self, frame: Frame, message: m.Cancel) -> None:
         waiter = self._waiters.pop(frame.request_id, None)
@@ -310,7 +315,8 @@ class Requests:
 
     def _list_objects(self, frame: Frame, message: m.ListObjects) -> None:
         items = [
-            self._core.facts(stored) | {"cached": stored.listed, "holders": self._sessions.holders(stored.object_id)}
+            self._core.facts(stored)
+            | {"kind": stored.kind, "cached": stored.listed, "holders": self._sessions.holders(stored.object_id)}
             for stored in self._core.objects
         ]
         self._reply(frame.request_id, m.FactsList(items))
@@ -321,6 +327,35 @@ class Requests:
 
     def _invalidate_endpoint(self, frame: Frame, message: m.InvalidateEndpoint) -> None:
         self._reply(frame.request_id, m.Count(self._core.invalidate_endpoint(message.endpoint)))
+
+    def _create_buffer(self, frame: Frame, message: m.CreateBuffer) -> None:
+        waiter = self._waiter(frame.request_id)
+        waiter.deliver = lambda outcome: self._deliver_new(frame.request_id, outcome)
+        self._waiters[frame.request_id] = waiter
+        self._core.buffers.create(waiter, message)
+
+    def _deliver_new(self, request_id: int, outcome: Delivery | Failure) -> None:
+        if not self._answer(request_id, outcome) and isinstance(outcome, Delivery) and outcome.stored is not None:
+            self._core.buffers.table.free(outcome.stored.object_id)  # nobody will ever know its id
+
+    def _get_buffer(self, frame: Frame, message: m.GetBuffer) -> None:
+        self._core.buffers.get(self._waiter(frame.request_id), message.object_id)
+
+    def _free_buffer(self, frame: Frame, message: m.FreeBuffer) -> None:
+        freed = self._core.buffers.table.free(message.object_id)
+        if message.release:
+            self._core.release(self._session_id, [message.object_id])
+        self._reply(frame.request_id, m.Count(int(freed)))
+
+    def _list_devices(self, frame: Frame, message: m.ListDevices) -> None:
+        waiter = self._waiter(frame.request_id)
+
+        def answer(items: list[dict[str, Any]]) -> None:
+            self._waiters.pop(frame.request_id, None)
+            self._reply(frame.request_id, m.FactsList(items))
+
+        self._waiters[frame.request_id] = waiter
+        self._core.buffers.list_devices(waiter, answer)
 
 
 _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
@@ -342,4 +377,8 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.CancelTask: Requests._cancel_task,
     m.Free: Requests._free,
     m.AwaitFree: Requests._await_free,
+    m.CreateBuffer: Requests._create_buffer,
+    m.GetBuffer: Requests._get_buffer,
+    m.FreeBuffer: Requests._free_buffer,
+    m.ListDevices: Requests._list_devices,
 }

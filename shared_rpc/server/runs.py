@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shared_rpc.errors import ConnectionClosed
+from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
 from shared_rpc.server.outcomes import Failure, Produced
@@ -77,6 +77,7 @@ class Runs:
     """All runs of a server. On its loop only.
 
     :param settle: called with the ids of objects whose leases changed, or which were added.
+    :param admit: called with a record that is to be kept; what it raises is told instead.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Runs:
         objects: ObjectStore,
         leases: LeaseTable,
         settle: Callable[[str], None],
+        admit: Callable[[Record], None],
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
@@ -92,6 +94,7 @@ class Runs:
         self._objects = objects
         self._leases = leases
         self._settle = settle
+        self._admit = admit
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -242,13 +245,30 @@ class Runs:
             if record is not None:
                 record.close()
             return
+        refusal = self._refusal(record)
+        if refusal is not None:
+            record.close()
+            self._executor.reclaim()
+            self._tell_all(waiters, refusal)
+            return
         stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
         stored.managed = spec.managed
         self._deliver(waiters, spec, record, outcome.live, stored)
         self._settle(stored.object_id)
 
+    def _refusal(self, record: Record) -> Failure | None:
+        """Why a result cannot be kept, where that is so."""
+        try:
+            self._admit(record)
+        except SharedRPCError as error:
+            return Failure.of(error)
+        return None
+
     def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        for waiter in self.calls.close(flight):
+        self._tell_all(self.calls.close(flight), failure)
+
+    def _tell_all(self, waiters: Sequence[Waiter], failure: Failure) -> None:
+        for waiter in waiters:
             self.counters["failures"] += 1
             tell(waiter, failure)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.server.acceptor import Acceptor
+from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.executor import InProcessExecutor
@@ -37,6 +38,9 @@ class Server:
     :param max_bytes: memory budget in bytes for objects nobody holds, see :class:`~shared_rpc.store.objects.ObjectStore`.
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until somebody fetches it.
+    :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
+        bytes as an int, or a fraction of the device's memory as a float up to 1.0. What would exceed it is refused, unless
+        cached objects that nobody holds can make room.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for the results of calls that are not kept.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
@@ -52,6 +56,7 @@ class Server:
         max_bytes: int | None = None,
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
+        quotas: Mapping[str, int | float] | None = None,
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
@@ -62,6 +67,7 @@ class Server:
         self._max_bytes = max_bytes
         self._max_tasks = max_tasks
         self._result_ttl = result_ttl
+        self._quotas = dict(quotas or {})
         self._max_connections = max_connections
         self._pool = pool
         self._uids = {os.geteuid(), *allow_uids}
@@ -123,6 +129,7 @@ class Server:
             max_bytes=self._max_bytes,
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,
+            quotas=resolve_quotas(self._quotas, device),
         )
         acceptor = Acceptor(core, path, self._uids, self._max_connections)
         engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)

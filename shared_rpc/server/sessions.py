@@ -40,6 +40,12 @@ class Sessions:
         self._core = core
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
+        core.quotas.pid_of = self.pid_of
+
+    def pid_of(self, session_id: str) -> int:
+        """The process of a session; this one where it has no connection: for its own calls and for tasks."""
+        session = self._by_id.get(session_id)
+        return session.peer.pid if session is not None else os.getpid()
 
     def join(self, connection: Connection, token: str) -> Session:
         """The session of a connection: the one of its token, or a new one.

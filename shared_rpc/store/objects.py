@@ -4,6 +4,8 @@ An object stays while a session holds a lease on it or the cache lists it. The c
 invalidation, when its ``idle_ttl`` passes without a lease or an access, or when the ``max_bytes`` budget needs room:
 then the least recently used objects without a lease go first. Leased objects are never evicted, so the budget may
 be exceeded by what clients hold.
+
+Raw buffers are objects too. They are listed without a key, which the cache does not touch: :mod:`shared_rpc.store.buffers`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Record
@@ -26,7 +28,10 @@ _KNOWN_KEYS = 1 << 14
 
 @dataclass(eq=False)
 class StoredObject:
-    """One object. Times are Unix seconds; ``live`` belongs to whoever made it and is not looked at here."""
+    """One object. Times are Unix seconds; ``live`` belongs to whoever made it and is not looked at here.
+
+    ``kind`` tells the result of an endpoint from a raw buffer, which has neither endpoint nor key.
+    """
 
     object_id: str
     endpoint: str
@@ -37,10 +42,11 @@ class StoredObject:
     created_at: float
     last_accessed_at: float
     live: Any = None
-    #: Whether the cache lists it; False once it was invalidated or evicted.
+    #: Whether the cache lists it, or a buffer's id can be asked for; False once it was invalidated, evicted or freed.
     listed: bool = False
     #: Whether who gets it gets a lease on it.
     managed: bool = False
+    kind: Literal["result", "buffer"] = "result"
 
     def facts(self, server_id: str, leases: int) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
@@ -89,6 +95,10 @@ class ObjectStore:
         """Bytes of all segments, each counted once."""
         return sum(copies[0].info.nbytes for copies in self._segments.values())
 
+    def used(self, device: str) -> int:
+        """Bytes of the segments on a device, each counted once."""
+        return sum(copies[0].info.nbytes for copies in self._segments.values() if copies[0].info.device == device)
+
     def segment(self, segment_id: str) -> Segment | None:
         """A segment that an object lies in, still owned by that object."""
         copies = self._segments.get(segment_id)
@@ -117,9 +127,15 @@ class ObjectStore:
         if key is not None:
             earlier = self._by_key.get(key)
             if earlier is not None:
-                self._unlist(earlier)
+                self.unlist(earlier)
             stored.listed = True
             self._by_key[key] = stored
+        return stored
+
+    def add_buffer(self, record: Record) -> StoredObject:
+        """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it."""
+        stored = self.add("", None, record, None)
+        stored.kind, stored.managed, stored.listed = "buffer", True, True
         return stored
 
     def _count_build(self, key: str) -> int:
@@ -165,8 +181,34 @@ class ObjectStore:
         """Unlist the object of a key, or all of an endpoint; how many that were. Leased ones stay with their holders."""
         matching = [s for s in self._by_key.values() if s.cache_key == key or s.endpoint == endpoint]
         for stored in matching:
-            self._unlist(stored)
+            self.unlist(stored)
         return len(matching)
+
+    def make_room(self, device: str, allowed: int) -> bool:
+        """Evict cached objects without a lease, the least recently used first, until at most ``allowed`` bytes of a device are
+        used. False, and nothing is evicted, where that is not enough.
+        """
+        idle = [
+            stored
+            for stored in self._by_key.values()
+            if not self._leases.held(stored.object_id)
+            and any(segment.info.device == device for segment in stored.record.segments)
+        ]
+        idle_ids = {stored.object_id for stored in idle}
+        kept = {
+            segment.info.id: segment.info.nbytes
+            for stored in self._objects.values()
+            if stored.object_id not in idle_ids
+            for segment in stored.record.segments
+            if segment.info.device == device
+        }
+        if sum(kept.values()) > allowed:
+            return False
+        for stored in idle:
+            if self.used(device) <= allowed:
+                break
+            self.unlist(stored)
+        return True
 
     def expire(self) -> float | None:
         """Unlist what has been idle for its ``idle_ttl``; the seconds until the next one may be, None for never."""
@@ -178,7 +220,7 @@ class ObjectStore:
         ]
         for left, stored in remaining:
             if left <= 0:
-                self._unlist(stored)
+                self.unlist(stored)
         return min((left for left, _ in remaining if left > 0), default=None)
 
     def clear(self) -> None:
@@ -194,12 +236,13 @@ class ObjectStore:
             if self.nbytes <= self._max_bytes:
                 return
             if not self._leases.held(stored.object_id):
-                self._unlist(stored)
+                self.unlist(stored)
 
-    def _unlist(self, stored: StoredObject) -> None:
+    def unlist(self, stored: StoredObject) -> None:
+        """Let go of an object: it stays with those who hold it, and goes with the last of them."""
         if stored.listed and stored.cache_key is not None:
             del self._by_key[stored.cache_key]
-            stored.listed = False
+        stored.listed = False
         self._drop_if_unkept(stored)
 
     def _drop_if_unkept(self, stored: StoredObject) -> None:

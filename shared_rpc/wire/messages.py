@@ -240,6 +240,38 @@ class Starved(Message):
     text: str
 
 
+class CreateBuffer(Message):
+    """Ask for the :class:`Result` of a new buffer: one tensor, in a segment of its own.
+
+    ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
+    ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit.
+    """
+
+    shape: int | list[int]
+    dtype: str = "uint8"
+    device: str = ""
+    zero: bool = False
+    ttl: float | None = None
+    max_accesses: int | None = None
+
+
+class GetBuffer(Message):
+    """Ask for the :class:`Result` of a buffer that is there."""
+
+    object_id: str
+
+
+class FreeBuffer(Message):
+    """Have nobody get a buffer any more; :class:`Count` is 0 if nobody could. ``release``: give back a lease on it as well."""
+
+    object_id: str
+    release: bool = False
+
+
+class ListDevices(Message):
+    """Ask for :class:`FactsList`: the devices that the server has memory on."""
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 
@@ -282,6 +314,10 @@ _KINDS: dict[int, type[Message]] = {
     29: Free,
     30: AwaitFree,
     31: Starved,
+    40: CreateBuffer,
+    41: GetBuffer,
+    42: FreeBuffer,
+    43: ListDevices,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -163,7 +163,9 @@ assert_type(provider.get_runtime_info(), dict[str, Any])
 
 # Server and client.
 
-with Server(provider, socket_path=Path("/run/app.sock"), max_workers=4, max_bytes=1 << 30) as server:
+with Server(
+    provider, socket_path=Path("/run/app.sock"), max_workers=4, max_bytes=1 << 30, quotas={"cuda:0": 0.5, "cpu": 1 << 30}
+) as server:
     assert_type(server, Server)
     assert_type(server.socket_path, str)
     assert_type(server.running, bool)
@@ -176,6 +178,14 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.ping(), float)
     assert_type(client.get_server_info(), dict[str, Any])
     assert_type(client.list_objects(), list[dict[str, Any]])
+    with client.create_buffer((2, 3), torch.float16, "cuda:1", zero=True, ttl=60, max_accesses=3) as buffer:
+        assert_type(buffer, Handle[torch.Tensor])
+        assert_type(buffer.value, torch.Tensor)
+        assert_type(client.get_buffer(buffer.object_id), Handle[torch.Tensor])
+        assert_type(client.free_buffer(buffer), bool)
+    client.create_buffer("4")  # type: ignore[arg-type]
+    client.create_buffer(4, ttl="soon")  # type: ignore[arg-type]
+    assert_type(client.list_devices(), list[dict[str, Any]])
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.get_object_info(handle), dict[str, Any])

@@ -1,0 +1,72 @@
+"""The operations on raw buffers and devices; see :mod:`shared_rpc.client.steps` for how they are driven."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from shared_rpc.client.operations import _ask, _result, _valued
+from shared_rpc.client.steps import Operation, Request, Work
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.devices import device_id
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.buffers import Extent
+
+__all__ = ["create", "free", "get", "list_devices"]
+
+
+def create(
+    shape_or_nbytes: int | Sequence[int],
+    dtype: object,
+    device: object,
+    zero: bool,
+    ttl: float | None,
+    max_accesses: int | None,
+    values: MutableMapping[str, Any],
+) -> Operation[tuple[m.Result, Any]]:
+    """Make a buffer: ``(message, tensor)``. Where the tensor cannot be made, the buffer is freed.
+
+    :param values: the values that live in this process, by object id.
+    """
+    shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
+    Extent.of(shape, name)  # the server asks as well; here no size is too large for a message
+    chosen = ""
+    if device is not None:
+        # This process's own index of a GPU means nothing to the server.
+        chosen = yield Work(lambda: device_id(str(device)))
+    message = m.CreateBuffer(shape, name, chosen, zero, ttl, max_accesses)
+    result = _result("create_buffer", (yield Request(message, "create_buffer")))
+    try:
+        return (yield from _valued(result, values))
+    except (Exception, KeyboardInterrupt):
+        yield from free(result.message.object_id)
+        raise
+
+
+def get(object_id: str, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
+    """A buffer that is there: ``(message, tensor)``."""
+    what = f"get_buffer({object_id!r})"
+    return (yield from _valued(_result(what, (yield Request(m.GetBuffer(object_id), what))), values))
+
+
+def free(object_id: str) -> Operation[bool]:
+    """Have nobody get a buffer any more; False if nobody could."""
+    reply = yield from _ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
+    return bool(reply.count)
+
+
+def list_devices() -> Operation[list[dict[str, Any]]]:
+    """Facts about every device that the server has memory on."""
+    reply = yield from _ask(Request(m.ListDevices(), "list_devices"), m.FactsList)
+    return list(reply.items)
+
+
+def _shape(shape_or_nbytes: Any) -> int | list[int]:
+    """As the message has it; anything that counts as an integer is one, as numpy's do."""
+    try:
+        if hasattr(shape_or_nbytes, "__index__"):
+            return operator.index(shape_or_nbytes)
+        return [operator.index(size) for size in shape_or_nbytes]
+    except TypeError as error:
+        raise ConfigurationError(f"{shape_or_nbytes!r} is neither a number of bytes nor a shape: {error}") from error

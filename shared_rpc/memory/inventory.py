@@ -1,0 +1,60 @@
+"""The devices that a server has memory on: what they are, and how much they have. Needs no torch, and no CUDA context."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.segments import backend_for, gpu_support
+
+if TYPE_CHECKING:
+    from shared_rpc.memory.vmm import VmmBackend
+
+__all__ = ["DeviceFacts", "devices_of", "facts_of", "free_bytes"]
+
+
+class DeviceFacts(NamedTuple):
+    """What does not change. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
+
+    id: str
+    kind: str
+    name: str
+    total: int
+    granularity: int
+
+
+def devices_of(device: str) -> tuple[str, ...]:
+    """The ids of the devices that a server of ``device`` makes memory on.
+
+    A GPU's server: every GPU that its process sees, and the host. The host's: the host alone, so that it never loads CUDA.
+    """
+    if device == "cpu":
+        return ("cpu",)
+    with gpu_support():
+        from shared_rpc.memory.vmm import visible_gpus
+    return (*visible_gpus(), "cpu")
+
+
+@functools.cache
+def facts_of(device: str) -> DeviceFacts:
+    """The facts of a device of :func:`devices_of`. The first time this may wait for the driver.
+
+    :raises CapabilityError: if this process cannot use that device.
+    """
+    kind, backend = device_kind(device), backend_for(device)
+    if kind == "cpu":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return DeviceFacts(device, kind, "host memory", total, backend.granularity)
+    gpu = cast("VmmBackend", backend)
+    return DeviceFacts(device, kind, gpu.name, gpu.total, gpu.granularity)
+
+
+def free_bytes(device: str) -> int | None:
+    """Bytes of a device that nobody uses now, None where that is not known."""
+    if device != "cpu":
+        return cast("VmmBackend", backend_for(device)).free()
+    with open("/proc/meminfo", encoding="ascii") as file:
+        amounts = dict(line.split(":") for line in file)
+    return int(amounts["MemAvailable"].split()[0]) * 1024

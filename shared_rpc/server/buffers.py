@@ -1,0 +1,226 @@
+"""Raw buffers of a server: asked for, made in a thread, kept as objects. Needs no torch, and on a GPU no CUDA context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of, free_bytes
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import backend_for
+from shared_rpc.records import ONE_TENSOR, Record, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.store.buffers import BufferTable
+from shared_rpc.store.quotas import Quotas
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.buffers import Extent
+
+__all__ = ["Buffers", "resolve_quotas"]
+
+#: Seconds. A century: a timer of more could not be set.
+_LONGEST = 100 * 365 * 86400.0
+
+
+class Buffers:
+    """What clients ask of buffers and devices. On the loop only; memory is made, and drivers are asked, in one thread.
+
+    :param device: the id of the server's device.
+    :param look_within: called when a buffer may expire in so many seconds.
+    """
+
+    def __init__(self, device: str, table: BufferTable, quotas: Quotas, look_within: Callable[[float], None]) -> None:
+        self.table = table
+        self._device = device
+        self._quotas = quotas
+        self._look_within = look_within
+        self._threads = WorkerThreads(1, _nothing)
+        #: Those who wait for what the thread does.
+        self._waiting: set[Waiter] = set()
+        #: Buffers that are being made.
+        self._coming = 0
+        self._stopped = False
+
+    def create(self, waiter: Waiter, message: m.CreateBuffer) -> None:
+        """Make a buffer that the waiter's session holds. The waiter is told exactly once, perhaps before this returns."""
+        try:
+            extent = Extent.of(message.shape, message.dtype)
+            _check_terms(message.ttl, message.max_accesses)
+        except SharedRPCError as error:
+            tell(waiter, Failure.of(error))
+            return
+        device = message.device or self._device
+        self._work(
+            waiter,
+            lambda: Produced(None, self._facts(device)),
+            lambda found: self._allocate(waiter, message, extent, found.live),
+        )
+
+    def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceFacts) -> None:
+        self.table.check_capacity(self._coming)
+        size = -(-extent.nbytes // facts.granularity) * facts.granularity
+        self._quotas.promise(facts.id, size, facts.total)
+        self._coming += 1
+
+        def ended() -> None:
+            self._coming -= 1
+            self._quotas.redeem(facts.id, size)
+
+        def keep(made: Produced) -> None:
+            assert made.record is not None, "a buffer has a record"
+            stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses)
+            if message.ttl is not None:
+                self._look_within(message.ttl)
+            tell(waiter, Delivery(stored.record, None, stored, True))
+
+        self._work(waiter, lambda: Produced(_new_record(extent, facts.id), None), keep, ended)
+
+    def get(self, waiter: Waiter, object_id: str) -> None:
+        """Hand a buffer out, at once.
+
+        :raises BufferNotFound: if it is not listed.
+        """
+        stored = self.table.get(waiter.session, object_id)
+        tell(waiter, Delivery(stored.record, None, stored, True))
+
+    def list_devices(self, waiter: Waiter, answer: Callable[[list[dict[str, Any]]], None]) -> None:
+        """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
+
+        def look() -> Produced:
+            return Produced(None, [(facts_of(device), free_bytes(device)) for device in devices_of(self._device)])
+
+        def show(found: Produced) -> None:
+            answer([self._shown(facts, free) for facts, free in found.live])
+
+        self._work(waiter, look, show)
+
+    def leave(self, waiter: Waiter) -> None:
+        """The waiter no longer waits; what is made for it is given up."""
+        self._waiting.discard(waiter)
+
+    def stop(self) -> None:
+        """Tell all who wait. Whoever asks later is refused."""
+        self._stopped = True
+        for waiter in tuple(self._waiting):
+            self._waiting.discard(waiter)
+            tell(waiter, _gone())
+
+    def close(self) -> None:
+        """The loop has ended."""
+        self._threads.close()
+
+    def _facts(self, device: str) -> DeviceFacts:
+        known = devices_of(self._device)
+        if device not in known:
+            raise CapabilityError(f"this server makes no memory on {device[:100]}; its devices are {', '.join(known)}")
+        return facts_of(device)
+
+    def _shown(self, facts: DeviceFacts, free: int | None) -> dict[str, Any]:
+        return {
+            "id": facts.id,
+            "kind": facts.kind,
+            "name": facts.name,
+            "total": facts.total,
+            "free": free,
+            "used": self._quotas.used(facts.id),
+            "limit": self._quotas.limit(facts.id),
+        }
+
+    def _work(
+        self,
+        waiter: Waiter,
+        work: Callable[[], Produced],
+        then: Callable[[Produced], None],
+        ended: Callable[[], None] | None = None,
+    ) -> None:
+        """Do ``work`` in the thread, and ``then`` on the loop; ``ended`` before that, whatever has become of it.
+
+        What either raises is told to the waiter. One who has left meanwhile spares the work, or has it thrown away.
+        """
+        if self._stopped:
+            tell(waiter, _gone())
+            return
+        self._waiting.add(waiter)
+
+        def attempt() -> Produced | Failure:
+            if waiter not in self._waiting:
+                return _gone()
+            try:
+                return work()
+            except SharedRPCError as error:
+                return Failure.of(error)
+            except Exception as error:  # out of descriptors, or a driver that fails
+                return Failure.of(CapabilityError(f"the server cannot do that: {type(error).__name__}: {error}"))
+
+        def done(outcome: Produced | Failure) -> None:
+            if ended is not None:
+                ended()
+            if waiter not in self._waiting:
+                if isinstance(outcome, Produced) and outcome.record is not None:
+                    outcome.record.close()
+                return
+            self._waiting.discard(waiter)
+            if isinstance(outcome, Failure):
+                tell(waiter, outcome)
+                return
+            try:
+                then(outcome)
+            except SharedRPCError as error:
+                tell(waiter, Failure.of(error))
+
+        self._threads.start(Job(attempt, _nothing, done))
+
+
+def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
+    """Bytes by device id, of what a server was given.
+
+    :param device: the id of the server's device.
+    :raises ConfigurationError: for a device that is not the server's, and for what is neither bytes nor a fraction.
+    """
+    resolved: dict[str, int] = {}
+    for name, amount in quotas.items():
+        chosen = device_id(name)
+        if chosen not in devices_of(device):
+            raise ConfigurationError(f"quotas[{name!r}]: this server's devices are {', '.join(devices_of(device))}")
+        if chosen in resolved:
+            raise ConfigurationError(f"quotas[{name!r}]: {chosen} has a quota already, by another name")
+        if isinstance(amount, float) and 0 < amount <= 1:
+            resolved[chosen] = int(facts_of(chosen).total * amount)
+        elif isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+            resolved[chosen] = amount
+        else:
+            raise ConfigurationError(
+                f"quotas[{name!r}]={amount!r}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0"
+            )
+    return resolved
+
+
+def _new_record(extent: Extent, device: str) -> Record:
+    # A safe point: what was dropped to make room goes back to the device before more is asked of it.
+    MAPPINGS.drain()
+    segments = [backend_for(device).create(extent.nbytes)] if extent.nbytes else []
+    storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
+    tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)
+    table = TensorTable((device,), (storage,), (tensor,))
+    return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device)
+
+
+def _check_terms(ttl: float | None, max_accesses: int | None) -> None:
+    if ttl is not None and not 0 < ttl <= _LONGEST:
+        raise ConfigurationError(f"ttl={ttl!r}: use seconds, more than 0 and less than a century, or None for no end")
+    if max_accesses is not None and max_accesses < 1:
+        raise ConfigurationError(f"max_accesses={max_accesses!r}: use a number from 1 on, or None for no limit")
+
+
+def _gone() -> Failure:
+    return Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,146 @@
+"""Raw buffers: who may get one, for how long and how often.
+
+A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
+object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
+passed, or when it was handed out ``max_accesses`` times, whichever comes first. Listed or not, it stays with those who
+hold it; memory goes with the end of the listing or with the last lease, whichever comes last.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shared_rpc.errors import BufferNotFound, ServerBusy
+from shared_rpc.records import Record
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore, StoredObject
+
+__all__ = ["BufferTable"]
+
+#: Buffers that are listed no more, and of which it is remembered why.
+_REMEMBERED = 10_000
+
+#: What became of a buffer, for the person who asks for it.
+_REASONS = {
+    "unknown": "this server has no such buffer",
+    "freed": "it was freed",
+    "expired": "its ttl has passed",
+    "exhausted": "it was handed out as often as its max_accesses allows",
+}
+
+
+@dataclass
+class _Terms:
+    """How long a buffer is listed: until a time in Unix seconds, for so many more accesses."""
+
+    expires_at: float | None
+    accesses_left: int | None
+
+
+class BufferTable:
+    """The buffers among the objects of a server.
+
+    :param now: the clock, in Unix seconds.
+    :param capacity: how many buffers there may be, listed or held: each costs the server a descriptor.
+    """
+
+    def __init__(self, objects: ObjectStore, leases: LeaseTable, now: Callable[[], float], *, capacity: int = 10_000) -> None:
+        self._objects = objects
+        self._leases = leases
+        self._now = now
+        self._capacity = capacity
+        #: Of those that are listed.
+        self._terms: dict[str, _Terms] = {}
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+
+    def check_capacity(self, coming: int) -> None:
+        """Before one more is made than those that are ``coming``.
+
+        :raises ServerBusy: if there are as many as there may be.
+        """
+        if len(self) + coming >= self._capacity:
+            raise ServerBusy(f"the server has {self._capacity} buffers, as many as it takes: free or release some")
+
+    def add(self, session: str, record: Record, ttl: float | None, max_accesses: int | None) -> StoredObject:
+        """List a new buffer, which its maker holds.
+
+        :param ttl: seconds from now on.
+        :param max_accesses: at least one; that of its maker is none.
+        """
+        stored = self._objects.add_buffer(record)
+        self._leases.grant(session, stored.object_id)
+        self._terms[stored.object_id] = _Terms(self._now() + ttl if ttl is not None else None, max_accesses)
+        return stored
+
+    def get(self, session: str, object_id: str) -> StoredObject:
+        """Hand a buffer out: the session holds it from here on.
+
+        :raises BufferNotFound: if it is not listed, or not any more.
+        """
+        terms, stored = self._current(object_id), self._objects.get(object_id)
+        if terms is None or stored is None:
+            reason = self._reasons.get(object_id, "unknown")
+            raise BufferNotFound(f"buffer {object_id[:100]} is not to be had: {_REASONS[reason]}", reason=reason)
+        self._leases.grant(session, object_id)
+        stored.last_accessed_at = self._now()
+        if terms.accesses_left is not None:
+            terms.accesses_left -= 1
+            if terms.accesses_left == 0:
+                self._unlist(object_id, "exhausted")
+        return stored
+
+    def free(self, object_id: str) -> bool:
+        """Unlist a buffer; False if it was not listed, or not any more."""
+        if self._current(object_id) is None:
+            return False
+        self._unlist(object_id, "freed")
+        return True
+
+    def expire(self) -> float | None:
+        """Unlist those whose time has passed; the seconds until the next one's has, None for never."""
+        now = self._now()
+        ends = {object_id: terms.expires_at for object_id, terms in self._terms.items() if terms.expires_at is not None}
+        for object_id in [object_id for object_id, end in ends.items() if end <= now]:
+            del ends[object_id]
+            self._unlist(object_id, "expired")
+        return min((end - now for end in ends.values()), default=None)
+
+    def facts(self, object_id: str) -> dict[str, Any]:
+        """What ``get_object_info`` tells of a buffer beside what it tells of every object.
+
+        ``state`` is ``"listed"``, or the reason why it is not listed any more.
+        """
+        terms = self._current(object_id)
+        if terms is None:
+            state = self._reasons.get(object_id, "unknown")
+            return {"kind": "buffer", "state": state, "expires_at": None, "accesses_left": None}
+        return {
+            "kind": "buffer",
+            "state": "listed",
+            "expires_at": terms.expires_at,
+            "accesses_left": terms.accesses_left,
+        }
+
+    def _current(self, object_id: str) -> _Terms | None:
+        """The terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
+        terms = self._terms.get(object_id)
+        if terms is None or terms.expires_at is None or terms.expires_at > self._now():
+            return terms
+        self._unlist(object_id, "expired")
+        return None
+
+    def _unlist(self, object_id: str, reason: str) -> None:
+        del self._terms[object_id]
+        self._reasons[object_id] = reason
+        if len(self._reasons) > _REMEMBERED:
+            self._reasons.popitem(last=False)
+        stored = self._objects.get(object_id)
+        if stored is not None:  # at the end of the server all objects go at once
+            self._objects.unlist(stored)
+
+    def __len__(self) -> int:
+        """How many buffers there are, listed or held."""
+        return sum(stored.kind == "buffer" for stored in self._objects)

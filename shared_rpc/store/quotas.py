@@ -1,0 +1,103 @@
+"""How much memory of each device a server's objects may take, results and buffers together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from shared_rpc.errors import CapabilityError, ServerBusy
+from shared_rpc.records import Record
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore
+
+__all__ = ["Quotas"]
+
+
+_QUOTA, _ALL = "the quota (Server(quotas=...))", "all that the device has"
+
+
+class Quotas:
+    """The limits, what is used, and what is promised to those whose memory is being made.
+
+    Where a limit would be exceeded, cached objects that nobody holds make room, if that is enough; else nothing is
+    evicted and the asker is refused.
+
+    :param limits: bytes, by the device's id.
+    :param pid_of: the process behind a session, for people.
+    """
+
+    def __init__(
+        self, objects: ObjectStore, leases: LeaseTable, limits: Mapping[str, int], pid_of: Callable[[str], int]
+    ) -> None:
+        self._objects = objects
+        self._leases = leases
+        self._limits = dict(limits)
+        #: To be replaced by who knows the clients.
+        self.pid_of = pid_of
+        self._promised: Counter[str] = Counter()
+
+    def limit(self, device: str) -> int | None:
+        """The quota of a device in bytes, None where there is none."""
+        return self._limits.get(device)
+
+    def used(self, device: str) -> int:
+        """Bytes of a device that objects take, or are promised."""
+        return self._objects.used(device) + self._promised[device]
+
+    def promise(self, device: str, nbytes: int, total: int) -> None:
+        """Set memory aside that is about to be made, until :meth:`redeem`.
+
+        :param total: what the device has: the limit where no quota is set.
+        :raises CapabilityError: if there can never be so much.
+        :raises ServerBusy: if there is not so much now.
+        """
+        quota = self._limits.get(device)
+        if quota is not None and quota <= total:
+            self._require(device, nbytes, quota, _QUOTA)
+        else:
+            self._require(device, nbytes, total, _ALL)
+        self._promised[device] += nbytes
+
+    def redeem(self, device: str, nbytes: int) -> None:
+        """The memory was made, and is an object's now, or it was not."""
+        self._promised[device] -= nbytes
+
+    def admit(self, record: Record) -> None:
+        """Before a record is kept whose memory was made already.
+
+        :raises CapabilityError: if it is larger than a quota.
+        :raises ServerBusy: if there is no room for it now.
+        """
+        new: Counter[str] = Counter()
+        for info in {segment.info.id: segment.info for segment in record.segments}.values():
+            if self._objects.segment(info.id) is None:
+                new[info.device] += info.nbytes
+        for device, nbytes in new.items():
+            if device in self._limits:
+                self._require(device, nbytes, self._limits[device], _QUOTA)
+
+    def _require(self, device: str, nbytes: int, limit: int, what: str) -> None:
+        if nbytes > limit:
+            raise CapabilityError(
+                f"{nbytes} bytes on {device} are asked for, and {what} is {limit}: there can never be so many"
+            )
+        if nbytes == 0 or self.used(device) + nbytes <= limit:
+            return
+        if not self._objects.make_room(device, limit - nbytes - self._promised[device]):
+            raise ServerBusy(
+                f"{nbytes} bytes on {device} are asked for, {what} is {limit}, and {self.used(device)} are in use: "
+                f"{self._users(device)}. Release handles, free buffers, or ask for less"
+            )
+
+    def _users(self, device: str) -> str:
+        held: Counter[str] = Counter()
+        idle = 0
+        for stored in self._objects:
+            nbytes = sum(segment.info.nbytes for segment in stored.record.segments if segment.info.device == device)
+            holders = self._leases.holders(stored.object_id)
+            if nbytes and holders:
+                held.update(dict.fromkeys(holders, nbytes))
+            elif stored.kind == "buffer":
+                idle += nbytes
+        texts = [f"pid {self.pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
+        return ", and ".join([*texts, f"{idle} bytes are buffers that nobody holds"])

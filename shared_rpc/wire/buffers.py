@@ -1,0 +1,89 @@
+"""How large a raw buffer is: shapes and dtypes as both sides understand them, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["ITEM_SIZES", "Extent"]
+
+#: Bytes of an element, by torch's name of the dtype. Quantised ones are not among them: they are more than their bytes.
+ITEM_SIZES = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+#: What torch can count: sizes, strides and bytes are signed 64-bit integers there.
+_LARGEST = (1 << 63) - 1
+#: Dimensions. More are never meant, and some kernels stop at as many.
+_MOST = 64
+
+
+class Extent(NamedTuple):
+    """A contiguous tensor: its shape and strides count elements, ``nbytes`` is all of it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape_or_nbytes: int | Sequence[int], dtype: str) -> Extent:
+        """The extent of a shape, or of a number of bytes, which are as many elements as fit exactly.
+
+        :raises ConfigurationError: for a dtype that there is not, and for sizes that no tensor has.
+        """
+        item = ITEM_SIZES.get(dtype)
+        if item is None:
+            raise ConfigurationError(
+                f"dtype={dtype[:100]!r} is none that a buffer can have: use one of {', '.join(ITEM_SIZES)}"
+            )
+        if isinstance(shape_or_nbytes, int):
+            if not 0 <= shape_or_nbytes <= _LARGEST:
+                raise ConfigurationError(f"a buffer of {_shown(shape_or_nbytes)} bytes: use a number from 0 to 2**63 - 1")
+            if shape_or_nbytes % item:
+                raise ConfigurationError(
+                    f"a buffer of {shape_or_nbytes} bytes is no whole number of {dtype} elements of {item} bytes: an int is "
+                    f"always a number of bytes, and a tuple is a shape"
+                )
+            shape: tuple[int, ...] = (shape_or_nbytes // item,)
+        else:
+            shape = tuple(shape_or_nbytes)
+        if len(shape) > _MOST:
+            raise ConfigurationError(f"a buffer with {len(shape)} dimensions: the limit is {_MOST}")
+        # Of an empty tensor too, because its strides are computed as if no size were 0.
+        if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) * item > _LARGEST:
+            raise ConfigurationError(
+                f"a buffer of shape ({', '.join(map(_shown, shape))}) and dtype {dtype}: sizes are not negative, and all of it "
+                f"is less than 2**63 bytes"
+            )
+        strides = tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
+        return cls(shape, strides, dtype, math.prod(shape) * item)
+
+
+def _shown(number: int) -> str:
+    # Python refuses to write very long integers in decimal.
+    return str(number) if number.bit_length() <= 128 else f"{'-' if number < 0 else ''}2**{number.bit_length() - 1} or more"
