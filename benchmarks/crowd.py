@@ -12,7 +12,7 @@ from benchmarks.processes import configuration, next_command, say
 from shared_rpc import Client
 from shared_rpc.client import operations
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.operations import Result
+from shared_rpc.client.results import Result
 from shared_rpc.client.steps import Request
 from shared_rpc.memory.mapping import MAPPINGS
 

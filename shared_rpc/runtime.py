@@ -16,7 +16,7 @@ from shared_rpc.client import Client
 from shared_rpc.in_process import InProcessRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.executor import InProcessExecutor
+from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import Lanes
 from shared_rpc.settings import Role
 from shared_rpc.wire.tasks import TaskInfo

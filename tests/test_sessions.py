@@ -16,7 +16,7 @@ import torch
 
 from shared_rpc import Client, Handle, Provider, Server
 from shared_rpc.client import connection as connection_module
-from shared_rpc.client import operations
+from shared_rpc.client import results
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.wire import messages as m
 from tests.processes import Child, eventually, python
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 HOLDER = """
 import os, signal, sys, threading
 from shared_rpc import Client
-from shared_rpc.client import operations
+from shared_rpc.client import operations, results
 
 client = Client(device="cpu")
 
@@ -199,11 +199,11 @@ def test_a_result_that_cannot_be_rebuilt_leaves_no_lease(
 ) -> None:
     """A caller that is interrupted while its result is rebuilt never gets a handle, so the client gives the lease back."""
 
-    def interrupted(result: operations.Result, values: object) -> None:
+    def interrupted(result: results.Result, values: object) -> None:
         result.close()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(operations, "_rebuild", interrupted)
+    monkeypatch.setattr(results, "_rebuild", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.call("own", 3)
     assert leases(server) == 0

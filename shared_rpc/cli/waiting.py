@@ -16,7 +16,7 @@ from rich.text import Text
 from shared_rpc import Client
 from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
 from shared_rpc.client import operations
-from shared_rpc.client.operations import Result
+from shared_rpc.client.results import Result
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
 from shared_rpc.records import TensorTable
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus

@@ -6,8 +6,8 @@ import operator
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from shared_rpc.client.operations import _ask, _result, _valued
-from shared_rpc.client.steps import Operation, Request, Work
+from shared_rpc.client.results import result_of, valued
+from shared_rpc.client.steps import Operation, Request, Work, ask
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.wire import messages as m
@@ -36,9 +36,9 @@ def create(
         # This process's own index of a GPU means nothing to the server.
         chosen = yield Work(lambda: device_id(str(device)))
     message = m.CreateBuffer(shape, name, chosen, zero, ttl, max_accesses)
-    result = _result("create_buffer", (yield Request(message, "create_buffer")))
+    result = result_of("create_buffer", (yield Request(message, "create_buffer")))
     try:
-        return (yield from _valued(result, values))
+        return (yield from valued(result, values))
     except (Exception, KeyboardInterrupt):
         yield from free(result.message.object_id)
         raise
@@ -47,18 +47,18 @@ def create(
 def get(object_id: str, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
     """A buffer that is there: ``(message, tensor)``."""
     what = f"get_buffer({object_id!r})"
-    return (yield from _valued(_result(what, (yield Request(m.GetBuffer(object_id), what))), values))
+    return (yield from valued(result_of(what, (yield Request(m.GetBuffer(object_id), what))), values))
 
 
 def free(object_id: str) -> Operation[bool]:
     """Have nobody get a buffer any more; False if nobody could."""
-    reply = yield from _ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
+    reply = yield from ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
     return bool(reply.count)
 
 
 def list_devices() -> Operation[list[dict[str, Any]]]:
     """Facts about every device that the server has memory on."""
-    reply = yield from _ask(Request(m.ListDevices(), "list_devices"), m.FactsList)
+    reply = yield from ask(Request(m.ListDevices(), "list_devices"), m.FactsList)
     return list(reply.items)
 
 

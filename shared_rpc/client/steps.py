@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from shared_rpc.client.lane import Lane
+from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work"]
+__all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work", "ask"]
 
 T = TypeVar("T")
 
@@ -100,3 +101,12 @@ class Tell:
 
 
 Operation = Generator[Request | Work | Notify | Tell, Any, T]
+
+
+def ask(request: Request, kind: type[m.Message]) -> Operation[Any]:
+    """Send a request whose reply is of one kind and carries no descriptors."""
+    reply: Reply = yield request
+    reply.frame.close()
+    if not isinstance(reply.message, kind):
+        raise ProtocolError(f"the server answered {request.what} with {type(reply.message).__name__}")
+    return reply.message

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.errors import DeadlineExceeded, ProtocolError, SegmentNotFound, ServerBusy, SharedRPCError
-from shared_rpc.memory.borrowing import Borrower
-from shared_rpc.memory.segments import Segment, new_segment_id
-from shared_rpc.records import Arguments
+from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure
@@ -49,6 +45,7 @@ class Requests:
         self._core = core
         self._sessions = sessions
         self._facts = facts
+        self._arguments = ArgumentReader(core, lambda: self._session_id)
         self._waiters: dict[int, Waiter] = {}
         #: Arenas of the session's pool whose descriptors went over this connection.
         self._sent: set[str] = set()
@@ -103,7 +100,7 @@ class Requests:
         self._reply(frame.request_id, m.Endpoints(self._core.registry.all()))
 
     def _call(self, frame: Frame, message: m.Call) -> None:
-        arguments = self._arguments_of(frame, message)
+        arguments = self._arguments.take(frame, message)
         try:
             waiter = self._waiter(frame.request_id)
         except SharedRPCError:
@@ -113,76 +110,6 @@ class Requests:
         waiter.on_starved = lambda why: self._ask_for_memory(frame.request_id, why)
         self._waiters[frame.request_id] = waiter
         self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
-
-    def _arguments_of(self, frame: Frame, message: m.Call) -> Arguments:
-        """The arguments of a call. They own the frame's descriptors from here on."""
-        if message.freed:
-            self._lane.give(message.freed)
-        loans = self._loans(message)
-        arguments = Arguments([], {}, bytes(message.table), loans=loans)
-        try:
-            arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
-            self._take_segments(arguments.segments, frame, message)
-            start = 0
-            for size in message.skeletons:
-                arguments.skeletons.append(frame.payload[start : start + size])
-                start += size
-        except BaseException:
-            arguments.close()
-            raise
-        return arguments
-
-    def _loans(self, message: m.Call) -> dict[int, Borrower]:
-        """To whom the chunks of a call go back, of the client's pool, and of its own results that it names."""
-        if not message.chunks and not message.held:
-            return {}
-        lane = self._lane
-        held = set(message.held)
-        if held and not lane.results.hold(held):
-            lane.borrower.unused(message.chunks)
-            raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
-        return dict.fromkeys(message.chunks, lane.borrower) | dict.fromkeys(held, lane.own)
-
-    def _take_segments(self, segments: list[Segment], frame: Frame, message: m.Call) -> None:
-        """The segments of a call, those among them that are known by their ids, and those whose descriptors came."""
-        kept, arenas = frozenset(message.kept), frozenset(message.arenas)
-        if (
-            len(message.segments) != len(frame.fds) + len(kept)
-            or not kept | arenas <= set(range(len(message.segments)))
-            or sum(message.skeletons) != len(frame.payload)
-            or min(message.skeletons, default=0) < 0
-        ):
-            raise ProtocolError("a call whose descriptors or skeletons do not match its message")
-        unknown = [
-            info.id[:100]
-            for number, info in enumerate(message.segments)
-            if number in kept - arenas and self._kept(info.id) is None
-        ]
-        if unknown:
-            raise SegmentNotFound(
-                f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown
-            )
-        sent = deque(frame.take_fds())
-        try:
-            for number, info in enumerate(message.segments):
-                if number in kept:
-                    known = self._lane.arena(info.id) if number in arenas else self._kept(info.id)
-                    assert known is not None, "asked before"
-                    # It is mapped as it is mapped here already: for writing.
-                    segments.append(known if number in arenas else known.duplicate("read_write"))
-                elif number in arenas:
-                    segments.append(self._lane.take_arena(info, sent.popleft()))
-                else:
-                    # Its id is made here, so that no client can pass its memory off as another segment.
-                    segments.append(Segment(msgspec.structs.replace(info, id=new_segment_id()), sent.popleft()))
-        finally:
-            for fd in sent:
-                os.close(fd)
-
-    def _kept(self, segment_id: str) -> Segment | None:
-        """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""
-        lane = self._core.lanes.find(self._session_id)
-        return self._core.objects.segment(segment_id) or (lane.results.segment(segment_id) if lane is not None else None)
 
     def _ask_for_memory(self, request_id: int, why: str) -> None:
         self._starved[request_id] = why
@@ -209,7 +136,7 @@ class Requests:
         lane.await_chunks(told)
 
     def _submit(self, frame: Frame, message: m.Submit) -> None:
-        arguments = self._arguments_of(frame, message)
+        arguments = self._arguments.take(frame, message)
         info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments)
         self._reply(frame.request_id, m.TaskIs(info))
 

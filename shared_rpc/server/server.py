@@ -16,7 +16,7 @@ from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.executor import InProcessExecutor
+from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import resolve_base_path, socket_path

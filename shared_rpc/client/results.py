@@ -1,0 +1,91 @@
+"""Taking a result: what the server answered, and the value around its memory."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.segments import Segment
+from shared_rpc.wire import messages as m
+
+__all__ = ["Result", "result_of", "valued"]
+
+
+@dataclass(slots=True)
+class Result:
+    """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
+
+    message: m.Result
+    skeleton: bytes
+    segments: list[Segment]
+    loans: dict[int, Borrower] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
+        for segment in self.segments:
+            segment.close()
+        for chunk, borrower in self.loans.items():
+            borrower.unused([chunk])
+        self.loans = {}
+
+    def __enter__(self) -> Result:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
+    """The result in a reply, whose descriptors it owns.
+
+    :raises ProtocolError: if there is none.
+    """
+    message, frame = reply.message, reply.frame
+    kept = len(message.kept) if isinstance(message, m.Result) else 0
+    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + kept or (kept and lane is None):
+        frame.close()
+        raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
+    if lane is None:
+        segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+        return Result(message, frame.payload, segments)
+    lane.arguments.give(message.freed)
+    segments = lane.segments(message.segments, message.kept, frame.take_fds())
+    return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
+
+
+def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
+    """Rebuild a result: ``(message, value)``. Where that fails, the lease that came with it is given back.
+
+    :param values: the values that live in this process, by object id.
+    """
+    object_id = result.message.object_id
+    known = values.get(object_id)
+    if known is not None:
+        result.close()
+        return result.message, known
+    try:
+        nbytes = len(result.skeleton) + len(result.message.table)
+        value = yield Work(lambda: _rebuild(result, values), nbytes)
+    except (Exception, KeyboardInterrupt):
+        if result.message.managed:
+            yield from ask(Request(m.Release([object_id]), "release"), m.Count)
+        raise
+    return result.message, value
+
+
+def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
+    from shared_rpc.codec import decode_result
+
+    with result:
+        loans, result.loans = result.loans, {}
+        value = decode_result(result.skeleton, result.message.table, result.segments, result.message.owner, loans)
+        if result.message.object_id:
+            with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
+                return values.setdefault(result.message.object_id, value)
+        return value

@@ -1,0 +1,138 @@
+"""Sending a call: its arguments as they travel, and where their memory goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from shared_rpc.client.lane import Lane, LaneClosed
+from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.errors import ConnectError, DeadlineExceeded, SegmentNotFound, ServerBusy
+from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
+from shared_rpc.records import Arguments
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.values import encode, lower_call
+
+__all__ = ["Lanes", "encoded", "lower", "no_lane", "send"]
+
+#: The pools of the session that a client has now.
+Lanes = Callable[[], Lane | None]
+
+
+def no_lane() -> None:
+    """For a client that does without pools."""
+    return
+
+
+def send(
+    kind: type[m.Call],
+    endpoint: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    server: str,
+    what: str,
+    lanes: Lanes,
+) -> Operation[tuple[Reply, Lane | None]]:
+    """Send a call of a kind: the reply, and the pools that were used for it.
+
+    :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
+    :param lanes: where the current pools are.
+    :raises ServerBusy: if the pool for arguments stays full.
+    """
+    while True:
+        lane = lanes()
+        try:
+            arguments = yield from lower(args, kwargs, device, server, lane, what)
+            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane
+        except (LaneClosed, PoolClosed):
+            continue
+        except SegmentNotFound as error:
+            # An object was dropped meanwhile, or another server has come.
+            if not MAPPINGS.disown(error.segments):
+                raise
+        except PoolFull as full:
+            assert lane is not None, "there is a pool"
+            yield from _await_room(lane, what, str(full))
+
+
+def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None) -> Operation[Reply]:
+    freed = lane.to_give_back() if lane is not None else []
+    try:
+        message = kind(
+            endpoint,
+            *encoded(arguments),
+            table=msgspec.Raw(arguments.table),
+            segments=[segment.info for segment in arguments.segments],
+            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+            kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
+            arenas=list(arguments.arenas),
+            chunks=list(arguments.chunks),
+            held=list(arguments.held),
+            freed=freed,
+            pooled=lane is not None,
+        )
+        arenas = {number: arguments.segments[number] for number in arguments.arenas}
+        fds = tuple(
+            segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
+        )
+        reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+        return reply
+    except ConnectError:
+        # It was not sent.
+        if lane is not None:
+            lane.arguments.give(arguments.chunks)
+            lane.borrower.put_back(freed)
+        raise
+    finally:
+        arguments.close()
+
+
+def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:
+    """Until the server gives chunks of this client's pool back.
+
+    :raises ServerBusy: if it does not in time.
+    """
+    try:
+        free = yield from ask(Request(m.AwaitFree(), what, lane=lane), m.Free)
+    except DeadlineExceeded as error:
+        raise ServerBusy(f"{what}: {why}") from error
+    lane.arguments.give(free.chunks)
+
+
+class _HasMemory(Exception):
+    """An argument needs the codec."""
+
+
+def lower(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, lane: Lane | None = None, what: str = ""
+) -> Operation[Arguments]:
+    """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
+    try:
+        return Arguments(*lower_call(args, kwargs, _no_memory))
+    except _HasMemory:
+        pass
+    pool = lane.arguments if lane is not None else None
+    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"))
+    return arguments
+
+
+def _no_memory(value: Any, path: str) -> NoReturn:
+    raise _HasMemory(path)
+
+
+def _encode_all(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, purpose: str
+) -> Arguments:
+    from shared_rpc.codec import encode_arguments
+
+    return encode_arguments(args, kwargs, device_kind(device), server, pool, purpose)
+
+
+def encoded(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as a message has them."""
+    return [encode(value) for value in arguments.args], {name: encode(value) for name, value in arguments.kwargs.items()}
