@@ -54,8 +54,9 @@ def spans(scan: Scan, *, exact: bool) -> list[Span]:
         start, end = 0, storage.nbytes()
         if number in used:
             bounds = [_bounds(entry) for entry in used[number]]
-            start = min(low for low, _ in bounds) // _GRAIN * _GRAIN
-            end = max(start, *(high for _, high in bounds))
+            # An empty tensor may begin anywhere, past the end of its storage too.
+            start = min(end, *(low for low, _ in bounds)) // _GRAIN * _GRAIN
+            end = min(end, max(start, *(high for _, high in bounds)))
         found.append(Span(number, storage.data_ptr() + start, end - start, storage.device, start))
     return found
 
