@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shared_rpc.client import Client
     from shared_rpc.client.aio import AsyncClient
     from shared_rpc.handle import AsyncHandle, Handle
+    from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncHandle",
     "Client",
     "Handle",
+    "PoolOptions",
     "Progress",
     "Provider",
     "Server",
@@ -44,6 +46,7 @@ _HOMES = {
     "AsyncHandle": "shared_rpc.handle",
     "Client": "shared_rpc.client",
     "Handle": "shared_rpc.handle",
+    "PoolOptions": "shared_rpc.memory.pool",
     "Progress": "shared_rpc.wire.tasks",
     "Provider": "shared_rpc.provider",
     "Server": "shared_rpc.server",

@@ -16,6 +16,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.exits import forget, remember
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
@@ -76,6 +77,7 @@ class Provider:
     :param device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``: where results live.
     :param timeout: seconds a call of a client may take.
     :param server_startup_timeout: seconds a client waits for a server that is not there yet.
+    :param pool: how much memory each session may have for arguments, and for results that are not kept.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class Provider:
         device: str = "auto",
         timeout: float | None = 600.0,
         server_startup_timeout: float = 30.0,
+        pool: PoolOptions | None = None,
     ) -> None:
         self.base_path = base_path
         self.device = device
         self.timeout = timeout
         self.server_startup_timeout = server_startup_timeout
+        self.pool = pool or PoolOptions()
         self.registry = Registry()
         self.endpoints: dict[str, Endpoint] = {}
         self._enabled = enabled

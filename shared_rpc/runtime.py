@@ -91,6 +91,7 @@ class ClientRuntime:
             device=provider.device,
             timeout=provider.timeout,
             connect_timeout=provider.server_startup_timeout,
+            pool=provider.pool,
         )
 
     @property

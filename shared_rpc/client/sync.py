@@ -44,6 +44,7 @@ class Client(BaseClient):
     :param socket_path: the server's socket itself; base path and device are not looked at then.
     :param timeout: seconds an operation may take; None for no limit.
     :param connect_timeout: seconds to wait for a server that is not there yet.
+    :param pool: how much memory arguments may take until the server has done with them.
     """
 
     def _begin(self) -> None:

@@ -42,7 +42,7 @@ class Server:
         bytes as an int, or a fraction of the device's memory as a float up to 1.0. What would exceed it is refused, unless
         cached objects that nobody holds can make room.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
-    :param pool: how much memory each session may have for the results of calls that are not kept.
+    :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
     """
@@ -119,7 +119,7 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
-        lanes = Lanes(self._pool)
+        lanes = Lanes(self._pool or self._provider.pool)
         executor = InProcessExecutor(self._provider.endpoints, device, lanes, self._max_workers)
         core = Core(
             self._provider.registry,
