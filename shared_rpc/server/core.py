@@ -17,6 +17,7 @@ import anyio
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
+from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
@@ -43,6 +44,7 @@ class Core:
     :param max_bytes: see :class:`ObjectStore`.
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
+    :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Core:
         max_bytes: int | None = None,
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
+        mechanism: dict[str, Any] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.server_id = secrets.token_hex(8)
         self.device = device
+        self.mechanism = mechanism
         self.registry = registry
         self.leases = LeaseTable()
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
@@ -176,7 +180,8 @@ class Core:
 
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""
-        return stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        return facts | {"lifetime": lifetime(stored.record.segments)}
 
     def info(self) -> dict[str, Any]:
         """What there is to know of the server, apart from its sockets."""
@@ -184,6 +189,7 @@ class Core:
             "server_id": self.server_id,
             "pid": os.getpid(),
             "device": self.device,
+            "mechanism": self.mechanism,
             "started_at": self.started_at,
             "endpoints": [spec.name for spec in self.registry.all()],
             "objects": len(self.objects),

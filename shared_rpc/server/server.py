@@ -108,6 +108,7 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
+        mechanism = self._provider.mechanism_facts
         executor = InProcessExecutor(self._provider.endpoints, device, self._max_workers)
         core = Core(
             self._provider.registry,
@@ -116,6 +117,7 @@ class Server:
             max_bytes=self._max_bytes,
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,
+            mechanism=mechanism,
         )
         acceptor = Acceptor(core, path, self._uids, self._max_connections)
         engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
