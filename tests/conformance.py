@@ -375,7 +375,7 @@ class BackendConformance:
             maker.ask(f"write 0 {b'survives'.hex()}")
             maker.kill()
             if not self.survives_maker:
-                with pytest.raises(CapabilityError, match=f"pid {maker.pid}.*has ended.*mechanism='vmm'"):
+                with pytest.raises(CapabilityError, match=rf"pid {maker.pid}.*has ended.*mechanism='vmm'"):
                     mapped(segment)
                 return
             late = peer()
