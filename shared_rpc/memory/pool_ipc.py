@@ -60,6 +60,7 @@ class PoolBackend(BoundCudaBackend):
             address = None
             fd = -1
             try:
+                self._allow(pool)
                 address = check(driver.cuMemAllocFromPoolAsync(nbytes, pool, self.stream))
                 self.zero(address, nbytes)
                 fd = int(check(driver.cuMemPoolExportToShareableHandle(pool, _FD, 0)))
@@ -121,7 +122,7 @@ class PoolBackend(BoundCudaBackend):
         return Memory(int(address), pool=pool)
 
     def _allow(self, pool: Any) -> None:
-        """An imported pool is there for the GPU that it is on, and for others when they are named."""
+        """A pool is there for the GPU that it is on, and for others when they are named, in each process anew."""
         if visible_gpus()[self.ordinal] != self.uuid:
             check(driver.cuMemPoolSetAccess(pool, [_right(self.ordinal)], 1))
         for peer in self.peers:
