@@ -83,6 +83,13 @@ def stays_unset(event: threading.Event) -> bool:
     return not event.wait(0.1)
 
 
+def stays_empty(freed: list[int]) -> bool:
+    """Whether nothing is freed in the time that it takes to learn of another segment's end."""
+    ended = threading.Event()
+    os.close(liveness.issue(b"beside it", ended.set))
+    return is_set_soon(ended) and not freed
+
+
 # Does anybody hold it?
 
 
@@ -316,6 +323,24 @@ def test_a_segment_is_opened_once_for_all_its_mappings(tmp_path: Path) -> None:
         peer.ask("unmap")
         assert int(peer.ask("fds")) == before
         BACKEND.unmap(address, 1)
+    assert peer.close() == (0, "")
+
+
+def test_every_mapping_keeps_the_memory(tmp_path: Path) -> None:
+    """The maker's own as well as another process's, although the descriptors they were made from are closed."""
+    backend = BoundHost()
+    peer = Peer(tmp_path, "tests.bound_host:BACKEND")
+    segment = backend.create(1)
+    address = backend.map(segment.fileno(), 1, "read_write")
+    peer.give(segment)
+    peer.ask("map read")
+    peer.ask("close")
+    segment.close()
+    assert stays_empty(backend.freed)
+    backend.unmap(address, 1)
+    assert stays_empty(backend.freed)
+    peer.ask("unmap")
+    eventually(lambda: backend.freed == [address])
     assert peer.close() == (0, "")
 
 
