@@ -106,6 +106,19 @@ def scale(
     )
 
 
+@app.command()
+def mechanisms(
+    megabytes: Annotated[str, typer.Option(help="Sizes of segments, in MiB.")] = "2,64,1024",
+    rounds: Annotated[int, typer.Option(help="Segments that are made and mapped, of each size.")] = 30,
+    calls: Annotated[int, typer.Option(help="Calls that are timed.")] = 1000,
+    json: Json = None,
+) -> None:
+    """Ways to share memory: what each costs, and what is left when the process that made it is killed."""
+    from benchmarks.mechanisms import run
+
+    run(mebibytes=_numbers(megabytes), rounds=rounds, calls=calls, path=json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",") if number.strip()]

@@ -16,6 +16,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.exits import forget, remember
 from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
@@ -75,6 +76,8 @@ class Provider:
     :param enabled: beats ``SHARED_TENSOR_ENABLED``.
     :param execution_mode: ``"local"``, ``"server"`` or ``"client"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does not.
     :param device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``: where results live.
+    :param mechanism: how this process shares a GPU's memory: ``"vmm"``, ``"ipc"``, ``"pool"``, or ``"auto"`` for the first of
+        them that the GPU has. What it gives and takes is in ``docs/explanation/mechanisms.md``.
     :param timeout: seconds a call of a client may take.
     :param server_startup_timeout: seconds a client waits for a server that is not there yet.
     :param pool: how much memory each session may have for arguments, and for results that are not kept.
@@ -87,12 +90,14 @@ class Provider:
         enabled: bool | None = None,
         execution_mode: Literal["auto", "local", "server", "client"] = "auto",
         device: str = "auto",
+        mechanism: MechanismOption = "auto",
         timeout: float | None = 600.0,
         server_startup_timeout: float = 30.0,
         pool: PoolOptions | None = None,
     ) -> None:
         self.base_path = base_path
         self.device = device
+        self.mechanism = mechanism
         self.timeout = timeout
         self.server_startup_timeout = server_startup_timeout
         self.pool = pool or PoolOptions()
@@ -128,6 +133,15 @@ class Provider:
     def device_id(self) -> str:
         """The id of the device that results live on: ``"cpu"`` or a GPU's UUID."""
         return device_id(self.device)
+
+    @functools.cached_property
+    def mechanism_facts(self) -> dict[str, Any]:
+        """How this process shares the memory of its device: ``name`` and ``reason``.
+
+        :raises ConfigurationError: for a ``mechanism`` that is none, or that does not go with the device.
+        :raises CapabilityError: if the GPU cannot do what was asked for.
+        """
+        return facts(self.mechanism, self.device_id)
 
     @overload
     def share(self, name: Callable[P, R], /) -> SharedFunction[P, R]: ...
@@ -254,10 +268,11 @@ class Provider:
         return {spec.name: msgspec.to_builtins(spec) for spec in self.registry.all()}
 
     def get_runtime_info(self) -> dict[str, Any]:
-        """``execution_mode``, ``device``, ``pid``, and what the role knows: its socket path and server."""
+        """``execution_mode``, ``device``, ``mechanism``, ``pid``, and what the role knows: its socket path and server."""
         return {
             "execution_mode": self.execution_mode,
             "device": self.device_id,
+            "mechanism": self.mechanism_facts,
             "pid": os.getpid(),
             **self._runtime().info(),
         }
@@ -291,6 +306,8 @@ class Provider:
             return self._working
 
     def _start(self, role: Role) -> Runtime:
+        if self.mechanism != "auto":
+            settle(self.mechanism, self.device_id)
         if role == "client":
             return ClientRuntime(self)
         if role == "local":
@@ -316,7 +333,9 @@ class Provider:
 
     def __reduce__(self) -> Any:
         # A class that travels as code may refer to the provider of its script; the other side has a role of its own.
-        return functools.partial(Provider, self.base_path, device=self.device, timeout=self.timeout), ()
+        return functools.partial(
+            Provider, self.base_path, device=self.device, mechanism=self.mechanism, timeout=self.timeout
+        ), ()
 
 
 class _Decorator(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,12 +29,12 @@ __all__ = ["BackendConformance", "Peer"]
 class Peer(Child):
     """A :mod:`tests.segment_peer`, and our end of its socket."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *backend: str) -> None:
         path = str(folder / "peer.sock")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen()
-            super().__init__("-m", "tests.segment_peer", path)
+            super().__init__("-m", "tests.segment_peer", path, *backend)
             self.sock, _ = listener.accept()
         os.unlink(path)
 
@@ -47,9 +48,9 @@ class Peer(Child):
         segment_peer.send(self.sock, segment)
         self.ask("receive")
 
-    def create(self, device: str, nbytes: int) -> Segment:
+    def create(self, device: str, mechanism: str, nbytes: int) -> Segment:
         """Have it make a segment; we hold a descriptor too."""
-        self.ask(f"create {device} {nbytes}")
+        self.ask(f"create {device} {mechanism} {nbytes}")
         return segment_peer.receive(self.sock)
 
     def close(self) -> tuple[int, str]:
@@ -58,11 +59,27 @@ class Peer(Child):
         return super().close()
 
 
+def _await_makers() -> None:
+    """Wait until this process has learned of the last user of what it made: a thread waits for each."""
+    waiting = "shared-rpc-voucher"
+    eventually(lambda: waiting not in {thread.name for thread in threading.enumerate()}, what=f"no thread {waiting}")
+
+
 class BackendConformance:
     """The contract of :class:`~shared_rpc.memory.segments.Backend`."""
 
     #: Whether :meth:`Backend.seal` can refuse a writable mapping, or only a consumer's good will.
     seals: ClassVar[bool]
+    #: Whether a process can have a segment at several addresses. Legacy IPC and pools give the address that is there.
+    remaps: ClassVar[bool] = True
+    #: Whether the memory outlives the process that made it. Legacy IPC and pools allocate for their process.
+    survives_maker: ClassVar[bool] = True
+    #: Whether a mapping for reading refuses writes. Legacy IPC has no such mapping, and pools not for their own GPU.
+    protects: ClassVar[bool] = True
+    #: Descriptors that a mapping holds. Where the maker must learn of the last user, each mapping is one that it counts.
+    held: ClassVar[int] = 0
+    #: ``module:name`` of the backend, where it is none of the library's.
+    own: ClassVar[str] = ""
     #: How much the footprint may differ without a leak, less than what one segment adds to it.
     slack: ClassVar[int] = 0
 
@@ -84,6 +101,12 @@ class BackendConformance:
         """The backend's device id."""
         with closing(backend.create(1)) as segment:
             return segment.info.device
+
+    @pytest.fixture
+    def mechanism(self, backend: Backend) -> str:
+        """The backend's mechanism, as segments name it."""
+        with closing(backend.create(1)) as segment:
+            return segment.info.mechanism
 
     @pytest.fixture
     def segment(self, backend: Backend) -> Iterator[Segment]:
@@ -111,7 +134,7 @@ class BackendConformance:
         with ExitStack() as stack:
 
             def start() -> Peer:
-                peer = Peer(tmp_path)
+                peer = Peer(tmp_path, *([self.own] if self.own else []))
                 stack.callback(lambda: peer.process.stdout.closed or peer.kill())
                 return peer
 
@@ -127,9 +150,11 @@ class BackendConformance:
             segment_peer.load(backend, address, 4)
             backend.unmap(address, segment.info.nbytes)
         gc.collect()
+        _await_makers()
         fds, footprint = open_fds(), self.footprint(backend)
         yield
         gc.collect()
+        _await_makers()
         assert open_fds() == fds
         # A driver gives the memory of a process that died back in its own time.
         eventually(lambda: self.footprint(backend) <= footprint + self.slack, what=f"footprint back to {footprint}")
@@ -211,7 +236,7 @@ class BackendConformance:
         one, other = mapped(segment), mapped(segment)
         last = segment.info.nbytes - 4
         segment_peer.store(backend, one + last, b"last")
-        assert one != other
+        assert (one != other) == self.remaps
         assert segment_peer.load(backend, other + last, 4) == b"last"
 
     def test_read_mapping_sees_writes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
@@ -331,26 +356,57 @@ class BackendConformance:
         other.ask(f"write 1 {b'eir'.hex()}")
         assert segment_peer.load(backend, address, 4) == b"oeir"
 
-    def test_memory_survives_its_maker(
+    def test_what_a_killed_maker_leaves(
         self,
         nothing_left: None,
         backend: Backend,
         device: str,
+        mechanism: str,
         mapped: Callable[..., int],
         peer: Callable[[], Peer],
     ) -> None:
-        """SIGKILL of the maker leaves the memory to whoever holds the descriptor, even if it is mapped nowhere."""
+        """SIGKILL of the maker leaves the memory to whoever holds the descriptor, even if it is mapped nowhere.
+
+        Where the memory ends with its maker, nobody is given an address of it any more, and the error says whose it was.
+        """
         maker = peer()
-        with closing(maker.create(device, 1)) as segment:
+        with closing(maker.create(device, mechanism, 1)) as segment:
             maker.ask("map read_write")
             maker.ask(f"write 0 {b'survives'.hex()}")
             maker.kill()
+            if not self.survives_maker:
+                with pytest.raises(CapabilityError, match=rf"pid {maker.pid}.*has ended.*mechanism='vmm'"):
+                    mapped(segment)
+                return
             late = peer()
             late.give(segment)
             late.ask("map read")
             assert bytes.fromhex(late.ask("read 0 8")) == b"survives"
             assert segment_peer.load(backend, mapped(segment), 8) == b"survives"
             late.kill()
+
+    def test_memory_stays_while_another_process_maps_it(
+        self, nothing_left: None, backend: Backend, segment: Segment, peer: Callable[[], Peer]
+    ) -> None:
+        """Its maker unmaps and closes; who has it mapped reads on, and the memory goes with that process alone."""
+        address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+        segment_peer.store(backend, address, b"stays")
+        used = self.footprint(backend)
+        other = peer()
+        other.give(segment)
+        other.ask("map read")
+        other.ask("close")
+        backend.synchronize()
+        backend.unmap(address, segment.info.nbytes)
+        segment.close()
+        with closing(backend.create(segment.info.nbytes)) as next_one:
+            again = backend.map(next_one.fileno(), next_one.info.nbytes, "read_write")
+            segment_peer.store(backend, again, b"other")
+            assert bytes.fromhex(other.ask("read 0 5")) == b"stays"
+            backend.synchronize()
+            backend.unmap(again, next_one.info.nbytes)
+        assert used > 0
+        other.kill()
 
     def test_killed_reader_gives_its_share_back(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
@@ -367,7 +423,10 @@ class BackendConformance:
     def test_writing_to_a_read_mapping_ends_the_writer_alone(
         self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
     ) -> None:
-        """A process that writes to what it mapped for reading dies of it; the bytes and the others stay as they were."""
+        """A process that writes to what it mapped for reading dies of it; the bytes and the others stay as they were.
+
+        Where the mechanism cannot protect, that is how it is, and a mapping for reading must at least be had.
+        """
         address = mapped(segment)
         segment_peer.store(backend, address, b"intact")
         bystander, culprit = peer(), peer()
@@ -375,13 +434,17 @@ class BackendConformance:
             process.give(segment)
             process.ask("map read")
         assert bytes.fromhex(culprit.ask("read 0 6")) == b"intact"
+        if not self.protects:
+            culprit.ask(f"write 0 {b'broken'.hex()}")
+            assert segment_peer.load(backend, address, 6) == b"broken"
+            return
         culprit.tell(f"write 0 {b'broken'.hex()}")
         self.assert_died_of_write(*culprit.close())
         assert bytes.fromhex(bystander.ask("read 0 6")) == b"intact"
         assert segment_peer.load(backend, address, 6) == b"intact"
 
     def test_peer_holds_one_descriptor(self, segment: Segment, peer: Callable[[], Peer]) -> None:
-        """Receiving and mapping costs a process the one descriptor that it was sent."""
+        """Receiving and mapping costs a process the one descriptor that it was sent, and what its mappings hold."""
         other = peer()
         before = int(other.ask("fds"))
         other.give(segment)
@@ -390,4 +453,4 @@ class BackendConformance:
         opened = int(other.ask("fds"))  # a GPU's driver opens files of its own, once
         other.ask("map read")
         assert received == before + 1
-        assert int(other.ask("fds")) == opened
+        assert int(other.ask("fds")) == opened + self.held

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -29,6 +30,7 @@ from tests.processes import ROOT
 SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
+    "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -187,6 +189,27 @@ def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> No
     none, some = run.row("ping, p50, beside 0 idle"), run.row("ping, p50, beside 5 idle")
     assert none["met"] is None
     assert some["measured"] == pytest.approx(some["values"][Ours.name] / none["values"][Ours.name])
+
+
+def test_mechanisms_of_the_host_are_timed_and_outlive_their_maker(results: Callable[[str], Run]) -> None:
+    """Every step has a row; a killed maker changes nothing, and a write to what is for reading ends its process."""
+    run = results("mechanisms")
+
+    for step in ("create", "map in the process", "open and map", "wait for the device"):
+        assert run.row(f"2 MiB: {step}")["samples"]["memfd"]["n"] == 2
+    assert run.row("a kernel, a copy of 4 KiB")["samples"]["memfd"]["n"] == 3
+    assert run.row("a write to what was mapped for reading")["texts"]["memfd"] == "its process ends"
+    assert run.row("maker killed: who has it mapped")["texts"]["memfd"] == "reads all bytes"
+    assert run.row("maker killed: a new process opens it")["texts"]["memfd"] == "yes"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_mechanisms_of_a_gpu_that_is_not_there_are_noted_as_left_out(results: Callable[[str], Run]) -> None:
+    """A machine without one gets the column of the host."""
+    run = results("mechanisms")
+
+    assert [note.split()[0] for note in run.written["notes"]] == ["vmm", "ipc", "pool"]
+    assert all("no GPU" in note for note in run.written["notes"])
 
 
 @pytest.mark.skipif(missing() is not None, reason="shared-tensor is not installed")

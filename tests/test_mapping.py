@@ -63,7 +63,7 @@ def table() -> MappingTable:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device of all segments that the table maps in this test."""
     device = Device()
-    monkeypatch.setattr(mapping_module, "backend_for", lambda name: device)
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: device)
     return device
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.memfd import HOST, MemfdBackend
-from shared_rpc.memory.segments import Backend, backend_for
+from shared_rpc.memory.segments import Backend, Mechanism, Segment, backend_for
+from tests import segment_peer
+from tests.bound_host import BACKEND
 from tests.conformance import BackendConformance
 from tests.processes import Child, python
 
@@ -35,6 +38,36 @@ class TestHost(BackendConformance):
         assert code == -signal.SIGSEGV
 
 
+class TestBoundHost(BackendConformance):
+    """Memory that belongs to its maker, as CUDA's IPC and pools have it, without a GPU."""
+
+    seals = False
+    remaps = False
+    survives_maker = False
+    protects = False
+    held = 1
+    own = "tests.bound_host:BACKEND"
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Host memory behind vouchers."""
+        return BACKEND
+
+    def footprint(self, backend: Backend) -> int:
+        """Mappings, as the kernel lists them."""
+        return TestHost.footprint(self, backend)
+
+
+def _gpu_backend(mechanism: Mechanism) -> Backend:
+    from shared_rpc.memory.cuda import visible_gpus
+    from shared_rpc.memory.mechanisms import survey
+
+    uuid = visible_gpus()[0]
+    if survey(uuid)[mechanism]:
+        pytest.skip(f"the GPU has {survey(uuid)[mechanism]}")
+    return backend_for(uuid, mechanism)
+
+
 @pytest.mark.gpu
 class TestVmm(BackendConformance):
     """The memory of one GPU."""
@@ -45,9 +78,7 @@ class TestVmm(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
         """The first GPU that is visible."""
-        from shared_rpc.memory.vmm import gpu, visible_gpus
-
-        return gpu(visible_gpus()[0])
+        return _gpu_backend("vmm")
 
     def footprint(self, backend: Backend) -> int:
         """Bytes in use on the GPU, by whatever process; a segment has 2 MiB at least."""
@@ -60,6 +91,19 @@ class TestVmm(BackendConformance):
         """By an error of the driver that names it."""
         assert code != 0
         assert "illegal memory access" in errors
+
+    def test_other_gpus_may_use_what_is_mapped(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """A tensor is copied to another GPU that reaches this one, and comes back as it was."""
+        import torch
+
+        if not backend.peers:
+            pytest.skip("needs two GPUs that are peers")
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"away")
+        here = segment_peer.tensor_of(backend, address, 4)
+        away = here.to(f"cuda:{backend.peers[0]}")
+        assert bytes(away.tolist()) == b"away"
+        torch.cuda.synchronize(away.device)
 
     def test_unknown_gpu_cannot_allocate(self, backend: Backend) -> None:
         """A GPU that this process does not see is reached through one that it sees, and not to allocate."""
@@ -84,6 +128,42 @@ class TestVmm(BackendConformance):
         line = child.expect("refused:")
         assert device in line
         assert "CUDA_VISIBLE_DEVICES" in line
+
+
+class _Bound(TestVmm):
+    """What both mechanisms share whose memory ends with its maker."""
+
+    remaps = False
+    survives_maker = False
+    protects = False
+    held = 1
+
+    def test_is_forced_for_a_segment_alone(self, backend: Backend, segment: Segment) -> None:
+        """A segment names its mechanism, so that a consumer opens it in that way whatever it would use itself."""
+        assert backend_for(segment.info.device, segment.info.mechanism) is backend
+
+
+@pytest.mark.gpu
+class TestIpc(_Bound):
+    """The memory of one GPU by legacy CUDA IPC."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        return _gpu_backend("ipc")
+
+
+@pytest.mark.gpu
+class TestPool(_Bound):
+    """The memory of one GPU by stream-ordered pools."""
+
+    # A pool reserves more than it was asked for.
+    slack = 64 << 20
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        return _gpu_backend("pool")
 
 
 def test_host_size_is_fixed() -> None:

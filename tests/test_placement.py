@@ -147,7 +147,7 @@ def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, mon
             return super().create(nbytes)
 
     watching = Watching()
-    monkeypatch.setattr(mapping_module, "backend_for", lambda device: watching)
+    monkeypatch.setattr(mapping_module, "backend_for", lambda device, mechanism=None: watching)
     publish(value, "cpu", "read_write", "endpoint").close()
     assert alive == [3, 2, 1]
 
@@ -271,7 +271,7 @@ def full_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
             return made[-1]
 
     full = Full()
-    monkeypatch.setattr(mapping_module, "backend_for", lambda device: full)
+    monkeypatch.setattr(mapping_module, "backend_for", lambda device, mechanism=None: full)
     yield made
 
 

@@ -728,12 +728,13 @@ def test_endpoint_shared_after_the_first_call(app: App) -> None:
 
 
 def test_runtime_info(app: App) -> None:
-    """``get_runtime_info`` tells the role, the device, the process, and in two roles the server."""
+    """``get_runtime_info`` tells the role, the device, how memory is shared, the process, and in two roles the server."""
     app.share("load")(lambda: torch.ones(1))()
     info = app.provider.get_runtime_info()
     assert (info["execution_mode"], info["device"]) == (app.role, "cpu")
+    assert info["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd"}
     if app.role == "local":
-        assert (set(info), info["objects"]) == ({"execution_mode", "device", "pid", "objects"}, 1)
+        assert (set(info), info["objects"]) == ({"execution_mode", "device", "mechanism", "pid", "objects"}, 1)
     else:
         assert info["socket_path"].endswith("s-cpu.sock")
         assert (info["server"]["objects"], info["server"]["endpoints"]) == (1, ["load"])

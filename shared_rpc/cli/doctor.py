@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.memory.mechanisms import PREFERENCE, chosen, survey
 from shared_rpc.settings import resolve_base_path, resolve_role
 
 __all__ = ["Finding", "examine"]
@@ -119,7 +120,7 @@ def _torch() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     try:
-        from shared_rpc.memory.vmm import peer_capable, supports_vmm, visible_gpus
+        from shared_rpc.memory.cuda import peer_capable, visible_gpus
     except ImportError as error:
         yield Finding("CUDA driver", "limited", f"{error}", "pip install 'shared-rpc[cuda]' where there is a GPU")
         return
@@ -127,13 +128,21 @@ def _gpus() -> Iterator[Finding]:
     if not gpus:
         yield Finding("CUDA driver", "limited", "no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES where there is one")
     for ordinal, uuid in enumerate(gpus):
-        vmm, fds = supports_vmm(ordinal)
-        if vmm and fds:
-            peers = [str(other) for other in range(len(gpus)) if other != ordinal and peer_capable(ordinal, other)]
-            reach = f", peer of GPU {', '.join(peers)}" if peers else ", no peers" if len(gpus) > 1 else ""
-            yield Finding(f"GPU {ordinal}", "good", f"{uuid}, virtual memory exports as descriptors{reach}")
-        else:
-            lacking = "virtual memory management" if not vmm else "export as POSIX descriptors"
-            yield Finding(
-                f"GPU {ordinal}", "limited", f"{uuid} has no {lacking}", "a newer driver or GPU; vGPU and WSL lack it"
-            )
+        peers = [str(other) for other in range(len(gpus)) if other != ordinal and peer_capable(ordinal, other)]
+        reach = f", peer of GPU {', '.join(peers)}" if peers else ", no peers" if len(gpus) > 1 else ""
+        yield _gpu(f"GPU {ordinal}", uuid, reach)
+
+
+def _gpu(name: str, uuid: str, reach: str) -> Finding:
+    """Which mechanisms a GPU has, and which one is used."""
+    lacks = survey(uuid)
+    works = ", ".join(f"{mechanism} {'no' if lacks[mechanism] else 'yes'}" for mechanism in PREFERENCE)
+    try:
+        choice = chosen(uuid)
+    except SharedRPCError as error:
+        return Finding(name, "limited", f"{uuid}{reach}; {error}", "a newer driver or GPU; host memory works as it is")
+    found = f"{uuid}{reach}; {works}; uses {choice.name}: {choice.reason}"
+    if choice.name == "vmm":
+        return Finding(name, "good", found)
+    fix = "a newer driver or GPU gives memory that outlives its maker and can be mapped read-only; vGPU and WSL lack it"
+    return Finding(name, "limited", found, fix)

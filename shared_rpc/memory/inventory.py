@@ -10,7 +10,7 @@ from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.segments import backend_for, gpu_support
 
 if TYPE_CHECKING:
-    from shared_rpc.memory.vmm import VmmBackend
+    from shared_rpc.memory.cuda import CudaBackend
 
 __all__ = ["DeviceFacts", "devices_of", "facts_of", "free_bytes"]
 
@@ -47,14 +47,14 @@ def facts_of(device: str) -> DeviceFacts:
     if kind == "cpu":
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return DeviceFacts(device, kind, "host memory", total, backend.granularity)
-    gpu = cast("VmmBackend", backend)
-    return DeviceFacts(device, kind, gpu.name, gpu.total, gpu.granularity)
+    gpu = cast("CudaBackend", backend)
+    return DeviceFacts(device, kind, gpu.name, gpu.total, backend.granularity)
 
 
 def free_bytes(device: str) -> int | None:
     """Bytes of a device that nobody uses now, None where that is not known."""
     if device != "cpu":
-        return cast("VmmBackend", backend_for(device)).free()
+        return cast("CudaBackend", backend_for(device)).free_bytes()
     with open("/proc/meminfo", encoding="ascii") as file:
         amounts = dict(line.split(":") for line in file)
     return int(amounts["MemAvailable"].split()[0]) * 1024

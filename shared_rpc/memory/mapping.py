@@ -116,7 +116,9 @@ class MappingTable:
                 for segment in segments:
                     mapping = self._mappings.get((segment.info.id, segment.info.access))
                     if mapping is None:
-                        mapping = self._add(segment.info, backend_for(segment.info.device), segment, keep=False)
+                        mapping = self._add(
+                            segment.info, backend_for(segment.info.device, segment.info.mechanism), segment, keep=False
+                        )
                     mapping.owner = owner or mapping.owner
                     mapping.pins += 1
                     mappings.append(mapping)

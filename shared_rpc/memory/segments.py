@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
@@ -13,22 +15,28 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["Access", "Backend", "Segment", "SegmentInfo", "backend_for", "gpu_support", "new_segment_id"]
+__all__ = ["BOUND", "Access", "Backend", "Mechanism", "Segment", "SegmentInfo", "backend_for", "gpu_support", "new_segment_id"]
 
 Access = Literal["read_write", "read"]
+#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
+Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
+#: Those whose memory belongs to the process that made it, and ends with it.
+BOUND: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     """What both sides know of a segment.
 
     ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
-    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it.
+    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
+    made and is opened.
     """
 
     id: str
     nbytes: int
     device: str
     access: Access = "read_write"
+    mechanism: Mechanism = "memfd"
 
 
 def new_segment_id() -> str:
@@ -42,11 +50,13 @@ class Segment:
     The object owns the descriptor and closes it in :meth:`close`; one that is dropped unclosed warns.
     """
 
-    __slots__ = ("_fd", "info")
+    __slots__ = ("__weakref__", "_fd", "info")
 
     def __init__(self, info: SegmentInfo, fd: int) -> None:
         self.info = info
         self._fd = fd
+        if info.mechanism in BOUND:
+            _bound.add(self)
 
     def fileno(self) -> int:
         """The descriptor, still owned by this object.
@@ -87,6 +97,18 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.info!r}, fd={self._fd})"
+
+
+#: For a forked child to close: its copies of these descriptors would keep the memory for as long as it lives.
+_bound: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for segment in list(_bound):
+        segment.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Backend(Protocol):
@@ -145,22 +167,42 @@ class Backend(Protocol):
 
 @contextmanager
 def gpu_support() -> Iterator[None]:
-    """Around an import of :mod:`shared_rpc.memory.vmm`: what is missing is told as what to install."""
+    """Around an import of what drives a GPU, as :mod:`shared_rpc.memory.cuda`: what is missing is told as what to install."""
     try:
         yield
     except ImportError as error:
         raise CapabilityError(f"GPU memory needs cuda-bindings ({error}): pip install 'shared-rpc[cuda]'") from error
 
 
-def backend_for(device: str) -> Backend:
+def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
     """The backend of a device id, ``"cpu"`` or a GPU's UUID.
 
-    :raises CapabilityError: if this process cannot use that device.
+    :param mechanism: how a segment that is there was made; None for the one by which this process makes its own.
+    :raises CapabilityError: if this process cannot use that device, or not in that way.
     """
-    if device == "cpu":
+    if mechanism is None:
+        from shared_rpc.memory.mechanisms import chosen
+
+        mechanism = chosen(device).name
+    return _backend_for(device, mechanism)
+
+
+@functools.cache
+def _backend_for(device: str, mechanism: Mechanism) -> Backend:
+    if (device == "cpu") != (mechanism == "memfd"):
+        raise CapabilityError(f"no memory on {device} is shared by the mechanism {mechanism!r}")
+    if mechanism == "memfd":
         from shared_rpc.memory.memfd import HOST
 
         return HOST
     with gpu_support():
+        if mechanism == "ipc":
+            from shared_rpc.memory.ipc import IpcBackend
+
+            return IpcBackend(device)
+        if mechanism == "pool":
+            from shared_rpc.memory.pool_ipc import PoolBackend
+
+            return PoolBackend(device)
         from shared_rpc.memory.vmm import gpu
     return gpu(device)

@@ -17,6 +17,7 @@ import anyio
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
+from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.lanes import Lanes
@@ -49,6 +50,7 @@ class Core:
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
+    :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class Core:
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
         quotas: Mapping[str, int] | None = None,
+        mechanism: dict[str, Any] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.server_id = secrets.token_hex(8)
         self.device = device
+        self.mechanism = mechanism
         self.registry = registry
         self.lanes = lanes
         self.leases = LeaseTable()
@@ -196,6 +200,7 @@ class Core:
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""
         facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        facts["lifetime"] = lifetime(stored.record.segments)
         return facts | self.buffers.table.facts(stored.object_id) if stored.kind == "buffer" else facts
 
     def info(self) -> dict[str, Any]:
@@ -204,6 +209,7 @@ class Core:
             "server_id": self.server_id,
             "pid": os.getpid(),
             "device": self.device,
+            "mechanism": self.mechanism,
             "started_at": self.started_at,
             "endpoints": [spec.name for spec in self.registry.all()],
             "objects": len(self.objects),

@@ -119,6 +119,7 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
+        mechanism = self._provider.mechanism_facts
         lanes = Lanes(self._pool or self._provider.pool)
         executor = InProcessExecutor(self._provider.endpoints, device, lanes, self._max_workers)
         core = Core(
@@ -130,6 +131,7 @@ class Server:
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,
             quotas=resolve_quotas(self._quotas, device),
+            mechanism=mechanism,
         )
         acceptor = Acceptor(core, path, self._uids, self._max_connections)
         engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)

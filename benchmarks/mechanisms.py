@@ -1,0 +1,169 @@
+"""Ways to share memory, beside each other: what they cost, and what is left when the process that made it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.processes import Process
+from benchmarks.report import Report, Row
+from benchmarks.segment_process import receive, send
+from benchmarks.stats import Sample
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.memory.mechanisms import PREFERENCE, survey
+from shared_rpc.memory.segments import BOUND, Mechanism, Segment
+
+__all__ = ["run"]
+
+_MIB = 1 << 20
+#: What a segment is filled with.
+_VALUE = 7
+
+
+def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> None:
+    """Measure, print, write."""
+    device, lacks = _gpu()
+    there: list[tuple[str, Mechanism]] = [("cpu", "memfd"), *((device, name) for name in PREFERENCE if not lacks[name])]
+    report = Report("mechanisms", "Mechanisms", [name for _, name in there])
+    for name in PREFERENCE:
+        if lacks[name]:
+            report.note(f"{name} was left out: {lacks[name]}")
+    results = {name: _Subject(device, name) for device, name in there}
+    for subject in results.values():
+        subject.measure(mebibytes, rounds, calls)
+        subject.kill(min(mebibytes))
+    _rows(report, results, mebibytes)
+    report.finish(path)
+
+
+def _gpu() -> tuple[str, dict[Mechanism, str]]:
+    """The first GPU, and what it lacks for each mechanism."""
+    try:
+        from shared_rpc.memory.cuda import visible_gpus
+
+        gpus = visible_gpus()
+    except ImportError as error:
+        return "", dict.fromkeys(PREFERENCE, f"no GPU support here ({error})")
+    if not gpus:
+        return "", dict.fromkeys(PREFERENCE, "no GPU here")
+    try:
+        return gpus[0], survey(gpus[0])
+    except SharedRPCError as error:
+        return "", dict.fromkeys(PREFERENCE, str(error))
+
+
+class _Subject:
+    """One mechanism and what was found of it: times by name, and texts by question."""
+
+    def __init__(self, device: str, mechanism: Mechanism) -> None:
+        self.device = device
+        self.mechanism = mechanism
+        self.samples: dict[str, Sample] = {}
+        self.texts: dict[str, str] = {}
+        self.taken: float | None = None
+
+    def measure(self, sizes: list[int], rounds: int, calls: int) -> None:
+        """What making, mapping and using cost."""
+        for size in sizes:
+            with self._process() as (maker, ours), self._process() as (consumer, theirs):
+                maker.ask(do="make", nbytes=size * _MIB, rounds=2)  # the first of everything
+                made = maker.ask(do="make", nbytes=size * _MIB, rounds=rounds)
+                maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+                with receive(ours)[0] as segment:
+                    send(theirs, segment)
+                    used = consumer.ask(do="attach", rounds=rounds + 1)
+                self.samples[f"create {size}"] = Sample([made["create"]])
+                self.samples[f"map here {size}"] = Sample([made["map"]])
+                self.samples[f"map {size}"] = Sample([used["map"][1:]])
+                self.samples[f"unmap {size}"] = Sample([used["unmap"]])
+                if size == min(sizes):
+                    self.samples["call"] = Sample([consumer.ask(do="call", count=calls)["call"]])
+                    if self.device != "cpu":
+                        self.taken = maker.ask(do="take", nbytes=2 * _MIB)["taken"]
+
+    def kill(self, size: int) -> None:
+        """Kill the maker, and look: one who has it mapped, and one who comes later. And write where it is not allowed."""
+        with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
+            maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+            with receive(ours)[0] as segment:
+                others = self._driver_descriptors(segment)
+                send(theirs, segment)
+                consumer.ask(do="attach", rounds=1)
+                self.texts["protected"] = self._protected(segment)
+                pid = maker.pid
+                os.kill(pid, signal.SIGKILL)
+                maker.close()
+                self.texts["reads on"] = _answer(consumer, do="read", value=_VALUE)
+                send(later, segment, *others)
+                self.texts["opens"] = _answer(late, do="open", value=_VALUE)
+                below = self.mechanism in BOUND
+                self.texts["opens below"] = _answer(late, do="open_below", value=_VALUE) if below else self.texts["opens"]
+                self.texts["reads after"] = _answer(consumer, do="read", value=_VALUE)
+                for fd in others:
+                    os.close(fd)
+
+    def _driver_descriptors(self, segment: Segment) -> list[int]:
+        """What the driver takes beside the voucher: had while its maker lives."""
+        if self.mechanism != "pool":
+            return []
+        from shared_rpc.memory.bound import voucher_of
+        from shared_rpc.memory.desk import fetch
+
+        voucher = voucher_of(segment.fileno())
+        return [fetch(voucher.desk, voucher.token)]
+
+    def _protected(self, segment: Segment) -> str:
+        with self._process() as (culprit, sock):
+            send(sock, segment)
+            return _answer(culprit, do="write_protected")
+
+    @contextmanager
+    def _process(self) -> Iterator[tuple[Process, socket.socket]]:
+        """A process at work, and our end of its socket."""
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/s")
+            listener.listen()
+            config = {"socket": f"{folder}/s", "device": self.device, "mechanism": self.mechanism}
+            with Process("segment_process", os.sched_getaffinity(0), **config) as process:
+                process.read()
+                with listener.accept()[0] as sock:
+                    yield process, sock
+
+
+def _answer(process: Process, **command: object) -> str:
+    try:
+        return str(process.ask(**command)["outcome"])
+    except (RuntimeError, BrokenPipeError):
+        return "its process ends"
+
+
+def _rows(report: Report, results: dict[Mechanism, _Subject], sizes: list[int]) -> None:
+    for size in sizes:
+        for key, name in (
+            ("create", "create: allocate, zero, export"),
+            ("map here", "map in the process that made it"),
+            ("map", "open and map in another process"),
+            ("unmap", "wait for the device and unmap there"),
+        ):
+            label = f"{size} MiB: {name}, p50"
+            report.sampled(label, {who: subject.samples[f"{key} {size}"] for who, subject in results.items()})
+    report.sampled(
+        "a kernel, a copy of 4 KiB into the segment, a wait: p50",
+        {who: subject.samples["call"] for who, subject in results.items()},
+    )
+    taken: dict[str, float] = {who: subject.taken for who, subject in results.items() if subject.taken is not None}
+    if taken:
+        report.add(Row("memory that a segment of 2 MiB takes", taken, "bytes"))
+    for key, name in (
+        ("protected", "a write to what was mapped for reading"),
+        ("reads on", "maker killed: who has it mapped"),
+        ("opens", "maker killed: a new process opens it"),
+        ("opens below", "… where the library does not refuse to"),
+        ("reads after", "… and who had it mapped then"),
+    ):
+        report.add(Row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()}))

@@ -1,0 +1,239 @@
+"""Segments whose memory belongs to the process that made it: what CUDA's IPC and its pools have in common.
+
+The descriptor is a voucher (see :mod:`shared_rpc.memory.liveness`). Every mapping, the maker's own too, keeps a copy of it
+until it is unmapped, so that the maker learns when the last user has gone, whatever ended it, and frees the memory only
+then. Consumers must not open memory twice: the driver gives the same address again, and its pools unmap it for both with the
+first free. So a table maps each segment once in a process, and counts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory import liveness
+from shared_rpc.memory.desk import TOKEN_BYTES
+from shared_rpc.memory.segments import Access, Mechanism, Segment, SegmentInfo, new_segment_id
+
+__all__ = ["BoundBackend", "Memory", "Voucher", "voucher_of"]
+
+
+class Voucher(msgspec.Struct, frozen=True, array_like=True):
+    """What is needed to open memory of another process.
+
+    ``pid`` is its maker's, ``handle`` what the driver takes, and ``desk`` where the maker hands out a descriptor for
+    ``token``, if the mechanism has one.
+    """
+
+    mechanism: Mechanism
+    device: str
+    nbytes: int
+    pid: int
+    token: bytes
+    handle: bytes
+    desk: str = ""
+
+
+_decoder = msgspec.msgpack.Decoder(Voucher)
+
+
+def voucher_of(fd: int) -> Voucher:
+    """What a bound segment's descriptor says.
+
+    :raises CapabilityError: if it is no such descriptor.
+    """
+    try:
+        voucher = _decoder.decode(liveness.read(fd))
+    except msgspec.DecodeError as error:
+        raise CapabilityError(f"the descriptor's voucher cannot be read ({error}): use one release on both sides") from error
+    if len(voucher.token) != TOKEN_BYTES:
+        raise CapabilityError("the descriptor's voucher has no token")
+    return voucher
+
+
+@dataclass(eq=False)
+class Memory:
+    """Memory as the driver knows it in this process, made or opened here; ``pool`` is its pool, where it has one."""
+
+    address: int
+    handle: bytes = b""
+    pool: object = None
+
+
+@dataclass(eq=False)
+class _Use:
+    """A segment in this process: one copy of the descriptor for each mapping of it."""
+
+    token: bytes
+    memory: Memory
+    made_here: bool
+    copies: list[int] = field(default_factory=list)
+
+
+class BoundBackend:
+    """The contract of :class:`~shared_rpc.memory.segments.Backend` over memory that dies with its maker.
+
+    A subclass says how memory is made, freed, opened and closed. None of these is called while another one runs.
+    """
+
+    mechanism: ClassVar[Mechanism]
+    #: What to do where this mechanism does not work, for errors.
+    cure: ClassVar[str]
+    granularity = 2 << 20
+    uuid: str
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._made: dict[bytes, Memory] = {}
+        #: Nobody uses it any more, and the device could not be waited for when that was found.
+        self._to_free: list[tuple[bytes, Memory]] = []
+        self._uses: dict[bytes, _Use] = {}
+        self._by_address: dict[int, _Use] = {}
+        _backends.add(self)
+
+    def make(self, nbytes: int, token: bytes) -> Memory:
+        """New zeroed memory of that size, complete when this returns.
+
+        :raises CapabilityError: if it is not to be had.
+        """
+        raise NotImplementedError
+
+    def free(self, token: bytes, memory: Memory) -> None:
+        """Give back what :meth:`make` made."""
+        raise NotImplementedError
+
+    def open(self, voucher: Voucher) -> Memory:
+        """Open memory of another process, alive or not.
+
+        :raises CapabilityError: if the driver refuses.
+        """
+        raise NotImplementedError
+
+    def close(self, memory: Memory) -> None:
+        """Undo :meth:`open`."""
+        raise NotImplementedError
+
+    def synchronize(self) -> bool:
+        """See :class:`~shared_rpc.memory.segments.Backend`."""
+        raise NotImplementedError
+
+    @property
+    def desk(self) -> str:
+        """Where this process hands out descriptors, for vouchers."""
+        return ""
+
+    def create(self, nbytes: int) -> Segment:
+        """New zeroed memory of this process. It is freed when no copy of the descriptor is left in any process."""
+        self._free_waiting()
+        size = -(-nbytes // self.granularity) * self.granularity
+        token = secrets.token_bytes(TOKEN_BYTES)
+        with self._lock:
+            memory = self._made[token] = self.make(size, token)
+            try:
+                voucher = Voucher(self.mechanism, self.uuid, size, os.getpid(), token, memory.handle, self.desk)
+                fd = liveness.issue(msgspec.msgpack.encode(voucher), partial(self._unused, token))
+            except BaseException:
+                del self._made[token]
+                self.free(token, memory)
+                raise
+        return Segment(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
+
+    def map(self, fd: int, nbytes: int, access: Access) -> int:
+        """The address of the memory here, the same for every mapping of a segment. ``access="read"`` is not enforced.
+
+        :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
+        """
+        voucher = voucher_of(fd)
+        if (voucher.mechanism, voucher.device) != (self.mechanism, self.uuid):
+            raise CapabilityError(
+                f"the descriptor is for memory on {voucher.device} by the mechanism {voucher.mechanism!r}, and was announced "
+                f"as on {self.uuid} by {self.mechanism!r}"
+            )
+        if voucher.nbytes < nbytes:
+            raise CapabilityError(f"the segment has {voucher.nbytes} bytes where {nbytes} were announced")
+        with self._lock:
+            use = self._uses.get(voucher.token)
+            copy = os.dup(fd)
+            if use is None:
+                try:
+                    use = self._open(fd, voucher)
+                except BaseException:
+                    os.close(copy)
+                    raise
+                self._uses[voucher.token] = self._by_address[use.memory.address] = use
+            use.copies.append(copy)
+            return use.memory.address
+
+    def _open(self, fd: int, voucher: Voucher) -> _Use:
+        made = self._made.get(voucher.token)
+        if made is not None:
+            # The driver opens no handle in the process that made it.
+            return _Use(voucher.token, made, made_here=True)
+        if not liveness.maker_lives(fd):
+            raise CapabilityError(
+                f"the process that made the memory (pid {voucher.pid}) has ended, and memory of the mechanism "
+                f"{self.mechanism!r} ends with its maker: call the endpoint again once the server is back; "
+                f"Provider(mechanism='vmm') makes memory that outlives it"
+            )
+        try:
+            return _Use(voucher.token, self.open(voucher), made_here=False)
+        except CapabilityError as error:
+            raise CapabilityError(
+                f"cannot open {voucher.nbytes} bytes on GPU {self.uuid} that pid {voucher.pid} shares by the mechanism "
+                f"{self.mechanism!r}: {error}; {self.cure}"
+            ) from error
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Undo one :meth:`map`; with the last one the memory is closed here, and only then the copy of the descriptor."""
+        with self._lock:
+            use = self._by_address[address]
+            copy = use.copies.pop()
+            try:
+                if not use.copies:
+                    del self._uses[use.token], self._by_address[address]
+                    if not use.made_here:
+                        self.close(use.memory)
+            finally:
+                os.close(copy)
+        self._free_waiting()
+
+    def _unused(self, token: bytes) -> None:
+        """No copy of the descriptor is left anywhere."""
+        with self._lock:
+            self._to_free.append((token, self._made.pop(token)))
+        self._free_waiting()
+
+    def _free_waiting(self) -> None:
+        # Freeing waits for the GPU, as unmapping does: during a capture it is left to the next one who comes by.
+        if not self._to_free or not self.synchronize():
+            return
+        with self._lock:
+            waiting, self._to_free = self._to_free, []
+            for token, memory in waiting:
+                self.free(token, memory)
+
+    def _after_fork(self) -> None:
+        # CUDA does not work in a forked child, and its copies would keep the memory for as long as it lives.
+        for use in self._uses.values():
+            for copy in use.copies:
+                os.close(copy)
+        BoundBackend.__init__(self)
+
+
+_backends: weakref.WeakSet[BoundBackend] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for backend in list(_backends):
+        backend._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

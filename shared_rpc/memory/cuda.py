@@ -1,0 +1,306 @@
+"""The CUDA driver, apart from any way of sharing memory: GPUs and their names, the context, streams and captures.
+
+Nothing here makes a context, apart from :class:`CudaBackend`, which retains the primary one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import driver
+
+from shared_rpc.errors import CapabilityError
+
+__all__ = [
+    "CudaBackend",
+    "DeviceBytes",
+    "DriverError",
+    "attribute",
+    "check",
+    "location_of",
+    "opaque",
+    "opaque_bytes",
+    "ordinal_of",
+    "peer_capable",
+    "relaxed_captures",
+    "uuid_of",
+    "visible_gpus",
+]
+
+#: Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp).
+_TORCH_POOL = 32
+#: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).
+_OPAQUE = 64
+
+
+class DriverError(RuntimeError):
+    """A driver call that failed; ``code`` is its CUresult."""
+
+    def __init__(self, code: Any) -> None:
+        name = driver.cuGetErrorName(code)[1]
+        super().__init__(name.decode() if name else str(code))
+        self.code = code
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The values of a driver call, or :class:`DriverError`."""
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise DriverError(result[0])
+    return result[1] if len(result) == 2 else result[1:]
+
+
+@functools.cache
+def visible_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs this process sees, in the order of their ordinals; empty where there is no driver."""
+    try:
+        check(driver.cuInit(0))
+        count = check(driver.cuDeviceGetCount())
+    except (DriverError, RuntimeError):
+        return ()
+    return tuple(uuid_of(ordinal) for ordinal in range(count))
+
+
+def uuid_of(ordinal: int) -> str:
+    """``"GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"`` of a visible GPU, as nvidia-smi prints it."""
+    check(driver.cuInit(0))
+    digits = bytes(check(driver.cuDeviceGetUuid(check(driver.cuDeviceGet(ordinal)))).bytes).hex()
+    return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def ordinal_of(uuid: str) -> int:
+    """The GPU of this process that reaches the memory of the GPU with that UUID: itself where it is visible, else the first.
+
+    :raises CapabilityError: if this process sees no GPU at all.
+    """
+    seen = visible_gpus()
+    if not seen:
+        raise CapabilityError(
+            f"the memory is on GPU {uuid} and this process sees no GPU: check CUDA_VISIBLE_DEVICES and the driver"
+        )
+    return seen.index(uuid) if uuid in seen else 0
+
+
+def attribute(ordinal: int, name: str) -> int:
+    """``CU_DEVICE_ATTRIBUTE_<name>`` of a visible GPU; 0 where bindings or driver are too old to know it."""
+    known = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if known is None:
+        return 0
+    try:
+        return int(check(driver.cuDeviceGetAttribute(known, check(driver.cuDeviceGet(ordinal)))))
+    except DriverError:
+        return 0
+
+
+def peer_capable(ordinal: int, other: int) -> bool:
+    """Whether one visible GPU can reach another's memory."""
+    return bool(check(driver.cuDeviceCanAccessPeer(check(driver.cuDeviceGet(ordinal)), check(driver.cuDeviceGet(other)))))
+
+
+def location_of(ordinal: int) -> Any:
+    """A visible GPU, as the driver's structures name it."""
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = ordinal
+    return location
+
+
+def opaque_bytes(handle: Any) -> bytes:
+    """The bytes of a CUipcMemHandle or CUmemPoolPtrExportData: some releases of the bindings have no attribute for them."""
+    return ctypes.string_at(int(handle.getPtr()), _OPAQUE)
+
+
+def opaque(handle: Any, data: bytes) -> Any:
+    """``handle``, filled with what :func:`opaque_bytes` gave.
+
+    :raises CapabilityError: if it has another size.
+    """
+    if len(data) != _OPAQUE:
+        raise CapabilityError(f"a handle of {len(data)} bytes, where the driver's have {_OPAQUE}")
+    ctypes.memmove(int(handle.getPtr()), data, _OPAQUE)
+    return handle
+
+
+@contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """While the block runs, this thread may allocate and free although another one captures a CUDA graph.
+
+    Allocating is forbidden to every thread during a capture in the global mode, which is torch's; what is done here is
+    on no stream that is captured.
+    """
+    mode = check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(mode))
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """GPU memory as ``uint8``, for anything that reads ``__cuda_array_interface__``."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3, "stream": None}
+
+
+class _Event:
+    """A point in the work of the GPU whose context is current."""
+
+    def __init__(self) -> None:
+        self.handle = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def passed(self) -> bool:
+        """Whether the GPU has come so far; also where its context is broken, and will not do any more."""
+        with relaxed_captures():  # asking would invalidate the captures of other threads
+            return bool(driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def __del__(self) -> None:
+        driver.cuEventDestroy(self.handle)
+
+
+class CudaBackend:
+    """One GPU, seen from this process: what every way of sharing its memory needs.
+
+    ``uuid`` is the GPU that the memory is on. ``ordinal`` is the GPU whose address space is used here: the GPU itself where
+    it is visible, else a peer.
+    """
+
+    unmaps_in_background = False
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+        self.ordinal = ordinal_of(uuid)
+        self._pool: tuple[int, ...] = ()
+        self._device = check(driver.cuDeviceGet(self.ordinal))
+
+    @functools.cached_property
+    def _context(self) -> Any:
+        """Retained for the life of the process: it is the context torch uses, and mappings need one to be current.
+
+        Allocating needs none, so a process that only makes memory and hands it out has no context, which takes hundreds of MiB.
+        """
+        return check(driver.cuDevicePrimaryCtxRetain(self._device))
+
+    @property
+    def name(self) -> str:
+        """The GPU's model."""
+        return bytes(check(driver.cuDeviceGetName(256, self._device))).split(b"\0")[0].decode(errors="replace").strip()
+
+    @property
+    def total(self) -> int:
+        """Bytes of memory that the GPU has."""
+        return int(check(driver.cuDeviceTotalMem(self._device)))
+
+    def free_bytes(self) -> int | None:
+        """Bytes of memory that nobody uses; None where the driver does not tell, as in a process without a context."""
+        try:
+            _, active = check(driver.cuDevicePrimaryCtxGetState(self._device))
+            if not active:
+                return None
+            with self.current():
+                return int(check(driver.cuMemGetInfo())[0])
+        except DriverError:
+            return None
+
+    @functools.cached_property
+    def peers(self) -> tuple[int, ...]:
+        """Ordinals of the other visible GPUs that reach the memory, as far as the driver tells."""
+        others = (other for other in range(len(visible_gpus())) if other != self.ordinal)
+        return tuple(other for other in others if peer_capable(other, self.ordinal))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The context is the current one of this thread while the block runs."""
+        check(driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            check(driver.cuCtxPopCurrent())
+
+    def require_visible(self) -> None:
+        """Before memory is allocated.
+
+        :raises CapabilityError: if this process reaches the GPU as a peer only.
+        """
+        if visible_gpus()[self.ordinal] != self.uuid:
+            raise CapabilityError(f"GPU {self.uuid} is not visible to this process, so it cannot allocate there")
+
+    def seal(self, fd: int) -> None:
+        """CUDA has no seal: a consumer maps read-only because it was told to, where it can."""
+
+    def synchronize(self) -> bool:
+        """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access.
+
+        Waiting for a context while one of its streams is being captured fails and invalidates the capture, whichever
+        thread waits (measured on CUDA 13, in every capture mode). So torch's streams are looked at first.
+        """
+        try:
+            with self.current():
+                if any(self._captures(stream) for stream in self._torch_streams()):
+                    return False
+                check(driver.cuCtxSynchronize())
+        except DriverError:
+            return False  # the context is broken, by a kernel of the user's perhaps: its memory goes with the process
+        return True
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        """Queued on the stream."""
+        check(driver.cuCtxPushCurrent(self._context))
+        try:
+            check(driver.cuMemcpyDtoDAsync(target, source, nbytes, driver.CUstream(stream)))
+        finally:
+            check(driver.cuCtxPopCurrent())
+
+    def wait(self, stream: int = 0) -> None:
+        """Only this stream's work, and for stream 0 that of those that wait for one another with it."""
+        check(driver.cuCtxPushCurrent(self._context))
+        try:
+            check(driver.cuStreamSynchronize(driver.CUstream(stream)))
+        finally:
+            check(driver.cuCtxPopCurrent())
+
+    def fence(self) -> Callable[[], bool] | None:
+        """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
+        try:
+            with self.current():
+                if any(self._captures(stream) for stream in self._torch_streams()):
+                    return None
+                event = _Event()
+                check(driver.cuCtxRecordEvent(self._context, event.handle))
+        except (DriverError, AttributeError):
+            return None  # an older driver, older bindings, or a broken context
+        return event.passed
+
+    @staticmethod
+    def _captures(stream: int) -> bool:
+        none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return bool(check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none)
+
+    def _torch_streams(self) -> tuple[int, ...]:
+        """The handles of torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return ()
+        if not self._pool:
+            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was.
+            lowest, highest = torch.cuda.Stream.priority_range()
+            self._pool = tuple(
+                torch.cuda.Stream(self.ordinal, priority=priority).cuda_stream
+                for priority in range(highest, lowest + 1)
+                for _ in range(_TORCH_POOL)
+            )
+        current = torch.cuda.current_stream(self.ordinal).cuda_stream
+        return (*self._pool, current) if current else self._pool
+
+    def view(self, address: int, nbytes: int) -> DeviceBytes:
+        """The bytes as a CUDA array."""
+        return DeviceBytes(address, nbytes)

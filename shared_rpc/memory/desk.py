@@ -1,0 +1,136 @@
+"""A desk at which a process hands out descriptors by token.
+
+A segment has one descriptor, and a voucher's holds no other one. Where opening the memory takes a descriptor of the driver's,
+as for a pool, the voucher names its maker's desk and a token, which nobody knows who was not sent the voucher.
+
+The address is an abstract Unix socket (unix(7)), which leaves no file behind; it is seen within one network namespace.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+
+from shared_rpc.errors import CapabilityError
+
+__all__ = ["DESK", "Desk", "fetch"]
+
+_log = logging.getLogger("shared_rpc")
+
+TOKEN_BYTES = 16
+#: Seconds that one who asks may take, and that one who waits for an answer waits.
+_ASKING, _ANSWERING = 1.0, 10.0
+_UCRED = struct.Struct("iII")
+
+
+class Desk:
+    """The desk of this process, opened with the first descriptor that is left there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[bytes, int] = {}
+        self._listener: socket.socket | None = None
+        self.address = ""
+
+    def leave(self, token: bytes, fd: int) -> None:
+        """Hand ``fd`` out to whoever shows the token. The desk owns it from here on.
+
+        :raises CapabilityError: if the desk cannot be opened; the descriptor is closed.
+        """
+        try:
+            with self._lock:
+                if self._listener is None:
+                    self._open()
+                self._left[token] = fd
+        except (OSError, RuntimeError) as error:
+            os.close(fd)
+            raise CapabilityError(f"cannot open a socket to hand descriptors out at: {error}") from error
+
+    def _open(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            name = f"shared-rpc-desk-{os.getpid()}-{secrets.token_hex(8)}"
+            listener.bind("\0" + name)
+            listener.listen(128)
+            threading.Thread(target=self._serve, args=(listener,), name="shared-rpc-desk", daemon=True).start()
+        except BaseException:
+            listener.close()
+            raise
+        self._listener, self.address = listener, name
+
+    def withdraw(self, token: bytes) -> None:
+        """Close what was left for the token."""
+        with self._lock:
+            fd = self._left.pop(token, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                asking, _ = listener.accept()
+            except OSError as error:
+                _log.error("the desk at %s closed: %s", self.address, error)
+                return
+            with asking:
+                try:
+                    self._answer(asking)
+                except OSError as error:
+                    _log.debug("somebody at the desk went away: %s", error)
+
+    def _answer(self, asking: socket.socket) -> None:
+        if _uid_of(asking) != os.geteuid():
+            return
+        asking.settimeout(_ASKING)
+        token = asking.recv(TOKEN_BYTES + 1)
+        with self._lock:
+            fd = self._left.get(token)
+            if fd is not None:
+                socket.send_fds(asking, [b"\1"], [fd])
+
+    def _after_fork(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for fd in self._left.values():
+            os.close(fd)
+        self.__init__()  # type: ignore[misc]
+
+
+def fetch(address: str, token: bytes) -> int:
+    """The descriptor that was left for the token at another process's desk; the caller owns it.
+
+    :raises CapabilityError: if nobody answers there, or has nothing for it.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(_ANSWERING)
+            sock.connect("\0" + address)
+            if _uid_of(sock) != os.geteuid():
+                raise CapabilityError(f"the desk {address} is another user's")
+            sock.send(token)
+            # socket.recv_fds() of Python 3.11 drops the flags.
+            body, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise CapabilityError(
+            f"the process that made the memory does not hand its descriptor out at {address}: {error}; both processes must "
+            f"be in one network namespace"
+        ) from error
+    fds: list[int] = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4])]
+    if not body or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise CapabilityError(f"there is nothing at {address} for this memory any more: its maker gave it back")
+    return fds[0]
+
+
+def _uid_of(sock: socket.socket) -> int:
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(uid)
+
+
+DESK = Desk()
+os.register_at_fork(after_in_child=DESK._after_fork)

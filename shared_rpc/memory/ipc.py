@@ -1,0 +1,98 @@
+"""GPU memory by CUDA's first interprocess interface: cuMemAlloc, cuIpcGetMemHandle and cuIpcOpenMemHandle.
+
+For GPUs and drivers without virtual memory management. The memory belongs to the process that made it, consumers can always
+write to it, and one process has it at one address. "Calling cuMemFree on an exported memory region before calling
+cuIpcCloseMemHandle in the importing context will result in undefined behavior" (CUDA Driver API, Memory Management):
+see :mod:`shared_rpc.memory.bound` for how that is kept from happening.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cuda.bindings import driver
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.bound import BoundBackend, Memory, Voucher
+from shared_rpc.memory.cuda import CudaBackend, DriverError, attribute, check, opaque, opaque_bytes, relaxed_captures
+
+__all__ = ["BoundCudaBackend", "IpcBackend", "supports_ipc"]
+
+_LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+def supports_ipc(ordinal: int) -> bool:
+    """Whether the GPU has legacy IPC. Containers and WSL may refuse it all the same, when memory is opened."""
+    return bool(attribute(ordinal, "UNIFIED_ADDRESSING") and attribute(ordinal, "IPC_EVENT_SUPPORTED"))
+
+
+class BoundCudaBackend(CudaBackend, BoundBackend):
+    """What allocates on a GPU and is bound to this process: a stream of its own, so that no other one is waited for."""
+
+    def __init__(self, uuid: str) -> None:
+        CudaBackend.__init__(self, uuid)
+        BoundBackend.__init__(self)
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """On which memory is zeroed."""
+        return check(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around driver calls that allocate or free, also while a graph is captured."""
+        with self.current(), relaxed_captures():
+            yield
+
+    def zero(self, address: Any, nbytes: int) -> None:
+        """Wait until the memory holds zeros."""
+        check(driver.cuMemsetD8Async(address, 0, nbytes, self.stream))
+        check(driver.cuStreamSynchronize(self.stream))
+
+
+class IpcBackend(BoundCudaBackend):
+    """Segments that are allocations of their own, of which the driver makes a handle."""
+
+    mechanism = "ipc"
+    cure = (
+        "legacy CUDA IPC takes processes that see the GPU and, in containers, a common pid and IPC namespace "
+        "(--pid and --ipc); Provider(mechanism='vmm') on the server does without"
+    )
+
+    def make(self, nbytes: int, token: bytes) -> Memory:
+        """See :class:`BoundBackend`."""
+        self.require_visible()
+        with self.working():
+            try:
+                address = check(driver.cuMemAlloc(nbytes))
+            except DriverError as error:
+                raise CapabilityError(f"cannot allocate {nbytes} bytes on GPU {self.uuid}: {error}") from error
+            try:
+                self.zero(address, nbytes)
+                handle = opaque_bytes(check(driver.cuIpcGetMemHandle(address)))
+            except DriverError as error:
+                check(driver.cuMemFree(address))
+                raise CapabilityError(f"GPU {self.uuid} does not share memory by the mechanism 'ipc': {error}") from error
+        return Memory(int(address), handle)
+
+    def free(self, token: bytes, memory: Memory) -> None:
+        """See :class:`BoundBackend`."""
+        with self.working():
+            check(driver.cuMemFree(memory.address))
+
+    def open(self, voucher: Voucher) -> Memory:
+        """See :class:`BoundBackend`."""
+        handle = opaque(driver.CUipcMemHandle(), voucher.handle)
+        with self.working():
+            try:
+                return Memory(int(check(driver.cuIpcOpenMemHandle(handle, int(_LAZY_PEERS)))))
+            except DriverError as error:
+                raise CapabilityError(str(error)) from error
+
+    def close(self, memory: Memory) -> None:
+        """See :class:`BoundBackend`."""
+        with self.working():
+            check(driver.cuIpcCloseMemHandle(memory.address))

@@ -1,0 +1,112 @@
+"""Vouchers: descriptors that stand for memory which belongs to a process, and that the kernel counts.
+
+Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. A
+voucher is what is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two
+sides of each other, whatever ends a process, SIGKILL included:
+
+- *Does anybody hold it?* The open file description that is handed out holds flock(2) exclusively; duplicates, and copies in
+  other processes or under way in SCM_RIGHTS messages, are the same description. The maker waits for that lock over a
+  description of its own, and gets it when the last copy is closed.
+- *Does its maker live?* The maker's own description holds a lock of fcntl(2) (F_OFD_SETLK) that others can ask for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+
+from shared_rpc.errors import CapabilityError
+
+__all__ = ["issue", "maker_lives", "read"]
+
+_log = logging.getLogger("shared_rpc")
+
+# linux/fcntl.h.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: what a voucher says, it says for good.
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8
+_MAGIC = b"shared-rpc voucher 1\n"
+#: Bytes. A voucher names memory, it holds none.
+_LIMIT = 4096
+#: struct flock of 64-bit Linux: type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
+
+#: The makers' own descriptions, for a forked child to close.
+_kept: set[int] = set()
+
+
+def issue(content: bytes, on_end: Callable[[], None]) -> int:
+    """A voucher's descriptor, which the caller owns.
+
+    ``on_end`` runs once, in a thread, when no copy of the descriptor is left in any process; never in a forked child.
+
+    :raises CapabilityError: if the system gives no memfd, no second description of it or no thread.
+    """
+    own = -1
+    try:
+        fd = os.memfd_create("shared-rpc-voucher", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.write(fd, _MAGIC + content)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            _kept.add(own)
+            fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+            # A thread for each: flock is the only wait there is for it, and it costs no time while it lasts.
+            threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-voucher", daemon=True).start()
+        except BaseException:
+            os.close(fd)
+            if own >= 0:
+                _kept.discard(own)
+                os.close(own)
+            raise
+    except (OSError, RuntimeError) as error:
+        raise CapabilityError(f"cannot make a descriptor for memory of this process (memfd, /proc, thread): {error}") from error
+    return fd
+
+
+def _wait(own: int, on_end: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        on_end()
+    except Exception:
+        _log.exception("memory that nobody uses any more could not be given back")
+    finally:
+        _kept.discard(own)
+        os.close(own)
+
+
+def read(fd: int) -> bytes:
+    """What the voucher says. The descriptor is borrowed.
+
+    :raises CapabilityError: if it is no voucher.
+    """
+    try:
+        sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
+        text = os.pread(fd, _LIMIT, 0) if sealed else b""
+    except OSError:
+        text = b""
+    if not text.startswith(_MAGIC):
+        raise CapabilityError("the descriptor is no voucher for memory of another process")
+    return text.removeprefix(_MAGIC)
+
+
+def maker_lives(fd: int) -> bool:
+    """Whether the process that issued the voucher is there."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+    return bool(answer[0] != fcntl.F_UNLCK)
+
+
+def _after_fork() -> None:
+    # Else the maker would seem to live as long as its child does.
+    for own in _kept:
+        os.close(own)
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,160 @@
+"""By which mechanism this process makes the segments of a GPU, and why.
+
+The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU has, or the one that
+a provider asks for. Consumers have no choice: a segment says how it was made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, get_args
+
+from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.memory.segments import BOUND, Mechanism, Segment, gpu_support
+
+__all__ = ["PREFERENCE", "Choice", "MechanismOption", "chosen", "facts", "lacking", "lifetime", "settle", "survey"]
+
+MechanismOption = Literal["auto", "vmm", "ipc", "pool"]
+
+#: In this order, because memory of the first outlives its maker and can be mapped read-only, and that of the others cannot;
+#: legacy IPC comes before pools, because it asks nothing of the maker when memory is opened.
+PREFERENCE: tuple[Mechanism, ...] = ("vmm", "ipc", "pool")
+
+_GOOD = {
+    "vmm": "the GPU has virtual memory management and exports POSIX descriptors",
+    "ipc": "the GPU has legacy CUDA IPC",
+    "pool": "the GPU has stream-ordered pools that export POSIX descriptors",
+}
+
+
+class Choice(NamedTuple):
+    """A mechanism and why it is the one."""
+
+    name: Mechanism
+    reason: str
+
+
+_HOST = Choice("memfd", "host memory is a memfd")
+
+_lock = threading.Lock()
+_chosen: dict[str, Choice] = {}
+#: Devices whose mechanism was asked for, not found.
+_forced: set[str] = set()
+
+
+def lacking(ordinal: int) -> dict[Mechanism, str]:
+    """What a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
+    with gpu_support():
+        from shared_rpc.memory.ipc import supports_ipc
+        from shared_rpc.memory.pool_ipc import supports_pools
+        from shared_rpc.memory.vmm import supports_vmm
+    vmm, vmm_fds = supports_vmm(ordinal)
+    pools, pool_fds = supports_pools(ordinal)
+    return {
+        "vmm": "" if vmm and vmm_fds else _without_fds("virtual memory management", vmm),
+        "ipc": "" if supports_ipc(ordinal) else "no legacy CUDA IPC",
+        "pool": "" if pools and pool_fds else _without_fds("stream-ordered pools", pools),
+    }
+
+
+def _without_fds(what: str, there: bool) -> str:
+    return f"{what}, but without export as POSIX descriptors" if there else f"no {what} (vGPU and WSL lack it)"
+
+
+def survey(device: str) -> dict[Mechanism, str]:
+    """:func:`lacking` of a device id.
+
+    :raises CapabilityError: if this process sees no GPU.
+    """
+    with gpu_support():
+        from shared_rpc.memory.cuda import ordinal_of
+    return lacking(ordinal_of(device))
+
+
+def _check(asked: str, device: str) -> None:
+    if asked not in get_args(MechanismOption):
+        raise ConfigurationError(f"mechanism={asked!r}: use 'auto', 'vmm', 'ipc' or 'pool'")
+    if device == "cpu" and asked != "auto":
+        raise ConfigurationError(
+            f"mechanism={asked!r} is a way to share a GPU's memory, and the device is the host, whose memory is shared as a "
+            f"memfd: leave mechanism='auto', or use device='cuda'"
+        )
+
+
+def _choose(asked: str, device: str) -> Choice:
+    if device == "cpu":
+        return _HOST
+    lacks = survey(device)
+    working = [name for name in PREFERENCE if not lacks[name]]
+    if asked == "auto":
+        if not working:
+            reasons = "; ".join(f"{name}: {lacks[name]}" for name in PREFERENCE)
+            raise CapabilityError(f"GPU {device} can share memory in no way ({reasons}): use device='cpu'")
+        name = working[0]
+        passed = "; ".join(f"the GPU has {lacks[other]}" for other in PREFERENCE[: PREFERENCE.index(name)])
+        return Choice(name, passed or _GOOD[name])
+    (name,) = (name for name in PREFERENCE if name == asked)
+    if lacks[name]:
+        raise CapabilityError(
+            f"mechanism={asked!r}, and GPU {device} has {lacks[name]}: use 'auto'"
+            + "".join(f" or {other!r}" for other in working)
+        )
+    return Choice(name, f"asked for by Provider(mechanism={asked!r})")
+
+
+def chosen(device: str) -> Choice:
+    """How this process makes segments on a device.
+
+    :raises CapabilityError: if it can in no way.
+    """
+    with _lock:
+        if device not in _chosen:
+            _chosen[device] = _choose("auto", device)
+        return _chosen[device]
+
+
+def settle(asked: str, device: str) -> Choice:
+    """:func:`chosen`, after a provider's option has been heard.
+
+    :raises ConfigurationError: for an option that is none, that does not go with the device, or that contradicts another
+        provider of this process.
+    :raises CapabilityError: if the GPU cannot do what is asked for.
+    """
+    _check(asked, device)
+    if asked == "auto":
+        return chosen(device)
+    with _lock:
+        before = _chosen.get(device)
+        if device in _forced and before is not None and before.name != asked:
+            raise ConfigurationError(
+                f"mechanism={asked!r}, and another provider of this process asked for {before.name!r} on {device}: use one "
+                f"mechanism for a GPU in a process"
+            )
+        choice = _chosen[device] = _choose(asked, device)
+        _forced.add(device)
+        return choice
+
+
+def facts(asked: str, device: str) -> dict[str, Any]:
+    """``name`` and ``reason`` for those who look; the name is None where nothing was asked for and nothing works.
+
+    :raises ConfigurationError: as :func:`settle` does.
+    :raises CapabilityError: if the GPU cannot do what is asked for.
+    """
+    try:
+        return settle(asked, device)._asdict()
+    except CapabilityError as error:
+        if asked != "auto":
+            raise
+        return {"name": None, "reason": str(error)}
+
+
+def lifetime(segments: Iterable[Segment]) -> str:
+    """How long the memory of an object lives, for people. The segments are borrowed."""
+    from shared_rpc.memory.bound import voucher_of
+
+    makers = sorted({voucher_of(segment.fileno()).pid for segment in segments if segment.info.mechanism in BOUND})
+    if not makers:
+        return "as long as anybody holds it"
+    return "bound to the life of pid " + ", pid ".join(map(str, makers))

@@ -1,0 +1,141 @@
+"""GPU memory from CUDA's stream-ordered pools: cuMemPoolCreate, cuMemPoolExportPointer and cuMemPoolImportPointer.
+
+A pool is exported as a descriptor, and an allocation of it as 64 bytes; a consumer needs both. "The imported memory must be
+freed from all importing processes before being freed in the exporting process" (CUDA Driver API, Stream Ordered Memory
+Allocator): see :mod:`shared_rpc.memory.bound`. Every segment has a pool of its own, because a pool that was exported gives its
+memory back when it is destroyed.
+
+What is minded here: a second import of an allocation gives the first one's address, and the first free unmaps both; a
+pool's own GPU cannot be denied writing; exporting and destroying pools in two threads at once has crashed drivers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cuda.bindings import driver
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.bound import Memory, Voucher
+from shared_rpc.memory.cuda import DriverError, attribute, check, location_of, opaque, opaque_bytes, visible_gpus
+from shared_rpc.memory.desk import DESK, fetch
+from shared_rpc.memory.ipc import BoundCudaBackend
+
+__all__ = ["PoolBackend", "supports_pools"]
+
+_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def supports_pools(ordinal: int) -> tuple[bool, bool]:
+    """Whether the GPU has stream-ordered pools, and whether they export as descriptors."""
+    return (
+        bool(attribute(ordinal, "MEMORY_POOLS_SUPPORTED")),
+        bool(attribute(ordinal, "MEMPOOL_SUPPORTED_HANDLE_TYPES") & int(_FD)),
+    )
+
+
+class PoolBackend(BoundCudaBackend):
+    """Segments that are pools of one allocation."""
+
+    mechanism = "pool"
+    cure = (
+        "CUDA's pools take processes of one user that see the GPU and share a network namespace; "
+        "Provider(mechanism='vmm') on the server does without"
+    )
+
+    @property
+    def desk(self) -> str:
+        """Where this process hands out its pools."""
+        return DESK.address
+
+    def make(self, nbytes: int, token: bytes) -> Memory:
+        """See :class:`BoundBackend`. The pool's descriptor is left at the desk."""
+        self.require_visible()
+        with self.working():
+            try:
+                pool = check(driver.cuMemPoolCreate(self._properties()))
+            except DriverError as error:
+                raise CapabilityError(f"GPU {self.uuid} makes no pool that exports as a descriptor: {error}") from error
+            address = None
+            fd = -1
+            try:
+                self._allow(pool)
+                address = check(driver.cuMemAllocFromPoolAsync(nbytes, pool, self.stream))
+                self.zero(address, nbytes)
+                fd = int(check(driver.cuMemPoolExportToShareableHandle(pool, _FD, 0)))
+                os.set_inheritable(fd, False)
+                handle = opaque_bytes(check(driver.cuMemPoolExportPointer(address)))
+                fd, left = -1, fd
+                DESK.leave(token, left)
+            except (DriverError, CapabilityError) as error:
+                if fd >= 0:
+                    os.close(fd)
+                self._give_up(pool, address)
+                raise CapabilityError(f"cannot allocate {nbytes} bytes on GPU {self.uuid} in a pool: {error}") from error
+        return Memory(int(address), handle, pool)
+
+    def _properties(self) -> Any:
+        properties = driver.CUmemPoolProps()
+        properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.handleTypes = _FD
+        properties.location = location_of(self.ordinal)
+        return properties
+
+    def _give_up(self, pool: Any, address: Any) -> None:
+        if address is not None:
+            check(driver.cuMemFreeAsync(address, self.stream))
+            check(driver.cuStreamSynchronize(self.stream))
+        check(driver.cuMemPoolDestroy(pool))
+
+    def free(self, token: bytes, memory: Memory) -> None:
+        """See :class:`BoundBackend`."""
+        DESK.withdraw(token)
+        with self.working():
+            self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
+
+    def open(self, voucher: Voucher) -> Memory:
+        """See :class:`BoundBackend`."""
+        fd = fetch(voucher.desk, voucher.token)
+        try:
+            return self.open_pool(fd, voucher)
+        finally:
+            os.close(fd)
+
+    def open_pool(self, fd: int, voucher: Voucher) -> Memory:
+        """Open the allocation of a pool whose descriptor is there already.
+
+        :raises CapabilityError: if the driver refuses.
+        """
+        data = opaque(driver.CUmemPoolPtrExportData(), voucher.handle)
+        with self.working():
+            try:
+                pool = check(driver.cuMemPoolImportFromShareableHandle(fd, _FD, 0))
+                try:
+                    self._allow(pool)
+                    address = check(driver.cuMemPoolImportPointer(pool, data))
+                except DriverError:
+                    check(driver.cuMemPoolDestroy(pool))
+                    raise
+            except DriverError as error:
+                raise CapabilityError(str(error)) from error
+        return Memory(int(address), pool=pool)
+
+    def _allow(self, pool: Any) -> None:
+        """A pool is there for the GPU that it is on, and for others when they are named, in each process anew."""
+        if visible_gpus()[self.ordinal] != self.uuid:
+            check(driver.cuMemPoolSetAccess(pool, [_right(self.ordinal)], 1))
+        for peer in self.peers:
+            driver.cuMemPoolSetAccess(pool, [_right(peer)], 1)
+
+    def close(self, memory: Memory) -> None:
+        """See :class:`BoundBackend`."""
+        with self.working():
+            self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
+
+
+def _right(ordinal: int) -> Any:
+    right = driver.CUmemAccessDesc()
+    right.location = location_of(ordinal)
+    right.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return right

@@ -1,0 +1,67 @@
+"""Bound segments without a GPU: host memory that is opened through its maker's desk, as a pool is."""
+
+from __future__ import annotations
+
+import os
+
+from shared_rpc.memory.bound import BoundBackend, Memory, Voucher
+from shared_rpc.memory.desk import DESK, fetch
+from shared_rpc.memory.memfd import HOST
+
+
+class BoundHost(BoundBackend):
+    """What CUDA's pools promise, over memfds: a descriptor and a handle are needed to open what is another process's."""
+
+    mechanism = "pool"
+    cure = "there is none in a test"
+    uuid = "GPU-of-the-host"
+    unmaps_in_background = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freed: list[int] = []
+        self.waits_for = True
+
+    @property
+    def desk(self) -> str:
+        """Where memfds are handed out."""
+        return DESK.address
+
+    def make(self, nbytes: int, token: bytes) -> Memory:
+        """A memfd, mapped here; the desk has its descriptor."""
+        with HOST.create(nbytes) as segment:
+            address = HOST.map(segment.fileno(), nbytes, "read_write")
+            DESK.leave(token, os.dup(segment.fileno()))
+        return Memory(address, handle=str(nbytes).encode())
+
+    def free(self, token: bytes, memory: Memory) -> None:
+        """Unmap it here, and take it off the desk."""
+        DESK.withdraw(token)
+        self.freed.append(memory.address)
+        HOST.unmap(memory.address, int(memory.handle))
+
+    def open(self, voucher: Voucher) -> Memory:
+        """Ask the desk, and map what it hands out."""
+        fd = fetch(voucher.desk, voucher.token)
+        try:
+            return Memory(HOST.map(fd, int(voucher.handle), "read_write"), voucher.handle)
+        finally:
+            os.close(fd)
+
+    def close(self, memory: Memory) -> None:
+        """Unmap."""
+        HOST.unmap(memory.address, int(memory.handle))
+
+    def seal(self, fd: int) -> None:
+        """Nothing can be refused."""
+
+    def synchronize(self) -> bool:
+        """As the test says."""
+        return self.waits_for
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        """The bytes themselves."""
+        return HOST.view(address, nbytes)
+
+
+BACKEND = BoundHost()
