@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,22 +18,27 @@ from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.values import decode_call
 
+if TYPE_CHECKING:
+    from shared_rpc.server.connection import Connection
+
 __all__ = ["ArgumentReader"]
 
 
 class ArgumentReader:
-    """Takes the arguments of one connection's calls.
+    """Takes the arguments of one connection's calls."""
 
-    :param session: the id of its session.
-    """
-
-    def __init__(self, core: Core, session: Callable[[], str]) -> None:
+    def __init__(self, core: Core, connection: Connection) -> None:
         self._core = core
-        self._session = session
+        self._connection = connection
+
+    @property
+    def _session_id(self) -> str:
+        assert self._connection.session is not None, "a request before the handshake"
+        return self._connection.session.session_id
 
     @property
     def _lane(self) -> Lane:
-        return self._core.lanes.of(self._session())
+        return self._core.lanes.of(self._session_id)
 
     def take(self, frame: Frame, message: m.Call) -> Arguments:
         """The arguments of a call. They own the frame's descriptors from here on."""
@@ -102,5 +107,5 @@ class ArgumentReader:
 
     def _kept(self, segment_id: str) -> Segment | None:
         """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""
-        lane = self._core.lanes.find(self._session())
+        lane = self._core.lanes.find(self._session_id)
         return self._core.objects.segment(segment_id) or (lane.results.segment(segment_id) if lane is not None else None)

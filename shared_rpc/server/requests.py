@@ -45,7 +45,7 @@ class Requests:
         self._core = core
         self._sessions = sessions
         self._facts = facts
-        self._arguments = ArgumentReader(core, lambda: self._session_id)
+        self._arguments = ArgumentReader(core, connection)
         self._waiters: dict[int, Waiter] = {}
         #: Arenas of the session's pool whose descriptors went over this connection.
         self._sent: set[str] = set()
