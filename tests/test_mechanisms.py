@@ -208,11 +208,11 @@ SERVER = """
     @provider.share(cache=False)
     def fill(weight: torch.Tensor, value: float):
         weight.fill_(value)
-        return weight.sum(dtype=torch.float64).reshape(1)
+        return weight.sum(dim=1).double().sum().reshape(1)
 
     @provider.share(cache=False)
     def total(weight: torch.Tensor):
-        return weight.sum(dtype=torch.float64).reshape(1)
+        return weight.sum(dim=1).double().sum().reshape(1)
 
     with Server(provider) as server:
         torch.cuda.synchronize()
@@ -232,7 +232,7 @@ CLIENT = """
         try:
             match line.split():
                 case ["sum"]:
-                    print("sum", weight.sum(dtype=torch.float64).item())
+                    print("sum", weight.sum(dim=1).double().sum().item())
                 case ["write", value]:
                     weight.fill_(float(value))
                     torch.cuda.synchronize()
@@ -249,6 +249,8 @@ CLIENT = """
     client.close()
 """
 COUNT = 8192 * 16384
+#: Bytes that the driver takes for streams and kernels when they are first used, in two processes.
+SLACK = 192 << 20
 
 
 @pytest.fixture(params=mechanisms.PREFERENCE)
@@ -341,7 +343,7 @@ def test_memory_comes_back_after_a_client_was_killed(
     assert used() > before + 2 * COUNT
     client.kill()
 
-    eventually(lambda: used() <= before + (64 << 20), seconds=30.0, what=f"{before} bytes in use, and not {used()}")
+    eventually(lambda: used() <= before + SLACK, seconds=30.0, what=f"{before} bytes in use, and not {used()}")
 
 
 @pytest.mark.gpu
@@ -356,7 +358,7 @@ def test_memory_comes_back_after_a_client_released(
     client.tell("release")
     client.expect("released")
     drop(server[1])
-    eventually(lambda: used() <= before - 4 * COUNT + (64 << 20), seconds=30.0, what=f"half a GiB less than {before} in use")
+    eventually(lambda: used() <= before - 4 * COUNT + SLACK, seconds=30.0, what=f"half a GiB less than {before} in use")
 
 
 @pytest.mark.gpu

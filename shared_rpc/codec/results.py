@@ -96,12 +96,14 @@ def decode_result(
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [])
-    if MAPPINGS.has_unused:
-        MAPPINGS.drain()  # a safe point: what earlier results left behind makes room for this one
     quick = len(table) + len(skeleton) < _FEW
     with MAPPINGS.attach(segments, owner=owner) as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
-        return _load(skeleton, tensors, storages)
+        value = _load(skeleton, tensors, storages)
+    # A safe point for what earlier results left behind; after this one, which may lie in the same segments.
+    if MAPPINGS.has_unused:
+        MAPPINGS.drain()
+    return value
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:
