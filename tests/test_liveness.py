@@ -363,7 +363,7 @@ def test_the_lifetime_of_memory_is_told() -> None:
     """By the pid of its maker where it has one."""
     with closing(BoundHost().create(1)) as segment:
         assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
-    assert lifetime([]) == "as long as anybody holds it"
+    assert lifetime([]) == ""
 
 
 # The desk.

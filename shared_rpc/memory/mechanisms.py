@@ -151,10 +151,10 @@ def facts(asked: str, device: str) -> dict[str, Any]:
 
 
 def lifetime(segments: Iterable[Segment]) -> str:
-    """How long the memory of an object lives, for people. The segments are borrowed."""
+    """How long the memory of an object lives, for people; ``""`` for as long as anybody holds it. The segments are borrowed."""
     from shared_rpc.memory.bound import voucher_of
 
     makers = sorted({voucher_of(segment.fileno()).pid for segment in segments if segment.info.mechanism in BOUND})
     if not makers:
-        return "as long as anybody holds it"
+        return ""
     return "bound to the life of pid " + ", pid ".join(map(str, makers))

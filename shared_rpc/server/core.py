@@ -200,7 +200,9 @@ class Core:
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""
         facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
-        facts["lifetime"] = lifetime(stored.record.segments)
+        bound = lifetime(stored.record.segments)
+        if bound:
+            facts["lifetime"] = bound
         return facts | self.buffers.table.facts(stored.object_id) if stored.kind == "buffer" else facts
 
     def info(self) -> dict[str, Any]:
