@@ -178,7 +178,8 @@ class MappingTable:
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._gone.put(loan)
-        REAPER.submit(self._drain_in_background)
+        if loan.mapping.backend.unmaps_in_background:
+            REAPER.submit(self._drain_in_background)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """The mapping that holds ``address`` and the offset in it, in bytes."""
