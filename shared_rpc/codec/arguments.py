@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_devices
 from shared_rpc.codec.placement import copy
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
@@ -52,7 +53,7 @@ def encode_arguments(
     lowered = lower_call(args, kwargs, leaf)
     if not scan.storages and not skeletons:
         return Arguments(*lowered)
-    placed = copy(scan, "read_write", pool, purpose, server)
+    placed = copy(scan, spans(scan, exact=True), pool, purpose, server)
     return Arguments(
         *lowered,
         placed.table(),

@@ -135,30 +135,30 @@ def move(scan: Scan, access: Access) -> Placement:
     return placement
 
 
-def copy(scan: Scan, access: Access, pool: Pool | None, purpose: str, reader: str = "") -> Placement:
-    """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large.
+def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader: str = "") -> Placement:
+    """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large, to be read and written.
 
     What lies in a segment that the reader may be told of stays where it is. The work that the current streams have to do is
     complete when this returns; the device's other streams are not waited for.
 
+    :param found: the scan's exact spans.
     :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
     :param reader: the id of the server that is to read it, ``""`` for anybody.
     :raises PoolFull: if the pool has no room now.
     :raises CapabilityError: if a device has not enough memory, or is in the middle of a CUDA graph's capture.
     """
-    found = spans(scan, exact=True)
     if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CapabilityError(
             "a call is being captured into a CUDA graph, and it waits for another process: capture what is around it"
         )
     placement = Placement(scan, found, reader)
     try:
-        for device, rest in _elsewhere(placement, found, access).items():
-            if pool is not None and access == "read_write" and pool.options.takes(sum(block.nbytes for block in rest)):
+        for device, rest in _elsewhere(placement, found, "read_write").items():
+            if pool is not None and pool.options.takes(sum(block.nbytes for block in rest)):
                 _copy_into(pool, placement, rest, device, purpose)
             else:
                 for mapping, chosen in _segments(rest, device):
-                    _fill(placement, mapping, chosen, access)
+                    _fill(placement, mapping, chosen, "read_write")
         for device in {span.device for span in found}:
             _wait_for_stream(device)
     except BaseException:

@@ -67,8 +67,9 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     path = f"endpoint {endpoint!r}: result"
     if pool is not None and access == "read_write":
         skeleton = dump(value, scan, path)
-        if pool.options.takes(sum(span.nbytes for span in spans(scan, exact=True))):
-            return _record(skeleton, copy(scan, access, pool, f"results of {endpoint}()"), device)
+        used = spans(scan, exact=True)
+        if pool.options.takes(sum(span.nbytes for span in used)):
+            return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
         scan = Scan(kind)
     MAPPINGS.drain()
     with _publishing, collector.paused():
