@@ -117,8 +117,7 @@ class Channel:
         if self._broken is not None:
             raise self._ended()
         number = (next(self._ids) - 1) % LAST_ID + 1
-        message, fds = request.addressed(self._sent)
-        self._socket.queue(message, number, request.payload, fds)
+        request.queue(self._socket, number, self._sent)
         exchange = self._exchanges[number] = _Exchange()
         frame: Frame | None = None
         try:

@@ -134,8 +134,7 @@ class Connection:
         :raises ConnectionClosed: if the server goes away.
         """
         number = self._next_id()
-        message, fds = request.addressed(self._sent)
-        self._socket.queue(message, number, request.payload, fds)
+        request.queue(self._socket, number, self._sent)
         self._usable = False
         try:
             self._send(deadline)

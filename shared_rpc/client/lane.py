@@ -32,11 +32,11 @@ class Lane:
         self.arguments = Pool(options, "this client's pool for arguments")
         self.borrower = Borrower(self._chunk_dropped)
         self._flush = flush
-        #: Arenas of the server's that came with replies which nobody took.
-        self._spare: dict[str, Segment] = {}
+        #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one, or give
+        up. self._spare: dict[str, Segment] = {}
         self._flushing = False
-        #: Whether the server waits for memory.
-        self._starved = False
+        #: Calls whose results wait for memory in the server.
+        self.hungry = 0
         self.closed = False
 
     def to_give_back(self) -> list[int]:
@@ -45,39 +45,42 @@ class Lane:
         return self.borrower.returned()
 
     def starved(self) -> m.Free:
-        """What to tell a server that needs memory, now and for as long as the call takes; waits for the GPU."""
-        self._starved = True
+        """What to tell a server that needs memory; waits for the GPU."""
         self.borrower.wait()
         return m.Free(self.borrower.returned())
 
-    def segments(self, infos: Sequence[SegmentInfo], kept: Sequence[int], fds: Sequence[int]) -> list[Segment]:
-        """A reply's segments. They own the descriptors that came; those that are kept have been mapped before, or lie here."""
-        self._starved = False
+    def segments(
+        self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: Sequence[int]
+    ) -> list[Segment]:
+        """A reply's segments. They own their descriptors, of which those that are kept came before."""
         sent = iter(fds)
         found: list[Segment] = []
         for number, info in enumerate(infos):
-            spare = self._spare.get(info.id) if number in kept else None
-            if spare is not None:
-                found.append(spare.duplicate())
+            spare = self._spare.get(info.id)
+            if number not in kept:
+                found.append(Segment(info, next(sent)))
+                if number in arenas and spare is None and not self.closed:
+                    duplicate = found[-1].duplicate()
+                    if self._spare.setdefault(info.id, duplicate) is not duplicate:
+                        duplicate.close()
             else:
-                found.append(Segment(info, -1 if number in kept else next(sent)))
+                found.append(spare.duplicate() if spare is not None else Segment(info, -1))
         return found
 
     def discard(self, message: m.Message, frame: Frame) -> None:
-        """A result came, and nobody takes it. Its descriptors of arenas will not come again."""
+        """A reply came, and nobody takes it: what it says of memory counts all the same."""
+        if isinstance(message, m.Free):
+            self.arguments.give(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
-        for number, segment in enumerate(self.segments(message.segments, message.kept, frame.take_fds())):
-            if number in message.arenas and not segment.closed and segment.info.id not in self._spare:
-                self._spare[segment.info.id] = segment
-            else:
-                segment.close()
+        for segment in self.segments(message.segments, message.kept, message.arenas, frame.take_fds()):
+            segment.close()
         self.arguments.give(message.freed)
         self.borrower.unused(message.chunks)
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if self._starved:
+        if self.hungry:
             REAPER.submit(self._flush_now)
         elif not self._flushing and not self.closed:
             self._flushing = True
@@ -85,11 +88,13 @@ class Lane:
 
     def _flush_now(self) -> None:
         self._flushing = False
-        if self._starved:
+        if self.closed:
+            return
+        if self.hungry:
             self.borrower.wait()
         else:
             self.borrower.settle(background=True)
-        numbers = [] if self.closed else self.borrower.returned()
+        numbers = self.borrower.returned()
         if numbers:
             try:
                 self._flush(numbers)

@@ -53,6 +53,8 @@ class ConnectionPool:
         """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
         for connection in list(self._connections):
             connection.close()
+        if self.session is not None:
+            self.session.lane.closed = True
         self._begin()
 
     def _begin(self) -> None:

@@ -82,7 +82,12 @@ def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
         assert isinstance(message, m.TaskChanged)
         return message.info
     if frame.kind == _STARVED:
-        return request.lane.starved() if request.lane is not None else m.Free([])
+        if request.lane is None:
+            return m.Free([])
+        if not request.starved:
+            request.starved = True
+            request.lane.hungry += 1
+        return request.lane.starved()
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.client.lane import Lane
-from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment
@@ -55,7 +55,7 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
         segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
         return Result(message, frame.payload, segments)
     lane.arguments.give(message.freed)
-    segments = lane.segments(message.segments, message.kept, frame.take_fds())
+    segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
 
@@ -72,9 +72,15 @@ def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[
     try:
         nbytes = len(result.skeleton) + len(result.message.table)
         value = yield Work(lambda: _rebuild(result, values), nbytes)
-    except (Exception, KeyboardInterrupt):
-        if result.message.managed:
+    except GeneratorExit:
+        result.close()
+        raise
+    except BaseException as error:
+        result.close()
+        if result.message.managed and isinstance(error, (Exception, KeyboardInterrupt)):
             yield from ask(Request(m.Release([object_id]), "release"), m.Count)
+        elif result.message.managed:  # cancelled, and not to wait for anything
+            yield Tell(m.Release([object_id]))
         raise
     return result.message, value
 
@@ -84,7 +90,8 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
 
     with result:
         loans, result.loans = result.loans, {}
-        value = decode_result(result.skeleton, result.message.table, result.segments, result.message.owner, loans)
+        message = result.message
+        value = decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
                 return values.setdefault(result.message.object_id, value)

@@ -9,7 +9,7 @@ import msgspec
 
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
-from shared_rpc.errors import ConnectError, DeadlineExceeded, SegmentNotFound, ServerBusy
+from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
@@ -62,6 +62,7 @@ def send(
 
 def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None) -> Operation[Reply]:
     freed = lane.to_give_back() if lane is not None else []
+    request: Request | None = None
     try:
         message = kind(
             endpoint,
@@ -80,16 +81,17 @@ def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what:
         fds = tuple(
             segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
         )
-        reply: Reply = yield Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+        request = Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+        reply: Reply = yield request
         return reply
-    except ConnectError:
-        # It was not sent.
-        if lane is not None:
-            lane.arguments.give(arguments.chunks)
-            lane.borrower.put_back(freed)
-        raise
     finally:
         arguments.close()
+        if lane is not None:
+            if request is None or not request.sent:
+                lane.arguments.give(arguments.chunks)
+                lane.borrower.put_back(freed)
+            elif request.starved:
+                lane.hungry -= 1
 
 
 def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:

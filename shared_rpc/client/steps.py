@@ -17,6 +17,7 @@ import msgspec
 from shared_rpc.client.lane import Lane
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
+from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.tasks import TaskInfo
@@ -45,14 +46,26 @@ class Request:
     at_once: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     lane: Lane | None = None
+    #: Whether it was queued on a connection, and whether the server has said that it waits for memory.
+    sent: bool = False
+    starved: bool = False
 
-    def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
+    def queue(self, connection: FrameSocket, number: int, sent: set[str]) -> None:
+        """Queue it as a frame.
+
+        :param sent: the arenas whose descriptors have gone over this connection; those that go now are added.
+        """
+        message, fds = self._addressed(sent)
+        connection.queue(message, number, self.payload, fds)
+        self.sent = True
+        sent.update(segment.info.id for segment in self.arenas.values())
+
+    def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message
         if not isinstance(message, m.Call) or not self.arenas:
             return message, self.fds
         new = {number: segment for number, segment in self.arenas.items() if segment.info.id not in sent}
-        sent.update(segment.info.id for segment in new.values())
         if len(new) < len(self.arenas):
             message = msgspec.structs.replace(message, kept=[*message.kept, *(self.arenas.keys() - new.keys())])
         # In the order of their numbers, as the rest is.

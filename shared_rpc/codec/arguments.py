@@ -90,7 +90,7 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
-    with MAPPINGS.attach(arguments.segments, keep=True) as mappings:
+    with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
         tensors = tensors_of(read_table(arguments.table), mappings, arguments.take_loans())
         return _lifted(arguments, *tensors)
 

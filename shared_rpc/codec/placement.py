@@ -18,7 +18,7 @@ from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.arena import pack
+from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.borrowing import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
@@ -154,7 +154,7 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
     placement = Placement(scan, found, reader)
     try:
         for device, rest in _elsewhere(placement, found, "read_write").items():
-            if pool is not None and pool.options.takes(sum(block.nbytes for block in rest)):
+            if pool is not None and pool.options.takes(sum(aligned(block.nbytes) for block in rest)):
                 _copy_into(pool, placement, rest, device, purpose)
             else:
                 for mapping, chosen in _segments(rest, device):

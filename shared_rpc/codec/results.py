@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
@@ -68,7 +69,7 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     if pool is not None and access == "read_write":
         skeleton = dump(value, scan, path)
         used = spans(scan, exact=True)
-        if pool.options.takes(sum(span.nbytes for span in used)):
+        if pool.options.takes(sum(aligned(span.nbytes) for span in used)):
             return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
         scan = Scan(kind)
     MAPPINGS.drain()
@@ -87,18 +88,20 @@ def decode_result(
     segments: Sequence[Segment],
     owner: str = "",
     loans: dict[int, Borrower] | None = None,
+    arenas: Collection[int] = (),
 ) -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
     :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
     :param loans: the chunks of the server's pool that it lies in, and to whom they are given back.
+    :param arenas: the numbers of the segments that are the pool's.
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [])
     quick = len(table) + len(skeleton) < _FEW
-    with MAPPINGS.attach(segments, owner=owner) as mappings, nullcontext() if quick else collector.paused():
+    with MAPPINGS.attach(segments, owner=owner, pooled=arenas) as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
         value = _load(skeleton, tensors, storages)
     # A safe point for what earlier results left behind; after this one, which may lie in the same segments.

@@ -12,7 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.errors import CodecError
+from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
 from shared_rpc.memory.segments import Backend
 from shared_rpc.reaper import REAPER
 
@@ -23,20 +24,13 @@ __all__ = ["Borrower", "chunk_of"]
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
-class _Attachment:
-    """Keeps a mapping, as the user that it is lent to."""
-
-    def __init__(self, mapping: Mapping) -> None:
-        self.mapping = mapping
-
-
 class _Pin:
     """What the tensors over one chunk hold."""
 
-    __slots__ = ("__weakref__", "attachment", "number")
+    __slots__ = ("__weakref__", "hold", "number")
 
-    def __init__(self, attachment: object, number: int) -> None:
-        self.attachment = attachment
+    def __init__(self, hold: Hold, number: int) -> None:
+        self.hold = hold
         self.number = number
 
 
@@ -72,7 +66,7 @@ class Borrower:
         self._notify = dropped
         self._lock = threading.Lock()
         self._closed = False
-        self._attachments: dict[str, _Attachment] = {}
+        self._holds: dict[str, Hold] = {}
         self._loans: set[_Loan] = set()
         self._dropped: deque[_Loan] = deque()
         #: About how many bytes that are; threads may disturb each other's count.
@@ -87,9 +81,12 @@ class Borrower:
         """Keep a chunk while one of the objects lives, which take an attribute; then it is given back.
 
         :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
+        :raises CodecError: if it is no arena.
         """
         REAPER.start()
-        pin = _Pin(self._attachment(mapping), number)
+        if not mapping.pooled:
+            raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
+        pin = _Pin(self._hold(mapping), number)
         loan = _Loan(pin, self._pin_gone)
         loan.number, loan.nbytes, loan.backend = number, nbytes, mapping.backend
         self._loans.add(loan)
@@ -97,15 +94,13 @@ class Borrower:
         for user in users:
             setattr(user, _HELD, pin)
 
-    def _attachment(self, mapping: Mapping) -> _Attachment:
-        attachment = self._attachments.get(mapping.info.id)
-        if attachment is None or attachment.mapping is not mapping:
-            mapping.pooled = True
-            attachment = _Attachment(mapping)
-            MAPPINGS.lend([(mapping, attachment)])
+    def _hold(self, mapping: Mapping) -> Hold:
+        hold = self._holds.get(mapping.info.id)
+        if hold is None or hold.mapping is not mapping:
+            hold = MAPPINGS.hold(mapping)
             if not self._closed:
-                self._attachments[mapping.info.id] = attachment
-        return attachment
+                self._holds[mapping.info.id] = hold
+        return hold
 
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
@@ -189,4 +184,4 @@ class Borrower:
     def close(self) -> None:
         """The session ended: mappings go with the tensors over them."""
         self._closed = True
-        self._attachments = {}
+        self._holds = {}

@@ -11,13 +11,13 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
 
-__all__ = ["MAPPINGS", "Mapping", "MappingTable"]
+__all__ = ["MAPPINGS", "Hold", "Mapping", "MappingTable"]
 
 
 class Mapping:
@@ -78,6 +78,13 @@ class _Loan(weakref.ref[_Pin]):
 _HELD = "_shared_rpc_pin"
 
 
+class Hold:
+    """Keeps a mapping for as long as it lives, see :meth:`MappingTable.hold`."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+
+
 class MappingTable:
     """All mappings of this process. Thread-safe."""
 
@@ -104,22 +111,25 @@ class MappingTable:
             yield mapping
 
     @contextmanager
-    def attach(self, segments: Iterable[Segment], *, keep: bool = False, owner: str = "") -> Iterator[list[Mapping]]:
+    def attach(
+        self, segments: Sequence[Segment], *, keep: bool = False, owner: str = "", pooled: Collection[int] = ()
+    ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
         The segments are borrowed. ``keep`` has the mapping hold a descriptor of its own, so that this process can
-        publish the memory again; ``owner`` is the server that keeps them.
+        publish the memory again; ``owner`` is the server that keeps them; ``pooled`` are the numbers of those that are arenas.
         """
         mappings: list[Mapping] = []
         try:
             with self._lock:
-                for segment in segments:
+                for number, segment in enumerate(segments):
                     mapping = self._mappings.get((segment.info.id, segment.info.access))
                     if mapping is None:
                         mapping = self._add(
                             segment.info, backend_for(segment.info.device, segment.info.mechanism), segment, keep=False
                         )
                     mapping.owner = owner or mapping.owner
+                    mapping.pooled = mapping.pooled or number in pooled
                     mapping.pins += 1
                     mappings.append(mapping)
                     if keep and mapping.segment is None and not mapping.pooled:
@@ -174,6 +184,12 @@ class MappingTable:
             held = attributes.setdefault(_HELD, pin)
             if held is not pin:
                 attributes[_HELD] = (held, pin)
+
+    def hold(self, mapping: Mapping) -> Hold:
+        """An object that keeps the mapping. To be called while it is created or attached."""
+        hold = Hold(mapping)
+        self.lend([(mapping, hold)])
+        return hold
 
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.

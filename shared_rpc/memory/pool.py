@@ -11,12 +11,11 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
-from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
 from shared_rpc.memory.segments import Segment
 
 __all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
@@ -69,8 +68,9 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Arena:
-    """A segment of a pool."""
+    """A segment of a pool. Whoever has one of its chunks in hand keeps it mapped, though the pool may be closed meanwhile."""
 
+    hold: Hold
     mapping: Mapping
     extents: Extents
 
@@ -89,7 +89,6 @@ class Pool:
         self._chunks: dict[int, Chunk] = {}
         #: Numbers of different pools differ, so that one that comes to the wrong session frees nothing there.
         self._numbers = itertools.count(secrets.randbits(42) << 20)
-        self._mapped = ExitStack()
         self._closed = False
 
     def take(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
@@ -132,9 +131,9 @@ class Pool:
         size = min(max(nbytes, total, self.options.initial), self.options.limit - total)
         if size < nbytes:
             raise PoolFull(self._held(total, nbytes))
-        mapping = self._mapped.enter_context(MAPPINGS.create(size, device))
-        mapping.pooled = True
-        arena = Arena(mapping, Extents(mapping.info.nbytes))
+        with MAPPINGS.create(size, device) as mapping:
+            mapping.pooled = True
+            arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
         arenas.append(arena)
         return arena
 
@@ -202,5 +201,4 @@ class Pool:
             self._closed = True
             self._arenas.clear()
             self._chunks.clear()
-            mapped = self._mapped.pop_all()
-        mapped.close()
+        MAPPINGS.drain()

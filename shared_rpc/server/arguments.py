@@ -44,11 +44,15 @@ class ArgumentReader:
         """The arguments of a call. They own the frame's descriptors from here on."""
         if message.freed:
             self._lane.give(message.freed)
-        loans = self._loans(message)
-        arguments = Arguments([], {}, bytes(message.table), loans=loans)
+        self._check(frame, message)
+        arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+        arguments.loans = dict.fromkeys(message.chunks, self._lane.borrower) if message.chunks else {}
         try:
+            # First what came: the client will not send an arena again, whatever becomes of this call.
+            self._take_sent(arguments.segments, frame, message)
+            self._hold(arguments.loans, message)
+            self._find_kept(arguments.segments, message)
             arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
-            self._take_segments(arguments.segments, frame, message)
             start = 0
             for size in message.skeletons:
                 arguments.skeletons.append(frame.payload[start : start + size])
@@ -58,44 +62,24 @@ class ArgumentReader:
             raise
         return arguments
 
-    def _loans(self, message: m.Call) -> dict[int, Borrower]:
-        """To whom the chunks of a call go back, of the client's pool, and of its own results that it names."""
-        if not message.chunks and not message.held:
-            return {}
-        lane = self._lane
-        held = set(message.held)
-        if held and not lane.results.hold(held):
-            lane.borrower.unused(message.chunks)
-            raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
-        return dict.fromkeys(message.chunks, lane.borrower) | dict.fromkeys(held, lane.own)
-
-    def _take_segments(self, segments: list[Segment], frame: Frame, message: m.Call) -> None:
-        """The segments of a call, those among them that are known by their ids, and those whose descriptors came."""
-        kept, arenas = frozenset(message.kept), frozenset(message.arenas)
+    @staticmethod
+    def _check(frame: Frame, message: m.Call) -> None:
         if (
-            len(message.segments) != len(frame.fds) + len(kept)
-            or not kept | arenas <= set(range(len(message.segments)))
+            len(message.segments) != len(frame.fds) + len(set(message.kept))
+            or not set(message.kept) | set(message.arenas) <= set(range(len(message.segments)))
             or sum(message.skeletons) != len(frame.payload)
             or min(message.skeletons, default=0) < 0
         ):
             raise ProtocolError("a call whose descriptors or skeletons do not match its message")
-        unknown = [
-            info.id[:100]
-            for number, info in enumerate(message.segments)
-            if number in kept - arenas and self._kept(info.id) is None
-        ]
-        if unknown:
-            raise SegmentNotFound(
-                f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown
-            )
+
+    def _take_sent(self, segments: list[Segment], frame: Frame, message: m.Call) -> None:
+        """The segments whose descriptors came; those that are known by their ids have none yet."""
+        kept, arenas = frozenset(message.kept), frozenset(message.arenas)
         sent = deque(frame.take_fds())
         try:
             for number, info in enumerate(message.segments):
                 if number in kept:
-                    known = self._lane.arena(info.id) if number in arenas else self._kept(info.id)
-                    assert known is not None, "asked before"
-                    # It is mapped as it is mapped here already: for writing.
-                    segments.append(known if number in arenas else known.duplicate("read_write"))
+                    segments.append(Segment(info, -1))
                 elif number in arenas:
                     segments.append(self._lane.take_arena(info, sent.popleft()))
                 else:
@@ -104,6 +88,32 @@ class ArgumentReader:
         finally:
             for fd in sent:
                 os.close(fd)
+
+    def _hold(self, loans: dict[int, Borrower], message: m.Call) -> None:
+        """The chunks of its results that the session names: they stay as long as the endpoint has them."""
+        if not message.held:
+            return
+        held = set(message.held)
+        if not self._lane.results.hold(held):
+            raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
+        loans.update(dict.fromkeys(held, self._lane.own))
+
+    def _find_kept(self, segments: list[Segment], message: m.Call) -> None:
+        named = set(message.kept) - set(message.arenas)
+        unknown = [message.segments[number].id[:100] for number in named if self._kept(message.segments[number].id) is None]
+        if unknown:
+            raise SegmentNotFound(
+                f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown
+            )
+        for number in message.kept:
+            segment_id = message.segments[number].id
+            if number in named:
+                known = self._kept(segment_id)
+                assert known is not None, "asked before"
+                # It is mapped as it is mapped here already: for writing.
+                segments[number] = known.duplicate("read_write")
+            elif segments[number].closed:
+                segments[number] = self._lane.arena(segment_id)
 
     def _kept(self, segment_id: str) -> Segment | None:
         """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""

@@ -224,8 +224,10 @@ class InProcessExecutor:
 
         job = Job(lambda: self._settled(invocation, publish), _nothing, ended)
         lane = self._lanes.find(invocation.session)
-        if lane is not None:
-            lane.park(invocation, lambda: self._threads.start(job))
+        if lane is None:
+            ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
+            return
+        lane.park(invocation, lambda: self._threads.start(job))
         invocation.on_starved(starving.why)
 
     def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
@@ -255,10 +257,13 @@ class InProcessExecutor:
         lane = self._lanes.find(invocation.session) if invocation.pooled else None
         if lane is None:
             return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
-        try:
-            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
-        except PoolFull as full:
-            return Starving(None, value, str(full))
+        for again in (True, False):
+            try:
+                return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
+            except PoolFull as full:
+                if not (again and lane.reclaim()):
+                    return Starving(None, value, str(full))
+        raise AssertionError("it was published, or it starves")
 
 
 def _nothing() -> None:

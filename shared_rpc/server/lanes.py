@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -30,19 +32,38 @@ class Lane:
         #: Chunks of the client's pool.
         self.borrower = Borrower(self._chunk_dropped)
         #: Chunks of the results' pool that came back as arguments.
-        self.own = Borrower(lambda: None)
+        self.own = Borrower(self._own_dropped)
         self._arenas: dict[str, Segment] = {}
         #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
         self._parked: deque[tuple[object, Callable[[], None]]] = deque()
         #: Who waits for chunks of the client's own: called from another thread.
         self._wanted: deque[Callable[[], None]] = deque()
         self._looking = False
+        #: The server's loop, once something is parked.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def settle(self) -> None:
         """See what the endpoints have done with. A safe point, in the thread of one of them."""
         self.borrower.settle()
         self.own.settle()
-        self.results.give(self.own.returned())
+        self._give_own()
+
+    def reclaim(self) -> bool:
+        """Free what came back as arguments and is not used any more, after waiting for the GPU; whether that was anything."""
+        self.own.wait()
+        return self._give_own()
+
+    def _give_own(self) -> bool:
+        freed = bool(self.results.give(self.own.returned()))
+        if freed and self._parked and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._retry)
+        return freed
+
+    def _own_dropped(self) -> None:
+        # Runs in a finaliser.
+        if self._parked:
+            REAPER.submit(self.reclaim)
 
     # Arguments.
 
@@ -74,7 +95,21 @@ class Lane:
         """Have ``told`` called, from another thread, when there are chunks for :meth:`Borrower.returned`, or may be."""
         self._wanted.append(told)
         REAPER.start()
-        REAPER.submit(self._look)
+        if not self._looking:
+            self._looking = True
+            REAPER.submit(self._look)
+
+    def forget(self, told: Callable[[], None]) -> None:
+        """Nobody waits any more."""
+        with suppress(ValueError):  # told already
+            self._wanted.remove(told)
+
+    def freed(self) -> list[int]:
+        """The chunks to give back now. Those who wait for some are told too: they are the same client's."""
+        chunks = self.borrower.returned()
+        while chunks and self._wanted:
+            self._wanted.popleft()()
+        return chunks
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -86,20 +121,25 @@ class Lane:
         self._looking = False
         self.borrower.wait()
         if self.borrower.has_returned:
-            while self._wanted:
-                self._wanted.popleft()()
+            with suppress(IndexError):  # the loop's thread may take some
+                while True:
+                    self._wanted.popleft()()
 
     # Results, on the server's loop.
 
     def give(self, numbers: Sequence[int]) -> None:
         """The client has done with these chunks, or they were never sent."""
         if self.results.give(numbers):
-            parked, self._parked = self._parked, deque()
-            for _, retry in parked:
-                retry()
+            self._retry()
+
+    def _retry(self) -> None:
+        parked, self._parked = self._parked, deque()
+        for _, retry in parked:
+            retry()
 
     def park(self, result: object, retry: Callable[[], None]) -> None:
         """Have ``retry`` called when chunks have come back."""
+        self._loop = asyncio.get_running_loop()
         self._parked.append((result, retry))
 
     def unpark(self, result: object) -> bool:

@@ -64,7 +64,7 @@ class Requests:
     def close(self) -> None:
         """The connection ended: its calls are left, and nobody is told of them any more."""
         for waiter in self._waiters.values():
-            self._core.leave(waiter)
+            self._leave(waiter)
         self._waiters.clear()
 
     def handle(self, frame: Frame) -> None:
@@ -133,6 +133,7 @@ class Requests:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(answer)
 
+        waiter.on_leave = lambda: lane.forget(told)
         lane.await_chunks(told)
 
     def _submit(self, frame: Frame, message: m.Submit) -> None:
@@ -182,7 +183,7 @@ class Requests:
 
     def _answer(self, request_id: int, outcome: Delivery | Failure) -> bool:
         """Answer with an outcome; False if it could not be sent, and the lease that came with it was given back."""
-        self._waiters.pop(request_id, None)
+        waiter = self._waiters.pop(request_id, None)
         self._starved.pop(request_id, None)
         if isinstance(outcome, Failure):
             self._fail(request_id, outcome)
@@ -201,7 +202,7 @@ class Requests:
             kept=kept,
             arenas=list(record.arenas),
             chunks=list(record.chunks),
-            freed=lane.borrower.returned() if lane is not None else [],
+            freed=lane.freed() if lane is not None and waiter is not None and waiter.pooled else [],
         )
         fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
         sent = self._reply(request_id, message, record.skeleton, fds)
@@ -214,11 +215,16 @@ class Requests:
             self._core.release(self._session_id, [message.object_id])
         return sent
 
+    def _leave(self, waiter: Waiter) -> None:
+        if waiter.on_leave is not None:
+            waiter.on_leave()
+        self._core.leave(waiter)
+
     def _cancel(self, frame: Frame, message: m.Cancel) -> None:
         waiter = self._waiters.pop(frame.request_id, None)
         why = self._starved.pop(frame.request_id, None)
         if waiter is not None:  # else its reply is on the way
-            self._core.leave(waiter)
+            self._leave(waiter)
             given_up = m.Error(DeadlineExceeded.code, "the call was given up by its caller")
             self._reply(frame.request_id, given_up if why is None else m.Error(ServerBusy.code, why))
 

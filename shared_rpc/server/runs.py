@@ -54,6 +54,7 @@ class Waiter:
     :param on_begin: called when the work starts.
     :param on_progress: called with what the endpoint says of it.
     :param on_starved: called with why, if the result has to wait for memory.
+    :param on_leave: called when it no longer waits, of one that the core does not know of.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of somebody who waits for a task: called with every change.
     """
@@ -67,6 +68,7 @@ class Waiter:
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
     on_starved: Callable[[str], None] | None = None
+    on_leave: Callable[[], None] | None = None
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
     flight: Flight[Waiter] | None = field(default=None, repr=False)
@@ -163,7 +165,12 @@ class Runs:
             return
         if self.calls.leave(flight, waiter):
             self._drop(flight)
-        elif not flight.waiters and flight in self._invocations and self._executor.abandon(self._invocations[flight]):
+        elif not flight.waiters and flight in self._invocations:
+            self._abandon(flight)
+
+    def _abandon(self, flight: Flight[Waiter]) -> None:
+        """Nobody waits for a run. If its result waits for memory, it is dropped."""
+        if self._executor.abandon(self._invocations[flight]):
             self.calls.close(flight)
             self._next_turn(flight, self._invocations.pop(flight).spec)
 
@@ -200,6 +207,8 @@ class Runs:
         for waiter in tuple(flight.waiters):
             if waiter.on_starved is not None:
                 waiter.on_starved(why)
+        if not flight.waiters:  # they left while the endpoint worked
+            self._abandon(flight)
 
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
