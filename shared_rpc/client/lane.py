@@ -32,8 +32,8 @@ class Lane:
         self.arguments = Pool(options, "this client's pool for arguments")
         self.borrower = Borrower(self._chunk_dropped)
         self._flush = flush
-        #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one, or give
-        up. self._spare: dict[str, Segment] = {}
+        #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
+        self._spare: dict[str, Segment] = {}
         self._flushing = False
         #: Calls whose results wait for memory in the server.
         self.hungry = 0
