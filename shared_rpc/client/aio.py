@@ -294,6 +294,8 @@ class AsyncClient(BaseClient):
                     advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
+            # It may hold an error whose frames hold this one, and the caller's tensors with it.
+            del advance
 
     async def _exchange(self, request: Request, deadline: float) -> Reply:
         if request.at_once:
@@ -356,7 +358,10 @@ class AsyncClient(BaseClient):
 async def _worked(step: Work) -> Any:
     if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
         return step.function()
-    return await anyio.to_thread.run_sync(step.function)
+    # Not as the thread's own result: an idle worker of anyio keeps its last one.
+    done: list[Any] = []
+    await anyio.to_thread.run_sync(lambda: done.append(step.function()))
+    return done.pop()
 
 
 async def _notified(step: Notify) -> None:

@@ -127,14 +127,16 @@ class Channel:
             if frame is None:
                 frame = await self._take_back(number, exchange, request)
         except BaseException:
-            late = await self._take_back(number, exchange, request) if self._broken is None else None
+            late = frame
+            if late is None and self._broken is None:
+                late = await self._take_back(number, exchange, request)
             if late is not None:
                 self._throw_away(late, request)
             raise
         finally:
             del self._exchanges[number]
             for left in exchange.frames:
-                self._throw_away(left)
+                self._throw_away(left, request)
         if frame is None or gave_up(frame):
             if frame is not None:
                 frame.close()

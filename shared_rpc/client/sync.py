@@ -334,6 +334,8 @@ class Client(BaseClient):
                     advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
+            # It may hold an error whose frames hold this one, and the caller's tensors with it.
+            del advance
 
     @staticmethod
     def _deadline(timeout: float | None) -> float:

@@ -192,6 +192,7 @@ class InProcessExecutor:
         finally:
             del self._coroutines[invocation]
         if isinstance(outcome, Failure):
+            _let_go(invocation, outcome)
             return outcome
         value = outcome.live
         del args, kwargs, loaded, outcome
@@ -232,6 +233,7 @@ class InProcessExecutor:
 
     def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
         outcome = _guarded(work)
+        _let_go(invocation, outcome)
         lane = self._lanes.find(invocation.session)
         if lane is not None:
             lane.settle()
@@ -264,6 +266,12 @@ class InProcessExecutor:
                 if not (again and lane.reclaim()):
                     return Starving(None, value, str(full))
         raise AssertionError("it was published, or it starves")
+
+
+def _let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
+    """A caller in another process gets a traceback as text, and its memory back at once."""
+    if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
+        outcome.clear_frames()
 
 
 def _nothing() -> None:

@@ -48,13 +48,17 @@ class Failure:
         """The name of the exception's type."""
         return self.detail.get("type_name") or class_of(self.code).__name__
 
+    def clear_frames(self) -> None:
+        """Let go of what the endpoint had in hand when it failed: its arguments, for one."""
+        if self.error is not None:
+            for error in _related(self.error):
+                traceback.clear_frames(error.__traceback__)
+
     def remembered(self, limit: int) -> Failure:
         """The same, to be kept for long: nothing that the endpoint had in hand is kept with it, and an exception that pickles
         larger than ``limit`` bytes, or not at all, is told as a RemoteError.
         """
-        if self.error is not None:
-            for error in _related(self.error):
-                traceback.clear_frames(error.__traceback__)
+        self.clear_frames()
         if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
             return dataclasses.replace(self, kept=True)
         told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
