@@ -93,6 +93,16 @@ class TestPool:
             pool.take("cpu", [MIB // 2, MIB], "arguments of quick()")
         assert pool.used == 1
 
+    def test_what_was_taken_in_vain_is_no_chance_for_others(self, pool: Pool) -> None:
+        """Only what is given back counts: who waits for room would try again and again."""
+        pool.take("cpu", [3 * MIB], "a test")
+        with pytest.raises(PoolFull) as full:
+            pool.take("cpu", [MIB // 2, MIB], "a test")
+        assert pool.frees == full.value.frees
+        (chunk,) = pool.take("cpu", [10], "a test")
+        pool.give([chunk.number])
+        assert pool.frees == full.value.frees + 1
+
     def test_giving_back_twice_frees_nobody_elses(self, pool: Pool) -> None:
         """A number is used once: a late or a forged one frees nothing."""
         (first,) = pool.take("cpu", [100], "a test")

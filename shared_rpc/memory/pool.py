@@ -48,7 +48,11 @@ class PoolClosed(Exception):
 
 
 class PoolFull(Exception):
-    """There is no room now; the text says who holds what."""
+    """There is no room now; the text says who holds what, and ``frees`` what :attr:`Pool.frees` was then."""
+
+    def __init__(self, text: str, frees: int) -> None:
+        super().__init__(text)
+        self.frees = frees
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +94,8 @@ class Pool:
         #: Numbers of different pools differ, so that one that comes to the wrong session frees nothing there.
         self._numbers = itertools.count(secrets.randbits(42) << 20)
         self._closed = False
+        #: Counts the chunks that became free: whether it is worth trying again.
+        self.frees = 0
 
     def take(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
         """A chunk for each of ``sizes`` bytes on a device, all or none.
@@ -130,7 +136,7 @@ class Pool:
         total = sum(arena.mapping.info.nbytes for arena in arenas)
         size = min(max(nbytes, total, self.options.initial), self.options.limit - total)
         if size < nbytes:
-            raise PoolFull(self._held(total, nbytes))
+            raise PoolFull(self._held(total, nbytes), self.frees)
         with MAPPINGS.create(size, device) as mapping:
             mapping.pooled = True
             arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
@@ -169,6 +175,7 @@ class Pool:
                     if chunk.holds == 0:
                         self._free(chunk)
                         freed += 1
+            self.frees += freed
         return freed
 
     def _free(self, chunk: Chunk) -> None:

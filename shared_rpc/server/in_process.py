@@ -228,7 +228,7 @@ class InProcessExecutor:
         if lane is None:
             ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
             return
-        lane.park(invocation, lambda: self._threads.start(job))
+        lane.park(invocation, lambda: self._threads.start(job), starving.frees)
         invocation.on_starved(starving.why)
 
     def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
@@ -264,7 +264,7 @@ class InProcessExecutor:
                 return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
             except PoolFull as full:
                 if not (again and lane.reclaim()):
-                    return Starving(None, value, str(full))
+                    return Starving(None, value, str(full), full.frees)
         raise AssertionError("it was published, or it starves")
 
 

@@ -137,10 +137,12 @@ class Lane:
         for _, retry in parked:
             retry()
 
-    def park(self, result: object, retry: Callable[[], None]) -> None:
-        """Have ``retry`` called when chunks have come back."""
+    def park(self, result: object, retry: Callable[[], None], frees: int) -> None:
+        """Have ``retry`` called when chunks have come back since there were ``frees``, see :attr:`Pool.frees`."""
         self._loop = asyncio.get_running_loop()
         self._parked.append((result, retry))
+        if self.results.frees != frees:  # an endpoint's thread was first, and saw nobody here
+            self._loop.call_soon(self._retry)
 
     def unpark(self, result: object) -> bool:
         """Nobody waits for a result any more; False if it is not parked."""

@@ -27,9 +27,13 @@ class Produced:
 
 @dataclass(frozen=True)
 class Starving(Produced):
-    """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what."""
+    """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what.
+
+    ``frees`` is how many chunks had become free when it was tried.
+    """
 
     why: str
+    frees: int
 
 
 @dataclass(frozen=True)
