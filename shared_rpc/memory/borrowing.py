@@ -19,7 +19,7 @@ from shared_rpc.reaper import REAPER
 
 __all__ = ["Borrower", "chunk_of"]
 
-#: To mark the work on a GPU takes about 80 µs, most of them for looking whether a CUDA graph is being captured: so it is
+#: Before the work on a GPU is marked, every stream of torch is asked whether a CUDA graph is being captured on it: so it is
 #: done for that many chunks, or bytes, together.
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 

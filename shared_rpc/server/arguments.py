@@ -32,13 +32,8 @@ class ArgumentReader:
         self._connection = connection
 
     @property
-    def _session_id(self) -> str:
-        assert self._connection.session is not None, "a request before the handshake"
-        return self._connection.session.session_id
-
-    @property
     def _lane(self) -> Lane:
-        return self._core.lanes.of(self._session_id)
+        return self._core.lanes.of(self._connection.session_id)
 
     def take(self, frame: Frame, message: m.Call) -> Arguments:
         """The arguments of a call. They own the frame's descriptors from here on."""
@@ -117,5 +112,5 @@ class ArgumentReader:
 
     def _kept(self, segment_id: str) -> Segment | None:
         """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""
-        lane = self._core.lanes.find(self._session_id)
+        lane = self._core.lanes.find(self._connection.session_id)
         return self._core.objects.segment(segment_id) or (lane.results.segment(segment_id) if lane is not None else None)

@@ -88,6 +88,12 @@ class Connection:
         self._on_close(self)
 
     @property
+    def session_id(self) -> str:
+        """The id of its session, which it has from the handshake on."""
+        assert self.session is not None, "a request before the handshake"
+        return self.session.session_id
+
+    @property
     def congested(self) -> bool:
         """Whether the client leaves too much of its replies unread."""
         return self._socket.unsent > _BACKPRESSURE

@@ -53,13 +53,8 @@ class Requests:
         self._starved: dict[int, str] = {}
 
     @property
-    def _session_id(self) -> str:
-        assert self._connection.session is not None, "a request before the handshake"
-        return self._connection.session.session_id
-
-    @property
     def _lane(self) -> Lane:
-        return self._core.lanes.of(self._session_id)
+        return self._core.lanes.of(self._connection.session_id)
 
     def close(self) -> None:
         """The connection ended: its calls are left, and nobody is told of them any more."""
@@ -171,7 +166,7 @@ class Requests:
             raise ProtocolError(f"request id {request_id} is in use")
         if len(self._waiters) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
-        return Waiter(self._session_id, lambda outcome: self._deliver(request_id, outcome))
+        return Waiter(self._connection.session_id, lambda outcome: self._deliver(request_id, outcome))
 
     def _tell_of_task(self, request_id: int, info: TaskInfo) -> None:
         # One who does not read misses how it went, and not how it ends.
@@ -190,7 +185,7 @@ class Requests:
             return True
         record, stored = outcome.record, outcome.stored
         assert record is not None, "a call from another process needs a record"
-        lane = self._core.lanes.find(self._session_id)
+        lane = self._core.lanes.find(self._connection.session_id)
         kept = [number for number in record.arenas if record.segments[number].info.id in self._sent]
         message = m.Result(
             object_id=stored.object_id if stored is not None else "",
@@ -212,7 +207,7 @@ class Requests:
             lane.give(record.chunks)
             lane.borrower.unused(message.freed)
         if not sent and outcome.managed and self._connection.session is not None:
-            self._core.release(self._session_id, [message.object_id])
+            self._core.release(self._connection.session_id, [message.object_id])
         return sent
 
     def _leave(self, waiter: Waiter) -> None:
@@ -241,7 +236,7 @@ class Requests:
 
     def _release(self, frame: Frame, message: m.Release) -> None:
         assert self._connection.session is not None, "a request before the handshake"
-        self._reply(frame.request_id, m.Count(self._core.release(self._session_id, message.object_ids)))
+        self._reply(frame.request_id, m.Count(self._core.release(self._connection.session_id, message.object_ids)))
 
     def _object_info(self, frame: Frame, message: m.GetObjectInfo) -> None:
         self._reply(frame.request_id, m.Facts(self._core.object_info(message.object_id)))
@@ -277,7 +272,7 @@ class Requests:
     def _free_buffer(self, frame: Frame, message: m.FreeBuffer) -> None:
         freed = self._core.buffers.table.free(message.object_id)
         if message.release:
-            self._core.release(self._session_id, [message.object_id])
+            self._core.release(self._connection.session_id, [message.object_id])
         self._reply(frame.request_id, m.Count(int(freed)))
 
     def _list_devices(self, frame: Frame, message: m.ListDevices) -> None:
