@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment
 
-__all__ = ["EMPTY_TABLE", "ONE_TENSOR", "Arguments", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
+__all__ = ["EMPTY_TABLE", "ONE_TENSOR", "Arguments", "Lender", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +57,13 @@ EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
 ONE_TENSOR = b"\x80\x04K\x00Q."
 
 
+class Lender(Protocol):
+    """To whom chunks are given back."""
+
+    def unused(self, numbers: Iterable[int]) -> None:
+        """Nothing has used these chunks."""
+
+
 class Record:
     """A value taken apart.
 
@@ -102,7 +108,7 @@ class Arguments:
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
-    are read, ``loans`` tells to whom each chunk is to be given back.
+    are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
     """
 
     args: list[Any]
@@ -113,9 +119,9 @@ class Arguments:
     arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
     held: Sequence[int] = ()
-    loans: dict[int, Borrower] = field(default_factory=dict)
+    loans: dict[int, Lender] = field(default_factory=dict)
 
-    def take_loans(self) -> dict[int, Borrower]:
+    def take_loans(self) -> dict[int, Lender]:
         """The loans, which the caller sees to from here on."""
         loans, self.loans = self.loans, {}
         return loans

@@ -17,7 +17,7 @@ from shared_rpc.in_process import InProcessRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.lanes import Lanes
+from shared_rpc.server.lanes import lanes_of
 from shared_rpc.settings import Role
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -134,7 +134,7 @@ class LocalRuntime(InProcessRuntime):
     role: Role = "local"
 
     def __init__(self, provider: Provider, inherited: Runtime | None = None) -> None:
-        lanes = Lanes()
+        lanes = lanes_of()
         executor = InProcessExecutor(provider.endpoints, provider.device_id, lanes, shares=False)
         core = Core(provider.registry, executor, provider.device_id, lanes)
         if isinstance(inherited, LocalRuntime):

@@ -251,7 +251,7 @@ BROKER = """
     from shared_rpc.records import EMPTY_TABLE, Record
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
-    from shared_rpc.server.lanes import Lanes
+    from shared_rpc.server.lanes import lanes_of
     from shared_rpc.server.engine import Engine
     from shared_rpc.server.outcomes import Produced
 
@@ -295,7 +295,7 @@ BROKER = """
 
     path = sys.argv[1]
     elsewhere = Elsewhere()
-    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", Lanes())
+    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", lanes_of())
     acceptor = Acceptor(core, path, {os.geteuid()}, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)
     engine.start()

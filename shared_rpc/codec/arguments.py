@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from shared_rpc.codec.placement import copy
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.records import EMPTY_TABLE, Arguments
@@ -91,7 +92,7 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
     with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
-        tensors = tensors_of(read_table(arguments.table), mappings, arguments.take_loans())
+        tensors = tensors_of(read_table(arguments.table), mappings, cast("dict[int, Borrower]", arguments.take_loans()))
         return _lifted(arguments, *tensors)
 
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
-from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment, new_segment_id
-from shared_rpc.records import Arguments
+from shared_rpc.records import Arguments, Lender
 from shared_rpc.server.core import Core
-from shared_rpc.server.lanes import Lane
+from shared_rpc.server.session_lanes import SessionLane
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.values import decode_call
@@ -32,7 +31,7 @@ class ArgumentReader:
         self._connection = connection
 
     @property
-    def _lane(self) -> Lane:
+    def _lane(self) -> SessionLane:
         return self._core.lanes.of(self._connection.session_id)
 
     def take(self, frame: Frame, message: m.Call) -> Arguments:
@@ -41,7 +40,7 @@ class ArgumentReader:
             self._lane.give(message.freed)
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
-        arguments.loans = dict.fromkeys(message.chunks, self._lane.borrower) if message.chunks else {}
+        arguments.loans = self._lane.lent(message.chunks) if message.chunks else {}
         try:
             # First what came: the client will not send an arena again, whatever becomes of this call.
             self._take_sent(arguments.segments, frame, message)
@@ -84,14 +83,14 @@ class ArgumentReader:
             for fd in sent:
                 os.close(fd)
 
-    def _hold(self, loans: dict[int, Borrower], message: m.Call) -> None:
+    def _hold(self, loans: dict[int, Lender], message: m.Call) -> None:
         """The chunks of its results that the session names: they stay as long as the endpoint has them."""
         if not message.held:
             return
-        held = set(message.held)
-        if not self._lane.results.hold(held):
+        held = self._lane.hold(message.held)
+        if held is None:
             raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
-        loans.update(dict.fromkeys(held, self._lane.own))
+        loans.update(held)
 
     def _find_kept(self, segments: list[Segment], message: m.Call) -> None:
         named = set(message.kept) - set(message.arenas)
@@ -113,4 +112,4 @@ class ArgumentReader:
     def _kept(self, segment_id: str) -> Segment | None:
         """A segment that this server keeps: of an object, or of the session's results; it stays theirs."""
         lane = self._core.lanes.find(self._connection.session_id)
-        return self._core.objects.segment(segment_id) or (lane.results.segment(segment_id) if lane is not None else None)
+        return self._core.objects.segment(segment_id) or (lane.result_segment(segment_id) if lane is not None else None)

@@ -20,9 +20,9 @@ from shared_rpc.errors import ConnectionClosed, StaleHandleError
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.executor import Executor
-from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
+from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable
 from shared_rpc.store.leases import LeaseTable
@@ -58,7 +58,7 @@ class Core:
         registry: Registry,
         executor: Executor,
         device: str,
-        lanes: Lanes,
+        lanes: Lanes[SessionLane],
         *,
         max_bytes: int | None = None,
         max_tasks: int = 1000,

@@ -18,9 +18,10 @@ from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
 from shared_rpc.server.executor import Invocation
-from shared_rpc.server.lanes import Lanes
+from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.reporter import Reporter
+from shared_rpc.server.session_lanes import Lanes
 from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["InProcessExecutor"]
@@ -43,7 +44,7 @@ class InProcessExecutor:
         self,
         endpoints: dict[str, Endpoint],
         device: str,
-        lanes: Lanes,
+        lanes: Lanes[Lane],
         max_workers: int | None = None,
         *,
         shares: bool = True,

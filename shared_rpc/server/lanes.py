@@ -1,39 +1,41 @@
-"""What sessions use for the short-lived memory of their calls, in the process that runs the endpoints."""
+"""What a session uses for the short-lived memory of its calls, in the process that runs the endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-import msgspec
-
-from shared_rpc.errors import ProtocolError, SegmentNotFound
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.segments import Segment
 from shared_rpc.reaper import REAPER
+from shared_rpc.records import Lender
+from shared_rpc.server.session_lanes import Lanes, SessionLane
 
-__all__ = ["Lane", "Lanes"]
-
-#: Arenas of one client; one that doubles its pool comes to a dozen.
-_MAX_ARENAS = 64
+__all__ = ["Lane", "lanes_of"]
 
 
-class Lane:
-    """One session's pool of results, and what its client lends for arguments.
+def lanes_of(options: PoolOptions | None = None) -> Lanes[Lane]:
+    """The lanes of a server whose endpoints run in its own process."""
+    chosen = options or PoolOptions()
+    return Lanes(lambda session: Lane(session, chosen))
+
+
+class Lane(SessionLane):
+    """The memory of one session, in the process that runs the endpoints.
 
     :param session: its id, for errors and the log.
     """
 
     def __init__(self, session: str, options: PoolOptions) -> None:
+        super().__init__()
         self.results = Pool(options, f"the pool for results of session {session}")
         #: Chunks of the client's pool.
         self.borrower = Borrower(self._chunk_dropped)
         #: Chunks of the results' pool that came back as arguments.
         self.own = Borrower(self._own_dropped)
-        self._arenas: dict[str, Segment] = {}
         #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
         self._parked: deque[tuple[object, Callable[[], None]]] = deque()
         #: Who waits for chunks of the client's own: called from another thread.
@@ -67,32 +69,21 @@ class Lane:
 
     # Arguments.
 
-    def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
-        """A client's new arena: another descriptor of it. The one that came belongs to the lane.
+    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
+        """See :class:`SessionLane`."""
+        return dict.fromkeys(chunks, self.borrower)
 
-        Its id is made here, so that no client can pass its memory off as another segment.
-        """
-        segment = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
-        # Several connections may bring the same one, and the first is good for all.
-        if self._arenas.setdefault(info.id, segment) is not segment:
-            segment.close()
-        if len(self._arenas) > _MAX_ARENAS:
-            self._arenas.pop(info.id).close()
-            raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
-        return self.arena(info.id)
+    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
+        """See :class:`SessionLane`."""
+        held = set(chunks)
+        return dict.fromkeys(held, self.own) if self.results.hold(held) else None
 
-    def arena(self, segment_id: str) -> Segment:
-        """Another descriptor of an arena that came before.
-
-        :raises SegmentNotFound: if none of that id did.
-        """
-        known = self._arenas.get(segment_id)
-        if known is None:
-            raise SegmentNotFound(f"the session has no arena {segment_id[:100]}", [segment_id[:100]])
-        return known.duplicate()
+    def result_segment(self, segment_id: str) -> Segment | None:
+        """See :class:`SessionLane`."""
+        return self.results.segment(segment_id)
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called, from another thread, when there are chunks for :meth:`Borrower.returned`, or may be."""
+        """See :class:`SessionLane`; it is called from another thread."""
         self._wanted.append(told)
         REAPER.start()
         if not self._looking:
@@ -100,12 +91,20 @@ class Lane:
             REAPER.submit(self._look)
 
     def forget(self, told: Callable[[], None]) -> None:
-        """Nobody waits any more."""
+        """See :class:`SessionLane`."""
         with suppress(ValueError):  # told already
             self._wanted.remove(told)
 
+    def returned(self) -> list[int]:
+        """See :class:`SessionLane`."""
+        return self.borrower.returned()
+
+    def put_back(self, chunks: Iterable[int]) -> None:
+        """See :class:`SessionLane`."""
+        self.borrower.unused(chunks)
+
     def freed(self) -> list[int]:
-        """The chunks to give back now. Those who wait for some are told too: they are the same client's."""
+        """See :class:`SessionLane`."""
         chunks = self.borrower.returned()
         while chunks and self._wanted:
             self._wanted.popleft()()
@@ -127,9 +126,19 @@ class Lane:
 
     # Results, on the server's loop.
 
-    def give(self, numbers: Sequence[int]) -> None:
-        """The client has done with these chunks, or they were never sent."""
-        if self.results.give(numbers):
+    @property
+    def results_nbytes(self) -> int:
+        """See :class:`SessionLane`."""
+        return self.results.nbytes
+
+    @property
+    def results_used(self) -> int:
+        """See :class:`SessionLane`."""
+        return self.results.used
+
+    def give(self, chunks: Sequence[int]) -> None:
+        """See :class:`SessionLane`."""
+        if self.results.give(chunks):
             self._retry()
 
     def _retry(self) -> None:
@@ -152,52 +161,12 @@ class Lane:
         return bool(found)
 
     def close(self) -> None:
-        """The session ended."""
+        """See :class:`SessionLane`."""
+        super().close()
         self._parked.clear()
         self._wanted.clear()
         self.borrower.close()
         self.own.close()
-        for segment in self._arenas.values():
-            segment.close()
-        self._arenas.clear()
         # On a GPU it waits for the device.
         REAPER.start()
         REAPER.submit(self.results.close)
-
-
-class Lanes:
-    """The lanes of all sessions that have one."""
-
-    def __init__(self, options: PoolOptions | None = None) -> None:
-        self.options = options or PoolOptions()
-        self._lanes: dict[str, Lane] = {}
-
-    def of(self, session: str) -> Lane:
-        """A session's lane, made when it is first needed."""
-        lane = self._lanes.get(session)
-        if lane is None:
-            lane = self._lanes[session] = Lane(session, self.options)
-        return lane
-
-    def find(self, session: str) -> Lane | None:
-        """A session's lane, if it has one."""
-        return self._lanes.get(session)
-
-    def end(self, session: str) -> None:
-        """The session ended: all that it had goes back."""
-        lane = self._lanes.pop(session, None)
-        if lane is not None:
-            lane.close()
-
-    def facts(self) -> dict[str, int]:
-        """Bytes that pools for results have, and chunks of them that clients have not given back."""
-        lanes = tuple(self._lanes.values())
-        return {
-            "nbytes": sum(lane.results.nbytes for lane in lanes),
-            "chunks": sum(lane.results.used for lane in lanes),
-        }
-
-    def close(self) -> None:
-        """The server ends."""
-        for session in tuple(self._lanes):
-            self.end(session)

@@ -13,9 +13,9 @@ import msgspec
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
-from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.server.session_lanes import SessionLane
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
@@ -53,7 +53,7 @@ class Requests:
         self._starved: dict[int, str] = {}
 
     @property
-    def _lane(self) -> Lane:
+    def _lane(self) -> SessionLane:
         return self._core.lanes.of(self._connection.session_id)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Requests:
         def answer() -> None:
             if self._waiters.get(frame.request_id) is waiter:
                 del self._waiters[frame.request_id]
-                self._reply(frame.request_id, m.Free(lane.borrower.returned()))
+                self._reply(frame.request_id, m.Free(lane.returned()))
 
         def told() -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -205,7 +205,7 @@ class Requests:
             self._sent.update(message.segments[number].id for number in record.arenas)
         elif lane is not None:
             lane.give(record.chunks)
-            lane.borrower.unused(message.freed)
+            lane.put_back(message.freed)
         if not sent and outcome.managed and self._connection.session is not None:
             self._core.release(self._connection.session_id, [message.object_id])
         return sent

@@ -17,7 +17,7 @@ from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.lanes import Lanes
+from shared_rpc.server.lanes import lanes_of
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -120,7 +120,7 @@ class Server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
         mechanism = self._provider.mechanism_facts
-        lanes = Lanes(self._pool or self._provider.pool)
+        lanes = lanes_of(self._pool or self._provider.pool)
         executor = InProcessExecutor(self._provider.endpoints, device, lanes, self._max_workers)
         core = Core(
             self._provider.registry,

@@ -1,0 +1,147 @@
+"""What the server core needs of a session's short-lived memory, wherever that is mapped."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from shared_rpc.errors import ProtocolError, SegmentNotFound
+from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
+from shared_rpc.records import Lender
+
+__all__ = ["Lanes", "SessionLane"]
+
+#: Arenas of one client; one that doubles its pool comes to a dozen.
+_MAX_ARENAS = 64
+
+
+class SessionLane(ABC):
+    """One session's pool of results, and what its client lends for arguments. On the server's loop."""
+
+    def __init__(self) -> None:
+        #: The client's arenas, by the ids that it gave them.
+        self._arenas: dict[str, Segment] = {}
+
+    def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
+        """A client's new arena: another descriptor of it. The one that came belongs to the lane.
+
+        Its id is made here, so that no client can pass its memory off as another segment.
+        """
+        segment = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
+        # Several connections may bring the same one, and the first is good for all.
+        if self._arenas.setdefault(info.id, segment) is not segment:
+            segment.close()
+        if len(self._arenas) > _MAX_ARENAS:
+            self._arenas.pop(info.id).close()
+            raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
+        return self.arena(info.id)
+
+    def arena(self, segment_id: str) -> Segment:
+        """Another descriptor of an arena that came before.
+
+        :raises SegmentNotFound: if none of that id did.
+        """
+        known = self._arenas.get(segment_id)
+        if known is None:
+            raise SegmentNotFound(f"the session has no arena {segment_id[:100]}", [segment_id[:100]])
+        return known.duplicate()
+
+    @abstractmethod
+    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
+        """Chunks of the client's that come with a call, and to whom they are given back."""
+
+    @abstractmethod
+    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
+        """Chunks of the session's results that it names as arguments, held once more; None if one of them is not in use."""
+
+    @abstractmethod
+    def result_segment(self, segment_id: str) -> Segment | None:
+        """A segment of the results' pool; it stays the pool's."""
+
+    @abstractmethod
+    def give(self, chunks: Sequence[int]) -> None:
+        """The client has done with these chunks of the results' pool, or they were never sent."""
+
+    @abstractmethod
+    def returned(self) -> list[int]:
+        """The chunks of the client's to give back now."""
+
+    @abstractmethod
+    def freed(self) -> list[int]:
+        """:meth:`returned`, to be told with a reply. Those who wait for some are told too: they are the same client's."""
+
+    @abstractmethod
+    def put_back(self, chunks: Iterable[int]) -> None:
+        """What :meth:`freed` gave, and could not be told."""
+
+    @abstractmethod
+    def await_chunks(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called, from whichever thread, when there are chunks for :meth:`returned`, or may be."""
+
+    @abstractmethod
+    def forget(self, told: Callable[[], None]) -> None:
+        """Nobody waits any more."""
+
+    @property
+    @abstractmethod
+    def results_nbytes(self) -> int:
+        """Bytes that the pool for results has."""
+
+    @property
+    @abstractmethod
+    def results_used(self) -> int:
+        """Chunks of it that the client has not given back."""
+
+    def close(self) -> None:
+        """The session ended."""
+        for segment in self._arenas.values():
+            segment.close()
+        self._arenas.clear()
+
+
+LaneT_co = TypeVar("LaneT_co", bound=SessionLane, covariant=True)
+
+
+class Lanes(Generic[LaneT_co]):
+    """The lanes of all sessions that have one.
+
+    :param make: a new lane for a session.
+    """
+
+    def __init__(self, make: Callable[[str], LaneT_co]) -> None:
+        self._make = make
+        self._lanes: dict[str, LaneT_co] = {}
+
+    def of(self, session: str) -> LaneT_co:
+        """A session's lane, made when it is first needed."""
+        lane = self._lanes.get(session)
+        if lane is None:
+            lane = self._lanes[session] = self._make(session)
+        return lane
+
+    def find(self, session: str) -> LaneT_co | None:
+        """A session's lane, if it has one."""
+        return self._lanes.get(session)
+
+    def all(self) -> tuple[LaneT_co, ...]:
+        """Every lane."""
+        return tuple(self._lanes.values())
+
+    def end(self, session: str) -> None:
+        """The session ended: all that it had goes back."""
+        lane = self._lanes.pop(session, None)
+        if lane is not None:
+            lane.close()
+
+    def facts(self) -> dict[str, int]:
+        """Bytes that pools for results have, and chunks of them that clients have not given back."""
+        lanes = self.all()
+        return {"nbytes": sum(lane.results_nbytes for lane in lanes), "chunks": sum(lane.results_used for lane in lanes)}
+
+    def close(self) -> None:
+        """The server ends."""
+        for session in tuple(self._lanes):
+            self.end(session)
