@@ -15,6 +15,7 @@ import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
@@ -56,6 +57,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
         parameters=parameters,
         is_async=inspect.iscoroutinefunction(function),
         doc=(inspect.getdoc(function) or "").partition("\n")[0],
+        fingerprint=_fingerprint(function),
         **options,
     )
     for option, allowed in _ALLOWED.items():
@@ -68,6 +70,24 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
         raise ConfigurationError(f"endpoint {chosen!r}: idle_ttl={ttl!r}; use seconds, or None for never")
     _check_template(spec)
     return spec
+
+
+def _fingerprint(function: Callable[..., Any]) -> str:
+    """A digest of a function's compiled code, wherever in its file it stands; of what it calls nothing is known here."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    pending: list[Any] = [code]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, CodeType):
+            digest.update(part.co_code)
+            digest.update(repr((part.co_names, part.co_varnames, part.co_freevars)).encode())
+            pending += part.co_consts
+        else:
+            digest.update(repr(sorted(part, key=repr) if isinstance(part, frozenset) else part).encode())
+    return digest.hexdigest()
 
 
 _ALLOWED: dict[str, tuple[object, ...]] = {
@@ -258,10 +278,18 @@ class Registry:
 
     def __init__(self, specs: Iterable[EndpointSpec] = ()) -> None:
         self._specs = {spec.name: spec for spec in specs}
+        #: Called with every endpoint that is added.
+        self.on_add: Callable[[EndpointSpec], None] | None = None
 
     def add(self, spec: EndpointSpec) -> None:
         """Take an endpoint in; one of the same name is replaced, as a function defined twice is."""
         self._specs[spec.name] = spec
+        if self.on_add is not None:
+            self.on_add(spec)
+
+    def replace(self, specs: Iterable[EndpointSpec]) -> None:
+        """Have these endpoints and no others."""
+        self._specs = {spec.name: spec for spec in specs}
 
     def get(self, name: str) -> EndpointSpec:
         """The spec of an endpoint.

@@ -46,6 +46,7 @@ __all__ = [
     "StaleHandleError",
     "TaskCancelled",
     "TaskError",
+    "WorkerCrashed",
 ]
 
 
@@ -165,6 +166,41 @@ class ServerBusy(SharedRPCError):
     """A limit of the server is reached; the message names the limit."""
 
     code = "server-busy"
+
+
+class WorkerCrashed(SharedRPCError):
+    """The process that ran an endpoint has ended, or cannot be had.
+
+    ``signal`` is the name of the signal that ended it, ``"SIGSEGV"`` for instance, and ``exit_code`` what it exited with;
+    either is None where it does not apply. ``stderr`` holds the last lines that it wrote to its standard error.
+    """
+
+    code = "worker-crashed"
+
+    def __init__(self, message: str, *, signal: str | None = None, exit_code: int | None = None, stderr: str = "") -> None:
+        super().__init__(message)
+        self.signal = signal
+        self.exit_code = exit_code
+        self.stderr = stderr
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> WorkerCrashed:
+        """See :meth:`SharedRPCError.restore`."""
+        code = detail.get("exit_code", "")
+        return cls(
+            message,
+            signal=detail.get("signal") or None,
+            exit_code=int(code) if code.removeprefix("-").isdecimal() else None,
+            stderr=detail.get("stderr", ""),
+        )
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {
+            "signal": self.signal or "",
+            "exit_code": "" if self.exit_code is None else str(self.exit_code),
+            "stderr": self.stderr,
+        }
 
 
 class StaleHandleError(SharedRPCError):

@@ -15,6 +15,7 @@ from shared_rpc.endpoints import Endpoint, Registry, describe
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.exits import forget, remember
 from shared_rpc.handle import Handle
+from shared_rpc.hosting import host
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
@@ -127,7 +128,8 @@ class Provider:
         return self._role
 
     def _in_child(self) -> bool:
-        return isinstance(self._inherited, ServerRuntime) or multiprocessing.parent_process() is not None
+        served = self._inherited is not None and self._inherited.role == "server"
+        return served or multiprocessing.parent_process() is not None
 
     @functools.cached_property
     def device_id(self) -> str:
@@ -294,6 +296,11 @@ class Provider:
             remember(self)
             self._working = ServerRuntime(server)
 
+    def run_with(self, runtime: Runtime) -> None:
+        """Have this process's own calls go where its host says."""
+        with self._lock:
+            self._role, self._working = runtime.role, runtime
+
     def _runtime(self) -> Runtime:
         working = self._working
         if working is not None:
@@ -312,6 +319,9 @@ class Provider:
             return ClientRuntime(self)
         if role == "local":
             return LocalRuntime(self, self._inherited)
+        worker = host()
+        if worker is not None:
+            return worker.adopt(self)
         Server(self).start()  # which calls serve_with()
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working

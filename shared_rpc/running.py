@@ -15,7 +15,7 @@ from typing import Any
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.wire.tasks import Progress
 
-__all__ = ["CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled"]
+__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled"]
 
 
 class Run:
@@ -36,6 +36,8 @@ class Run:
 
 #: The run of the endpoint that this thread, or this coroutine, carries out.
 CURRENT_RUN: ContextVar[Run | None] = ContextVar("run", default=None)
+#: Of a call that an endpoint makes through the broker of its own process: the run's chain.
+CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozenset())
 
 
 def progress(done: float, total: float | None = None, message: str = "") -> None:

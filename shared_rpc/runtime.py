@@ -85,9 +85,10 @@ class ClientRuntime:
 
     role: Role = "client"
 
-    def __init__(self, provider: Provider) -> None:
+    def __init__(self, provider: Provider, socket: str | None = None) -> None:
         self.client = Client(
             provider.base_path,
+            socket_path=socket,
             device=provider.device,
             timeout=provider.timeout,
             connect_timeout=provider.server_startup_timeout,

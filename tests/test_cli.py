@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, __version__
-from shared_rpc.cli.app import _bytes
+from shared_rpc.cli.serving import _bytes
 from shared_rpc.cli.doctor import examine
 from tests.processes import ROOT, Child
 

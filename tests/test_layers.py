@@ -25,9 +25,11 @@ LAYERS = [
     ["store", "transport", "codec"],
     ["preload"],
     ["client", "server"],
-    ["in_process", "exits"],
-    ["runtime"],
+    ["in_process", "exits", "broker"],
+    ["runtime", "hosting"],
     ["provider"],
+    ["loading"],
+    ["worker"],
     ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -187,7 +189,7 @@ def test_settings_alone_read_the_environment() -> None:
     """What a process does is decided in one place; the command line may set a role for the app it is about to load."""
     uses = {(name, use) for name, path in modules().items() for _, use in environment_uses(tree_of(path))}
     assert ("settings", "read") in uses
-    assert {(name, use) for name, use in uses if name != "settings"} <= {("cli.app", "set")}
+    assert {(name, use) for name, use in uses if name != "settings"} <= {("cli.serving", "set")}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
+from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
@@ -34,64 +34,6 @@ def main() -> None:
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-
-
-@app.command()
-def serve(
-    target: Annotated[str, typer.Argument(help="app.py, package.module, or either with :provider")],
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
-    base_path: BasePath = None,
-    socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
-    max_workers: Annotated[int | None, typer.Option(min=1, help="Threads that run endpoints.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
-    max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
-    result_ttl: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
-    ] = 3600.0,
-) -> None:
-    """Serve the providers of an app until SIGINT or SIGTERM."""
-    import os
-
-    # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
-    os.environ["SHARED_TENSOR_ROLE"] = "server"
-    os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    from shared_rpc.cli.loading import load_providers
-    from shared_rpc.exits import close_all, end_now_if_busy
-    from shared_rpc.server import Server
-    from shared_rpc.server.signals import wait_for_signal
-
-    budget = _bytes(max_bytes)
-    servers: list[Server] = []
-
-    def begin() -> list[Server]:
-        for server in servers:
-            server.start()
-            names = ", ".join(server.info()["endpoints"]) or "no endpoints"
-            print(f"serving {names} at {server.socket_path}", flush=True)
-        return servers
-
-    try:
-        providers = load_providers(target)
-        if socket is not None and len(providers) > 1:
-            raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
-        for provider in providers:
-            provider.base_path = base_path if base_path is not None else provider.base_path
-            provider.device = device if device is not None else provider.device
-            servers.append(
-                Server(
-                    provider,
-                    socket_path=socket,
-                    max_workers=max_workers,
-                    max_bytes=budget,
-                    max_tasks=max_tasks,
-                    result_ttl=result_ttl,
-                )
-            )
-        wait_for_signal(begin)
-    finally:
-        # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
-        close_all()
-    end_now_if_busy(servers)
 
 
 @app.command("ls")
@@ -204,7 +146,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (call, tasks, wait, cancel):
+for command in (serve, reload, call, tasks, wait, cancel):
     app.command()(command)
 
 
@@ -242,17 +184,3 @@ def _holder(pid: int) -> str:
         return str(pid)
     command = " ".join(words)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
-_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T")
-    number, unit = match.groups()
-    return int(float(number) * _UNITS[unit and unit.upper()])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -190,6 +190,12 @@ class AsyncClient(BaseClient):
     async def invalidate_endpoint_cache(self, endpoint: str) -> int:
         """See :meth:`Client.invalidate_endpoint_cache`."""
         return await self._run(operations.invalidate_endpoint(endpoint))
+
+    async def reload(
+        self, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None
+    ) -> dict[str, Any]:
+        """See :meth:`Client.reload`."""
+        return await self._run(operations.reload(objects), timeout=timeout)
 
     async def close(self) -> None:
         """See :meth:`Client.close`."""

@@ -28,6 +28,7 @@ __all__ = [
     "object_info",
     "ping",
     "release",
+    "reload",
     "server_info",
     "submit",
     "task_result",
@@ -85,6 +86,12 @@ def invalidate_endpoint(endpoint: str) -> Operation[int]:
     """Drop all cached results of an endpoint; how many there were."""
     reply = yield from ask(Request(m.InvalidateEndpoint(endpoint), f"invalidate_endpoint_cache({endpoint!r})"), m.Count)
     return int(reply.count)
+
+
+def reload(objects: str) -> Operation[dict[str, Any]]:
+    """Have the server's workers read the app's code anew."""
+    facts = yield from ask(Request(m.Reload(objects), "reload"), m.Facts)
+    return dict(facts.facts)
 
 
 def fetch(

@@ -14,6 +14,7 @@ from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
 from shared_rpc.records import Arguments
+from shared_rpc.running import CALLED_BY
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.values import encode, lower_call
 
@@ -76,6 +77,7 @@ def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what:
             held=list(arguments.held),
             freed=freed,
             pooled=lane is not None,
+            chain=sorted(CALLED_BY.get()),
         )
         arenas = {number: arguments.segments[number] for number in arguments.arenas}
         fds = tuple(

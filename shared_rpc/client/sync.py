@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shared_rpc.client import buffers, operations
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
@@ -251,6 +251,19 @@ class Client(BaseClient):
     def invalidate_endpoint_cache(self, endpoint: str) -> int:
         """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
         return self._run(operations.invalidate_endpoint(endpoint))
+
+    def reload(self, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None) -> dict[str, Any]:
+        """Have the server's workers read the app's code anew. The old ones serve until the new ones are ready.
+
+        :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``. Who
+            holds one keeps it; ``get_object_info`` says ``stale`` of those whose endpoint has changed.
+        :param timeout: seconds to wait at most, None for as long as the app takes to load.
+        :returns: ``workers``, the process ids of the new ones, and ``services``: by socket path what has ``changed``, how many
+            objects were ``dropped``, and the ``endpoints`` there are.
+        :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
+        :raises ConfigurationError: if the server has no workers.
+        """
+        return self._run(operations.reload(objects), timeout=timeout)
 
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""

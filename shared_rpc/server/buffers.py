@@ -10,10 +10,9 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
 from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of, free_bytes
-from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import backend_for
+from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of
 from shared_rpc.records import ONE_TENSOR, Record, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.runs import Delivery, Waiter, tell
 from shared_rpc.server.threads import Job, WorkerThreads
@@ -32,12 +31,16 @@ class Buffers:
     """What clients ask of buffers and devices. On the loop only; memory is made, and drivers are asked, in one thread.
 
     :param device: the id of the server's device.
+    :param memory: where they are made.
     :param look_within: called when a buffer may expire in so many seconds.
     """
 
-    def __init__(self, device: str, table: BufferTable, quotas: Quotas, look_within: Callable[[float], None]) -> None:
+    def __init__(
+        self, device: str, table: BufferTable, quotas: Quotas, memory: DeviceMemory, look_within: Callable[[float], None]
+    ) -> None:
         self.table = table
         self._device = device
+        self._memory = memory
         self._quotas = quotas
         self._look_within = look_within
         self._threads = WorkerThreads(1, _nothing)
@@ -79,7 +82,7 @@ class Buffers:
                 self._look_within(message.ttl)
             tell(waiter, Delivery(stored.record, None, stored, True))
 
-        self._work(waiter, lambda: Produced(_new_record(extent, facts.id), None), keep, ended)
+        self._work(waiter, lambda: Produced(self._new_record(extent, facts.id), None), keep, ended)
 
     def get(self, waiter: Waiter, object_id: str) -> None:
         """Hand a buffer out, at once.
@@ -93,7 +96,9 @@ class Buffers:
         """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
 
         def look() -> Produced:
-            return Produced(None, [(facts_of(device), free_bytes(device)) for device in devices_of(self._device)])
+            return Produced(
+                None, [(self._memory.facts(device), self._memory.free(device)) for device in self._memory.devices()]
+            )
 
         def show(found: Produced) -> None:
             answer([self._shown(facts, free) for facts, free in found.live])
@@ -116,10 +121,10 @@ class Buffers:
         self._threads.close()
 
     def _facts(self, device: str) -> DeviceFacts:
-        known = devices_of(self._device)
+        known = self._memory.devices()
         if device not in known:
             raise CapabilityError(f"this server makes no memory on {device[:100]}; its devices are {', '.join(known)}")
-        return facts_of(device)
+        return self._memory.facts(device)
 
     def _shown(self, facts: DeviceFacts, free: int | None) -> dict[str, Any]:
         return {
@@ -131,6 +136,13 @@ class Buffers:
             "used": self._quotas.used(facts.id),
             "limit": self._quotas.limit(facts.id),
         }
+
+    def _new_record(self, extent: Extent, device: str) -> Record:
+        segments = [self._memory.allocate(device, extent.nbytes)] if extent.nbytes else []
+        storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
+        tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)
+        table = TensorTable((device,), (storage,), (tensor,))
+        return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device)
 
     def _work(
         self,
@@ -199,16 +211,6 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
                 f"quotas[{name!r}]={amount!r}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0"
             )
     return resolved
-
-
-def _new_record(extent: Extent, device: str) -> Record:
-    # A safe point: what was dropped to make room goes back to the device before more is asked of it.
-    MAPPINGS.drain()
-    segments = [backend_for(device).create(extent.nbytes)] if extent.nbytes else []
-    storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
-    tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)
-    table = TensorTable((device,), (storage,), (tensor,))
-    return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device)
 
 
 def _check_terms(ttl: float | None, max_accesses: int | None) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -19,6 +19,7 @@ from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
 from shared_rpc.errors import ConnectionClosed, StaleHandleError
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
+from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
@@ -50,6 +51,7 @@ class Core:
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
+    :param memory: where buffers are made; by default in this process.
     :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
@@ -64,6 +66,7 @@ class Core:
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
         quotas: Mapping[str, int] | None = None,
+        memory: DeviceMemory | None = None,
         mechanism: dict[str, Any] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -75,7 +78,8 @@ class Core:
         self.leases = LeaseTable()
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
-        self.buffers = Buffers(device, BufferTable(self.objects, self.leases, now), self.quotas, self._look_within)
+        buffers = BufferTable(self.objects, self.leases, now)
+        self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
         self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit)
         table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
         self.tasks = Tasks(
@@ -84,6 +88,8 @@ class Core:
         self.started_at = now()
         self._executor = executor
         self.stopped = False
+        #: What a client's wish for new code means, where endpoints run in processes that can be replaced: see :class:`Reload`.
+        self.on_reload: Callable[[str, Callable[[dict[str, Any] | Failure], None]], None] | None = None
         self._now = now
         self._result_ttl = result_ttl
         #: When the sweeper looks next, on that clock.
@@ -187,6 +193,36 @@ class Core:
         self.runs.calls.detach(endpoint=endpoint)
         return self.objects.invalidate(endpoint=endpoint)
 
+    def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> dict[str, Any]:
+        """Have these endpoints from now on, and say what became of the results of others.
+
+        :param objects: of which endpoints cached results are dropped: ``"changed"``, ``"all"`` or ``"none"``. Those that
+            somebody holds stay with them, and are ``stale`` if their endpoint has changed.
+        """
+        new = {spec.name: spec for spec in specs}
+        earlier = self.registry.all()
+        changed = {spec.name for spec in earlier if new.get(spec.name) != spec}
+        for stored in self.objects:
+            stored.stale = stored.stale or stored.endpoint in changed
+        dropped = 0
+        for spec in earlier:
+            if objects == "all" or (objects == "changed" and spec.name in changed):
+                dropped += self.invalidate_endpoint(spec.name)
+            elif spec.name in changed:
+                self.runs.calls.detach(endpoint=spec.name)
+        self.registry.replace(specs)
+        return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
+
+    def drop_bound(self, segment_ids: Collection[str]) -> None:
+        """The process has ended to which these segments were bound: nobody can map them any more."""
+        for stored in self.objects:
+            if any(segment.info.id in segment_ids for segment in stored.record.segments):
+                _log.warning("object %s of %s ended with the process that made it", stored.object_id, stored.endpoint)
+                for session in self.leases.holders(stored.object_id):
+                    while self.leases.release(session, stored.object_id):
+                        pass
+                self.objects.unlist(stored)
+
     def object_info(self, object_id: str) -> dict[str, Any]:
         """The facts about an object.
 
@@ -222,6 +258,7 @@ class Core:
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
             **self.runs.counters,
+            **self._executor.facts(),
         }
 
     def _bound(self, endpoint: str, lowered: Lowered, chain: frozenset[str]) -> tuple[EndpointSpec, str | None]:

@@ -50,6 +50,9 @@ class Executor(Protocol):
     def lend_thread(self) -> AbstractContextManager[None]:
         """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
 
+    def facts(self) -> dict[str, Any]:
+        """What ``get_server_info`` tells of it: ``workers``, where endpoints run in processes of their own."""
+
     def close(self) -> None:
         """The loop has ended. Idle threads end, one that runs an endpoint ends with it, or with the process."""
 
@@ -65,8 +68,8 @@ class Executor(Protocol):
         The arguments' descriptors belong to the executor from here on.
         """
 
-    def withdraw(self, invocation: Invocation) -> None:
-        """Drop a run that has not begun: ``done`` is not called for it."""
+    def withdraw(self, invocation: Invocation) -> bool:
+        """Drop a run that has not begun: ``done`` is not called for it. False if it had begun."""
 
     def cancel(self, invocation: Invocation) -> None:
         """Ask a run that has begun to stop."""

@@ -91,6 +91,10 @@ class InProcessExecutor:
         REAPER.start()
         REAPER.submit(MAPPINGS.drain)
 
+    def facts(self) -> dict[str, Any]:
+        """See :class:`Executor`."""
+        return {"workers": []}
+
     def close(self) -> None:
         """See :class:`Executor`."""
         self._threads.close()
@@ -136,14 +140,16 @@ class InProcessExecutor:
         self._queued[invocation] = threads, job
         threads.start(job)
 
-    def withdraw(self, invocation: Invocation) -> None:
+    def withdraw(self, invocation: Invocation) -> bool:
         """See :class:`Executor`."""
         queued = self._queued.pop(invocation, None)
-        if queued is not None:
-            threads, job = queued
-            threads.withdraw(job)
-            if isinstance(invocation.arguments, Arguments):
-                invocation.arguments.close()
+        if queued is None:
+            return False
+        threads, job = queued
+        threads.withdraw(job)
+        if isinstance(invocation.arguments, Arguments):
+            invocation.arguments.close()
+        return True
 
     def cancel(self, invocation: Invocation) -> None:
         """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
 from shared_rpc.server.outcomes import Failure
@@ -104,7 +105,8 @@ class Requests:
         waiter.pooled = message.pooled and self._lane is not None  # which makes it
         waiter.on_starved = lambda why: self._ask_for_memory(frame.request_id, why)
         self._waiters[frame.request_id] = waiter
-        self._core.call(waiter, message.endpoint, (arguments.args, arguments.kwargs), arguments)
+        lowered = arguments.args, arguments.kwargs
+        self._core.call(waiter, message.endpoint, lowered, arguments, frozenset(message.chain))
 
     def _ask_for_memory(self, request_id: int, why: str) -> None:
         self._starved[request_id] = why
@@ -285,6 +287,25 @@ class Requests:
         self._waiters[frame.request_id] = waiter
         self._core.buffers.list_devices(waiter, answer)
 
+    def _reload(self, frame: Frame, message: m.Reload) -> None:
+        if self._core.on_reload is None:
+            raise ConfigurationError(
+                f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be replaced: "
+                f"start it with 'shared-rpc serve' to reload it"
+            )
+        waiter = self._waiters[frame.request_id] = self._waiter(frame.request_id)
+
+        def answer(outcome: dict[str, Any] | Failure) -> None:
+            if self._waiters.get(frame.request_id) is not waiter:
+                return
+            del self._waiters[frame.request_id]
+            if isinstance(outcome, Failure):
+                self._fail(frame.request_id, outcome)
+            else:
+                self._reply(frame.request_id, m.Facts(outcome))
+
+        self._core.on_reload(message.objects, answer)
+
 
 _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.Ping: Requests._ping,
@@ -309,4 +330,5 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.GetBuffer: Requests._get_buffer,
     m.FreeBuffer: Requests._free_buffer,
     m.ListDevices: Requests._list_devices,
+    m.Reload: Requests._reload,
 }

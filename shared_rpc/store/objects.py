@@ -47,6 +47,8 @@ class StoredObject:
     #: Whether who gets it gets a lease on it.
     managed: bool = False
     kind: Literal["result", "buffer"] = "result"
+    #: Whether the code that made it has been replaced since.
+    stale: bool = False
 
     def facts(self, server_id: str, leases: int) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
@@ -61,6 +63,7 @@ class StoredObject:
             "leases": leases,
             "created_at": self.created_at,
             "last_accessed_at": self.last_accessed_at,
+            "stale": self.stale,
         }
 
 

@@ -13,7 +13,7 @@ from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 
-__all__ = ["Message", "decode_message", "encode_message", "number_of"]
+__all__ = ["Message", "add_kinds", "decode_message", "encode_message", "number_of"]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -67,6 +67,8 @@ class Call(Message):
     Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
     ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool.
+
+    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.running.Run.chain`.
     """
 
     endpoint: str
@@ -81,6 +83,7 @@ class Call(Message):
     held: list[int] = []
     freed: list[int] = []
     pooled: bool = False
+    chain: list[str] = []
 
 
 class Result(Message):
@@ -272,6 +275,14 @@ class ListDevices(Message):
     """Ask for :class:`FactsList`: the devices that the server has memory on."""
 
 
+class Reload(Message):
+    """Have the app's code read anew; :class:`Facts` when it serves. ``objects``: of cached objects, drop those whose endpoint
+    has ``"changed"``, ``"all"`` or ``"none"``.
+    """
+
+    objects: str = "changed"
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 
@@ -318,9 +329,20 @@ _KINDS: dict[int, type[Message]] = {
     41: GetBuffer,
     42: FreeBuffer,
     43: ListDevices,
+    60: Reload,
 }
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
-_decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+_NUMBERS: dict[type[Message], int] = {}
+_decoders: dict[int, msgspec.msgpack.Decoder[Message]] = {}
+
+
+def add_kinds(kinds: dict[int, type[Message]]) -> None:
+    """Make messages that are defined elsewhere known by their numbers."""
+    _KINDS.update(kinds)
+    _NUMBERS.update({kind: number for number, kind in kinds.items()})
+    _decoders.update({number: msgspec.msgpack.Decoder(kind) for number, kind in kinds.items()})
+
+
+add_kinds(dict(_KINDS))
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -23,7 +23,8 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 class EndpointSpec(msgspec.Struct, frozen=True):
     """What a server knows of an endpoint.
 
-    ``idle_ttl`` is in seconds, None for never. The other options are those of :meth:`Provider.share`.
+    ``idle_ttl`` is in seconds, None for never. ``fingerprint`` changes with the code of the function itself. The other options
+    are those of :meth:`Provider.share`.
     """
 
     name: str
@@ -38,3 +39,4 @@ class EndpointSpec(msgspec.Struct, frozen=True):
     idle_ttl: float | None = None
     is_async: bool = False
     doc: str = ""
+    fingerprint: str = ""

@@ -1,0 +1,268 @@
+"""A broker: sockets, sessions, objects and tasks in this process, endpoints in workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
+from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.worker import Worker
+from shared_rpc.endpoints import Registry
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
+from shared_rpc.memory.segments import BOUND
+from shared_rpc.server.acceptor import Acceptor
+from shared_rpc.server.core import Core
+from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+
+__all__ = ["Broker"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+#: Seconds that :meth:`Broker.stop` gives the thread.
+_STOP_TIMEOUT = 3.0
+
+
+@dataclass
+class _Service:
+    """One provider of the app, as it is served."""
+
+    core: Core
+    acceptor: Acceptor
+    executor: WorkerExecutor
+
+
+class Broker:
+    """Serves an app's providers from a thread of its own, with the endpoints in worker processes.
+
+    :param workers: how many processes run endpoints.
+    :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
+
+    For the other parameters see :class:`shared_rpc.Server`; quotas are bytes, by the device's id.
+    """
+
+    def __init__(
+        self,
+        command: WorkerCommand,
+        *,
+        workers: int = 1,
+        build_timeout: float | None = None,
+        max_bytes: int | None = None,
+        max_tasks: int = 1000,
+        result_ttl: float = 3600.0,
+        quotas: Mapping[str, int] | None = None,
+        max_connections: int = 8192,
+        allow_uids: Collection[int] = (),
+    ) -> None:
+        self._command = command
+        self._count = workers
+        self._build_timeout = build_timeout
+        self._max_bytes = max_bytes
+        self._max_tasks = max_tasks
+        self._result_ttl = result_ttl
+        self._quotas = quotas
+        self._max_connections = max_connections
+        self._uids = {os.geteuid(), *allow_uids}
+        self._services: dict[str, _Service] = {}
+        self._bound: dict[Worker, set[str]] = {}
+        self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
+        self._ready: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._scope: anyio.CancelScope
+        self._tasks: anyio.abc.TaskGroup
+        self._supervisor: Supervisor
+        self._dispatcher: Dispatcher
+        self._memory: MemoryRequests
+
+    def start(self) -> None:
+        """Start the workers, and listen. Returns when the app has been imported.
+
+        :raises WorkerCrashed: if it cannot be.
+        :raises ConfigurationError: if a socket cannot be had; a live server's pid is named.
+        """
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._thread.start()
+        self._ready.result()
+
+    def stop(self) -> None:
+        """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
+        for service in self._services.values():
+            service.acceptor.remove_socket()
+        with suppress(RuntimeError, AttributeError):  # the loop has ended, or never began
+            self._loop.call_soon_threadsafe(self._scope.cancel)
+        self._thread.join(_STOP_TIMEOUT)
+
+    def reload(self, objects: str = "changed") -> dict[str, Any]:
+        """Have new workers read the app's code, and let them take over when they are ready.
+
+        :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
+        :returns: what changed, by socket path.
+        :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
+        """
+        return asyncio.run_coroutine_threadsafe(self._reload(objects), self._loop).result()
+
+    def served(self) -> dict[str, list[str]]:
+        """The names of endpoints, by socket path."""
+        services = tuple(self._services.values())
+        return {service.acceptor.path: [spec.name for spec in service.core.registry.all()] for service in services}
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+        except BaseException as error:
+            problem = _only(error)
+            if not self._ready.done():
+                self._ready.set_exception(problem)
+            else:
+                _log.exception("the broker failed")
+        finally:
+            if not self._ready.done():
+                self._ready.set_exception(ConnectionClosed("the broker was stopped"))
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = Supervisor(self._command, self._count, self)
+        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
+        self._memory = MemoryRequests(self._current)
+        with anyio.CancelScope() as self._scope:
+            try:
+                async with anyio.create_task_group() as self._tasks:
+                    await self._supervisor.start(self._tasks)
+                    self._ready.set_result(None)
+                    await anyio.sleep_forever()
+            finally:
+                self._dispatcher.stop()
+                for service in self._services.values():
+                    service.core.stop()
+                    service.acceptor.remove_socket()
+                self._supervisor.stop()
+                for service in self._services.values():
+                    service.core.close()
+
+    def _current(self) -> list[Worker]:
+        return self._supervisor.workers
+
+    # What the supervisor tells; see Watcher.
+
+    def served_by(self, worker: Worker, message: w.Serve) -> None:
+        """The first worker's word on a provider makes it a service."""
+        if message.key in self._services:
+            return
+        executor = WorkerExecutor(message.key, self._dispatcher, self._current)
+        core = Core(
+            Registry(message.endpoints),
+            executor,
+            message.device,
+            executor.lanes,
+            max_bytes=self._max_bytes,
+            max_tasks=self._max_tasks,
+            result_ttl=self._result_ttl,
+            quotas=self._quotas,
+            memory=RelayedMemory(self._memory, message.devices),
+            mechanism=message.mechanism,
+        )
+        core.on_reload = self._reload_for_client
+        acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections)
+        self._services[message.key] = _Service(core, acceptor, executor)
+        self._tasks.start_soon(self._serve, core, acceptor)
+
+    async def _serve(self, core: Core, acceptor: Acceptor) -> None:
+        async with anyio.create_task_group() as tasks:
+            running = anyio.Event()
+            tasks.start_soon(lambda: core.run(started=running))
+            await running.wait()
+            await acceptor.serve()
+
+    def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+        """See :class:`Watcher`."""
+        if isinstance(message, w.Serve):
+            self.served_by(worker, message)
+        else:
+            self._services[message.key].core.registry.add(message.endpoint)
+
+    def said(self, worker: Worker, message: Message, frame: Frame) -> None:
+        """See :class:`Watcher`."""
+        if isinstance(message, w.Ran):
+            bound = {info.id for info in message.segments if info.mechanism in BOUND}
+            if bound:
+                self._bound.setdefault(worker, set()).update(bound)
+        if isinstance(message, w.Returned):
+            service = self._services.get(message.key)
+            lane = service.executor.lanes.find(message.session) if service is not None else None
+            if lane is not None:
+                lane.came_back(worker, message.chunks)
+        elif isinstance(message, w.Allocated):
+            self._memory.take(message, frame)
+        elif not self._dispatcher.take(worker, message, frame):
+            _log.error("worker %d sent a %s", worker.pid, type(message).__name__)
+
+    def changed(self) -> None:
+        """See :class:`Watcher`."""
+        self._dispatcher.look()
+
+    def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
+        """See :class:`Watcher`."""
+        self._dispatcher.lost(worker, crash)
+        self._memory.lost(worker)
+        bound = self._bound.pop(worker, set())
+        for service in self._services.values():
+            service.executor.lost(worker)
+            if bound:
+                service.core.drop_bound(bound)
+
+    # Reloading.
+
+    def _reload_for_client(self, objects: str, answer: Callable[[dict[str, Any] | Failure], None]) -> None:
+        async def work() -> None:
+            try:
+                answer(await self._reload(objects))
+            except SharedRPCError as error:
+                answer(Failure.of(error))
+
+        self._tasks.start_soon(work)
+
+    async def _reload(self, objects: str) -> dict[str, Any]:
+        if objects not in ("changed", "all", "none"):
+            raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
+        workers = await self._supervisor.reload()
+        facts: dict[str, Any] = {}
+        for key, message in workers[0].served.items():
+            service = self._services.get(key)
+            specs = list(workers[0].endpoints[key].values())
+            if service is None:
+                self.served_by(workers[0], message)
+                facts[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
+            else:
+                facts[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
+        for key in set(self._services) - set(workers[0].served):
+            service = self._services[key]
+            facts[service.acceptor.path] = service.core.replace_endpoints([], objects)
+        self._dispatcher.look()
+        self._supervisor.retire_old()
+        _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
+        return {"workers": [worker.pid for worker in workers], "services": facts}
+
+
+def _only(error: BaseException) -> BaseException:
+    """The error of a group of one: task groups wrap what goes wrong in them."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

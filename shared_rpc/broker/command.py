@@ -1,0 +1,47 @@
+"""How workers are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["WorkerCommand"]
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """What a broker was told of its app, and passes on to its workers; None for what it leaves to the app.
+
+    :param target: ``app.py``, ``package.module``, or either with ``:provider``.
+    :param devices: the device of each worker, in turn.
+    """
+
+    target: str
+    base_path: str | None = None
+    socket: str | None = None
+    devices: Sequence[str] = ()
+    max_workers: int | None = None
+
+    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
+
+        :param number: which of the workers it is, from 0.
+        :param fd: its end of the socket pair.
+        """
+        words = [sys.executable, "-m", "shared_rpc.worker", self.target, "--fd", str(fd), "--parent", str(os.getpid())]
+        device = self.devices[number % len(self.devices)] if self.devices else None
+        options = {
+            "--base-path": self.base_path,
+            "--socket": self.socket,
+            "--device": device,
+            "--max-workers": self.max_workers,
+        }
+        for option, value in options.items():
+            if value is not None:
+                words += [option, str(value)]
+        return subprocess.Popen(
+            words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
+        )

@@ -1,0 +1,170 @@
+"""A session's short-lived memory, as a broker knows it: numbers of chunks, and which worker has them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shared_rpc.memory.segments import Segment
+from shared_rpc.records import Lender, Record
+from shared_rpc.server.session_lanes import SessionLane
+from shared_rpc.wire import worker as w
+
+if TYPE_CHECKING:
+    from shared_rpc.broker.worker import Worker
+
+__all__ = ["RelayedLane"]
+
+
+class RelayedLane(SessionLane):
+    """The memory is mapped by workers. When one of them ends, the kernel has ended what it did with it.
+
+    :param key: the provider's; ``session`` the session's id.
+    """
+
+    def __init__(self, key: str, session: str) -> None:
+        super().__init__()
+        self.key = key
+        self.session = session
+        #: Chunks of the client's that a worker has.
+        self._lent: dict[int, Worker] = {}
+        self._returned: list[int] = []
+        self._wanted: deque[Callable[[], None]] = deque()
+        #: Chunks of results, and the workers in whose pools they are.
+        self._results: dict[int, Worker] = {}
+        #: Arenas of those pools.
+        self._segments: dict[str, tuple[Segment, Worker]] = {}
+        #: Workers that know the session.
+        self._workers: set[Worker] = set()
+
+    # What goes to a worker, and comes from it.
+
+    def sent(self, worker: Worker, chunks: Iterable[int]) -> None:
+        """A worker has chunks of the client's now, and knows the session."""
+        self._workers.add(worker)
+        self._lent.update(dict.fromkeys(chunks, worker))
+
+    def not_begun(self, chunks: Iterable[int]) -> None:
+        """What a worker was sent goes to another one."""
+        for chunk in chunks:
+            self._lent.pop(chunk, None)
+
+    def came_back(self, worker: Worker, chunks: Iterable[int]) -> None:
+        """A worker has done with chunks of the client's."""
+        for chunk in chunks:
+            if self._lent.get(chunk) is worker:
+                del self._lent[chunk]
+                self._returned.append(chunk)
+        if self._returned:
+            self._tell()
+
+    def made(self, worker: Worker, record: Record) -> None:
+        """A worker sent a result in chunks of its pool."""
+        self._results.update(dict.fromkeys(record.chunks, worker))
+        for number in record.arenas:
+            segment = record.segments[number]
+            if segment.info.id not in self._segments:
+                self._segments[segment.info.id] = segment.duplicate(), worker
+
+    def owner(self, chunks: Iterable[int]) -> Worker | None:
+        """The worker in whose pool chunks are."""
+        return next((self._results[chunk] for chunk in chunks if chunk in self._results), None)
+
+    def lost(self, worker: Worker) -> None:
+        """A worker has ended: what it had of the client's is free. Its own pool is its readers' now."""
+        self._workers.discard(worker)
+        self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
+        self._results = {chunk: has for chunk, has in self._results.items() if has is not worker}
+        for segment_id in [segment_id for segment_id, (_, has) in self._segments.items() if has is worker]:
+            self._segments.pop(segment_id)[0].close()
+
+    # What the core asks for.
+
+    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
+        """See :class:`SessionLane`."""
+        return dict.fromkeys(chunks, _Unused(self))
+
+    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
+        """See :class:`SessionLane`. The worker holds them when the call is there, and has the last word."""
+        return {} if all(chunk in self._results for chunk in chunks) else None
+
+    def result_segment(self, segment_id: str) -> Segment | None:
+        """See :class:`SessionLane`."""
+        found = self._segments.get(segment_id)
+        return found[0] if found is not None else None
+
+    def give(self, chunks: Sequence[int]) -> None:
+        """See :class:`SessionLane`."""
+        owners: dict[Worker, list[int]] = {}
+        for chunk in chunks:
+            worker = self._results.pop(chunk, None)
+            if worker is not None:
+                owners.setdefault(worker, []).append(chunk)
+        for worker, numbers in owners.items():
+            worker.send(w.Give(self.key, self.session, numbers))
+
+    def returned(self) -> list[int]:
+        """See :class:`SessionLane`."""
+        chunks, self._returned = self._returned, []
+        return chunks
+
+    def freed(self) -> list[int]:
+        """See :class:`SessionLane`."""
+        chunks = self.returned()
+        if chunks:
+            self._tell()
+        return chunks
+
+    def put_back(self, chunks: Iterable[int]) -> None:
+        """See :class:`SessionLane`."""
+        self._returned += chunks
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._wanted:
+            self._wanted.popleft()()
+
+    def await_chunks(self, told: Callable[[], None]) -> None:
+        """See :class:`SessionLane`."""
+        self._wanted.append(told)
+        if self._returned:
+            self._tell()
+        for worker in set(self._lent.values()):
+            worker.send(w.AwaitChunks(self.key, self.session))
+
+    def forget(self, told: Callable[[], None]) -> None:
+        """See :class:`SessionLane`."""
+        if told in self._wanted:
+            self._wanted.remove(told)
+
+    @property
+    def results_nbytes(self) -> int:
+        """See :class:`SessionLane`."""
+        return sum(segment.info.nbytes for segment, _ in self._segments.values())
+
+    @property
+    def results_used(self) -> int:
+        """See :class:`SessionLane`."""
+        return len(self._results)
+
+    def close(self) -> None:
+        """See :class:`SessionLane`."""
+        super().close()
+        for worker in self._workers:
+            worker.send(w.EndSession(self.key, self.session))
+        for segment, _ in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._wanted.clear()
+
+
+class _Unused:
+    """Takes chunks of the client's back that no worker has seen."""
+
+    def __init__(self, lane: RelayedLane) -> None:
+        self._lane = lane
+
+    def unused(self, numbers: Iterable[int]) -> None:
+        """See :class:`Lender`."""
+        self._lane.put_back(numbers)

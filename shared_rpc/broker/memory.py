@@ -1,0 +1,110 @@
+"""Memory for buffers: the host's is the broker's own, a GPU's is asked of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+from shared_rpc.broker.worker import Worker
+from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.memory.inventory import DeviceFacts
+from shared_rpc.memory.segments import Segment
+from shared_rpc.server.device_memory import LocalMemory
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+
+__all__ = ["MemoryRequests", "RelayedMemory"]
+
+#: Seconds that a worker has to make memory.
+_PATIENCE = 30.0
+
+
+class MemoryRequests:
+    """What was asked of workers. On the loop, but for :meth:`ask`.
+
+    :param workers: those that may be asked.
+    """
+
+    def __init__(self, workers: Callable[[], list[Worker]]) -> None:
+        self._workers = workers
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.cycle(range(1, 1 << 32))
+        self._asked: dict[int, tuple[Worker, asyncio.Future[tuple[w.Allocated, list[int]]]]] = {}
+
+    def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
+        """A worker's answer, and the descriptors that came with it; from another thread.
+
+        :raises CapabilityError: if it says no.
+        :raises WorkerCrashed: if no worker is there, or it ends, or does not answer.
+        """
+        asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._ask(message), _PATIENCE), self._loop)
+        try:
+            answer, fds = asked.result()
+        except TimeoutError:
+            raise WorkerCrashed(f"the worker that makes memory did not answer within {_PATIENCE:g} s") from None
+        if answer.error:
+            raise CapabilityError(answer.error)
+        return answer, fds
+
+    async def _ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
+        worker = next((worker for worker in self._workers() if worker.served), None)
+        if worker is None:
+            raise WorkerCrashed("no worker runs, and a GPU's memory is made by workers: try again")
+        number = next(self._numbers)
+        future: asyncio.Future[tuple[w.Allocated, list[int]]] = self._loop.create_future()
+        self._asked[number] = worker, future
+        try:
+            worker.send(message, number)
+            return await future
+        finally:
+            del self._asked[number]
+
+    def take(self, message: w.Allocated, frame: Frame) -> None:
+        """An answer; its descriptors stay the frame's if nobody waits for it any more."""
+        _, future = self._asked.get(frame.request_id, (None, None))
+        if future is not None and not future.done():
+            future.set_result((message, frame.take_fds()))
+
+    def lost(self, worker: Worker) -> None:
+        """A worker has ended."""
+        for asked, future in tuple(self._asked.values()):
+            if asked is worker and not future.done():
+                future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) that was to make memory has ended"))
+
+
+class RelayedMemory:
+    """The memory of one provider's devices; see :class:`DeviceMemory`."""
+
+    def __init__(self, requests: MemoryRequests, devices: Sequence[w.Device]) -> None:
+        self._requests = requests
+        self._facts = {
+            device.id: DeviceFacts(device.id, device.kind, device.name, device.total, device.granularity) for device in devices
+        }
+        self._host = LocalMemory("cpu")
+
+    def devices(self) -> tuple[str, ...]:
+        """See :class:`DeviceMemory`."""
+        return tuple(self._facts)
+
+    def facts(self, device: str) -> DeviceFacts:
+        """See :class:`DeviceMemory`."""
+        return self._facts[device]
+
+    def free(self, device: str) -> int | None:
+        """See :class:`DeviceMemory`. None while no worker can be asked."""
+        if device == "cpu":
+            return self._host.free(device)
+        try:
+            return self._requests.ask(w.FreeBytes(device))[0].free
+        except WorkerCrashed:
+            return None
+
+    def allocate(self, device: str, nbytes: int) -> Segment:
+        """See :class:`DeviceMemory`."""
+        if device == "cpu":
+            return self._host.allocate(device, nbytes)
+        answer, fds = self._requests.ask(w.Allocate(device, nbytes))
+        assert answer.segment is not None, "a worker that does not refuse has it"
+        return Segment(answer.segment, fds[0])

@@ -1,0 +1,55 @@
+"""A worker's standard error: passed on, and its last lines remembered."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import IO
+
+__all__ = ["Tail"]
+
+#: Lines, and characters of each, that are remembered.
+_LINES, _WIDTH = 40, 500
+#: Bytes of one read.
+_CHUNK = 1 << 16
+#: Seconds that the end of the output is waited for: a grandchild may keep it open.
+_PATIENCE = 0.2
+
+
+class Tail:
+    """Reads to the end in a thread of its own, which no slow terminal can make the loop's."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._rest = b""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
+        self._thread.start()
+
+    def _pump(self) -> None:
+        with self._stream as stream:
+            while data := stream.read(_CHUNK):
+                self._remember(data)
+                with suppress(OSError):  # the broker's own is closed
+                    _write(data)
+
+    def _remember(self, data: bytes) -> None:
+        with self._lock:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._lines.extend(line[:_WIDTH].decode(errors="replace") for line in lines[-_LINES:])
+            self._rest = self._rest[:_WIDTH]
+
+    def text(self) -> str:
+        """The last lines, when the process has ended."""
+        self._thread.join(_PATIENCE)
+        with self._lock:
+            return "\n".join([*self._lines, self._rest.decode(errors="replace")]).strip("\n")
+
+
+def _write(data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(2, left) :]

@@ -1,0 +1,230 @@
+"""Keeps workers running: starts them, starts them again when they crash, and replaces them by ones with new code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.worker import Worker
+from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+
+__all__ = ["Supervisor", "Watcher"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+#: So many crashes within so many seconds are a loop: no worker is started for as long again.
+_LIMIT, _WINDOW = 5, 30.0
+#: Seconds that workers have to end by themselves when the broker stops.
+_GRACE = 0.6
+#: Seconds before the first and at most before any restart.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+class Watcher(Protocol):
+    """What a broker wants to know of its workers."""
+
+    def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+        """A worker of the current generation told of a provider, or of one more endpoint."""
+
+    def said(self, worker: Worker, message: Message, frame: Frame) -> None:
+        """Whatever else a worker said."""
+
+    def changed(self) -> None:
+        """A worker is there that was not, or none will come any more."""
+
+    def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
+        """A worker has ended."""
+
+
+class Supervisor:
+    """The workers of a broker. On its loop only.
+
+    :param count: how many there are to be.
+    """
+
+    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher) -> None:
+        self._command = command
+        self._count = count
+        self._watcher = watcher
+        #: Those that get new runs.
+        self.workers: list[Worker] = []
+        #: Those whose code is to be the new one, until all of them are ready.
+        self._next: list[Worker] = []
+        #: Those that only end what they have.
+        self._old: list[Worker] = []
+        self.restarts = 0
+        self._crashes: deque[float] = deque(maxlen=_LIMIT)
+        self._last: WorkerCrashed | None = None
+        self._stopped_until = 0.0
+        self._loaded: dict[Worker, asyncio.Future[None]] = {}
+        self._reloading = anyio.Lock()
+        self._stopping = False
+        self._tasks: anyio.abc.TaskGroup
+
+    @property
+    def all(self) -> list[Worker]:
+        """Every worker that runs."""
+        return [*self.workers, *self._next, *self._old]
+
+    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start the workers; return when all of them have imported the app.
+
+        :param tasks: where restarts wait for their time.
+        :raises WorkerCrashed: if one fails to.
+        """
+        self._tasks = tasks
+        for number in range(self._count):
+            self.workers.append(self._new(number))
+        await self._all_loaded(self.workers)
+
+    def _new(self, number: int) -> Worker:
+        worker = Worker(self._command, number, self._take, self._ended)
+        self._loaded[worker] = asyncio.get_running_loop().create_future()
+        self._loaded[worker].add_done_callback(_seen)
+        return worker
+
+    async def _all_loaded(self, workers: list[Worker]) -> None:
+        for worker in tuple(workers):
+            await self._loaded[worker]
+
+    def refusal(self) -> SharedRPCError | None:
+        """Why no worker will come soon; None where one is there, or may come."""
+        left = self._stopped_until - time.monotonic()
+        if self.workers or self._last is None or left <= 0:
+            return None
+        return WorkerCrashed(
+            f"no worker runs: {_LIMIT} of them ended within {_WINDOW:g} s, and the next one is started in {left:.0f} s, or by "
+            f"'shared-rpc reload'. The last one: {self._last}",
+            signal=self._last.signal,
+            exit_code=self._last.exit_code,
+            stderr=self._last.stderr,
+        )
+
+    def _take(self, worker: Worker, message: Message, frame: Frame) -> None:
+        if isinstance(message, w.Serve):
+            worker.served[message.key] = message
+            worker.endpoints[message.key] = {spec.name: spec for spec in message.endpoints}
+        elif isinstance(message, w.Shared):
+            worker.endpoints[message.key][message.endpoint.name] = message.endpoint
+        elif isinstance(message, w.Loaded):
+            worker.state = "ready"
+            self._settle(worker, None)
+        elif isinstance(message, w.Refused):
+            worker.refusal = from_wire(message.code, message.text, message.detail)
+            return
+        else:
+            self._watcher.said(worker, message, frame)
+            self._rest(worker)
+            return
+        if worker in self.workers:
+            if not isinstance(message, w.Loaded):
+                self._watcher.told(worker, message)
+            self._watcher.changed()
+
+    def _settle(self, worker: Worker, crash: Exception | None) -> None:
+        future = self._loaded.pop(worker, None)
+        if future is not None and not future.done():
+            if crash is None:
+                future.set_result(None)
+            else:
+                future.set_exception(crash)
+
+    def _rest(self, worker: Worker) -> None:
+        """One that only ends what it has may have ended it."""
+        if worker.state == "draining" and not worker.runs:
+            worker.hang_up()
+
+    def _ended(self, worker: Worker) -> None:
+        if not self._stopping:
+            self._tasks.start_soon(self._bury, worker)
+
+    async def _bury(self, worker: Worker) -> None:
+        crash = await anyio.to_thread.run_sync(worker.crash)
+        current = worker in self.workers
+        for group in (self.workers, self._next, self._old):
+            if worker in group:
+                group.remove(worker)
+        if current:
+            _log.error("%s", crash)
+            self._count_crash(crash)
+        self._watcher.lost(worker, crash)
+        waited_for = worker in self._loaded
+        self._settle(worker, worker.refusal or crash)
+        self._watcher.changed()
+        if current and not waited_for:
+            await self._restart(worker.number)
+
+    def _count_crash(self, crash: WorkerCrashed) -> None:
+        now = time.monotonic()
+        self._crashes.append(now)
+        self._last = crash
+        if len(self._crashes) == _LIMIT and now - self._crashes[0] < _WINDOW:
+            self._stopped_until = now + _WINDOW
+            self._crashes.clear()
+            _log.error("%d workers ended within %g s: none is started for as long", _LIMIT, _WINDOW)
+
+    async def _restart(self, number: int) -> None:
+        """One for one that ended, after a pause; unless a reload comes first."""
+        pause = min(_FIRST_PAUSE * 2.0 ** max(len(self._crashes) - 1, 0), _LONGEST_PAUSE)
+        await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
+        if number in {worker.number for worker in self.workers} or self._stopping:
+            return
+        self.restarts += 1
+        self.workers.append(self._new(number))
+        self._settle(self.workers[-1], None)  # nobody waits for it
+
+    async def reload(self) -> list[Worker]:
+        """Start workers with the app's code as it is now, and let them take over when all are ready: the new ones.
+
+        :raises WorkerCrashed: if one fails to load it; then nothing has changed.
+        """
+        async with self._reloading:
+            if self._stopping:
+                raise ConfigurationError("the broker is stopping")
+            self._next = [self._new(number) for number in range(self._count)]
+            mine = tuple(self._next)
+            try:
+                await self._all_loaded(self._next)
+            except BaseException:
+                for worker in mine:
+                    self._loaded.pop(worker, None)
+                    worker.kill("another worker of the same reload failed")
+                raise
+            self._old += self.workers
+            self.workers, self._next = self._next, []
+            self._crashes.clear()
+            self._stopped_until, self._last = 0.0, None
+            return self.workers
+
+    def retire_old(self) -> None:
+        """Those that were replaced end as soon as they have nothing to do."""
+        for worker in tuple(self._old):
+            if worker.state != "ended":
+                worker.state = "draining"
+                self._rest(worker)
+
+    def stop(self) -> None:
+        """End all of them."""
+        self._stopping = True
+        for worker in self.all:
+            worker.let_go()
+        until = time.monotonic() + _GRACE
+        for worker in self.all:
+            worker.end(until)
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """Of several that fail together one is told."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,161 @@
+"""One worker process, as its broker sees it: what it serves, which runs it has, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
+
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.stderr import Tail
+from shared_rpc.errors import WorkerCrashed
+from shared_rpc.server.link import Link
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+from shared_rpc.wire.specs import EndpointSpec
+
+__all__ = ["Worker"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+#: Seconds a worker has to end by itself when its broker hangs up.
+_GRACE = 0.6
+
+
+class Worker:
+    """On the broker's loop only.
+
+    :param number: which of the broker's workers it is, from 0.
+    :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
+    """
+
+    def __init__(
+        self,
+        command: WorkerCommand,
+        number: int,
+        take: Callable[[Worker, Message, Frame], None],
+        ended: Callable[[Worker], None],
+    ) -> None:
+        self.number = number
+        self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
+        self.started = time.monotonic()
+        #: By the provider's key: what it said of it.
+        self.served: dict[str, w.Serve] = {}
+        self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
+        #: Runs that it was sent, by their numbers.
+        self.runs: dict[int, Any] = {}
+        #: Arenas of clients that it has, by session.
+        self.arenas: dict[str, set[str]] = {}
+        #: Why the broker itself ended it.
+        self.condemned = ""
+        #: Why it cannot serve the app, by its own word.
+        self.refusal: Exception | None = None
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process: subprocess.Popen[bytes] = command.start(number, theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        assert self.process.stderr is not None, "it is a pipe"
+        self._tail = Tail(self.process.stderr)
+        self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up)
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, self._gone)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def serves(self, key: str, endpoint: str) -> bool:
+        """Whether a run of an endpoint may be sent to it now."""
+        return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
+
+    def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """See :meth:`Link.send`. To one that has ended nothing is sent."""
+        self._link.send(message, number, payload, fds)
+
+    def facts(self) -> dict[str, Any]:
+        """For people."""
+        return {"pid": self.pid, "state": self.state, "runs": len(self.runs), "uptime": time.monotonic() - self.started}
+
+    def kill(self, why: str) -> None:
+        """End it now; ``why`` is told to those who wait for its runs."""
+        if self.state != "ended":
+            self.condemned = self.condemned or why
+            self.process.kill()
+
+    def hang_up(self) -> None:
+        """Have it end by itself, soon."""
+        self.state = "draining"
+        self._link.close()
+        self._loop.call_later(_GRACE, self.kill, "it was asked to end, and did not")
+
+    def let_go(self) -> None:
+        """The broker stops: end by itself, until :meth:`end`."""
+        self._link.close()
+
+    def end(self, until: float) -> None:
+        """No worker outlives its broker.
+
+        :param until: the time at which its patience ends, by the monotonic clock.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(until - time.monotonic(), 0))
+        self.process.kill()
+        self.process.wait()
+        if self.state != "ended":
+            self._forget()
+
+    def _hung_up(self) -> None:
+        # As a rule it has ended. One that has not is of no use, whatever it still does.
+        self._loop.call_later(_GRACE, self.kill, "it had closed its connection to the broker")
+
+    def _gone(self) -> None:
+        self._link.drain()
+        self._link.close()
+        self.process.wait()
+        self._forget()
+        self._ended(self)
+
+    def _forget(self) -> None:
+        self.state = "ended"
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+
+    def crash(self) -> WorkerCrashed:
+        """How it ended."""
+        code = self.process.returncode
+        name = _signal_name(-code) if code < 0 else None
+        how = f"was killed by {name}" if name else f"exited with code {code}"
+        why = f" ({self.condemned})" if self.condemned else ""
+        tail = self._tail.text()
+        last = f"; its last words: {_last_lines(tail)}" if tail else ""
+        return WorkerCrashed(
+            f"the worker (pid {self.pid}) {how}{why}{last}",
+            signal=name,
+            exit_code=code if code >= 0 else None,
+            stderr=tail,
+        )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _last_lines(text: str) -> str:
+    return " | ".join(line.strip() for line in text.splitlines()[-3:])

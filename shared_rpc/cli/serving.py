@@ -1,0 +1,160 @@
+"""``shared-rpc serve`` and ``shared-rpc reload``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+from shared_rpc.cli.discovery import the_server
+from shared_rpc.cli.options import BasePath, Json, Socket
+from shared_rpc.cli.rendering import as_json
+from shared_rpc.errors import ConfigurationError, SharedRPCError
+
+__all__ = ["reload", "serve"]
+
+
+def serve(
+    target: Annotated[str, typer.Argument(help="app.py, package.module, or either with :provider")],
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
+    base_path: BasePath = None,
+    socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that run endpoints.")] = 1,
+    worker_device: Annotated[
+        list[str] | None, typer.Option(help="The device of each worker in turn; give it once for every GPU.")
+    ] = None,
+    build_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="A run that takes longer costs its worker its life; none by default."),
+    ] = None,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
+    max_workers: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
+    max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
+    result_ttl: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
+    ] = 3600.0,
+) -> None:
+    """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
+
+    Endpoints run in worker processes, and what they make outlives them.
+    """
+    import os
+
+    # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
+    os.environ["SHARED_TENSOR_ROLE"] = "server"
+    os.environ.pop("SHARED_TENSOR_ENABLED", None)
+    options: dict[str, Any] = {"max_bytes": _bytes(max_bytes), "max_tasks": max_tasks, "result_ttl": result_ttl}
+    if in_process:
+        if workers != 1 or worker_device or build_timeout is not None:
+            raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
+        _serve_in_process(target, device, base_path, socket, options | {"max_workers": max_workers})
+        return
+    if device is not None and worker_device:
+        raise ConfigurationError("--device and --worker-device both name devices: use one of them")
+    from shared_rpc.broker import Broker, WorkerCommand
+    from shared_rpc.server.signals import wait_for_signal
+
+    devices = worker_device or ([device] if device is not None else [])
+    command = WorkerCommand(target, base_path, socket, devices, max_workers)
+    broker = Broker(command, workers=max(workers, len(devices)), build_timeout=build_timeout, **options)
+
+    def begin() -> Broker:
+        broker.start()
+        for path, names in broker.served().items():
+            _announce(path, names)
+        return broker
+
+    try:
+        wait_for_signal(begin, lambda: _reload(broker.reload))
+    finally:
+        broker.stop()
+
+
+def _reload(work: Callable[[], dict[str, Any]]) -> None:
+    try:
+        facts = work()
+    except SharedRPCError as error:
+        print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
+    else:
+        _tell_reloaded(facts)
+
+
+def _tell_reloaded(facts: dict[str, Any]) -> None:
+    for path, service in facts["services"].items():
+        changed = ", ".join(service["changed"]) or "no endpoint"
+        print(f"reloaded {path}: {changed} changed, {service['dropped']} objects dropped", flush=True)
+
+
+def _announce(path: str, names: list[str]) -> None:
+    print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
+
+
+def _serve_in_process(
+    target: str, device: str | None, base_path: str | None, socket: str | None, options: dict[str, Any]
+) -> None:
+    from shared_rpc.exits import close_all, end_now_if_busy
+    from shared_rpc.loading import load_providers
+    from shared_rpc.server import Server
+    from shared_rpc.server.signals import wait_for_signal
+
+    servers: list[Server] = []
+
+    def begin() -> list[Server]:
+        for server in servers:
+            server.start()
+            _announce(server.socket_path, server.info()["endpoints"])
+        return servers
+
+    try:
+        providers = load_providers(target)
+        if socket is not None and len(providers) > 1:
+            raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+        for provider in providers:
+            provider.base_path = base_path if base_path is not None else provider.base_path
+            provider.device = device if device is not None else provider.device
+            servers.append(Server(provider, socket_path=socket, **options))
+        wait_for_signal(begin)
+    finally:
+        # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
+        close_all()
+    end_now_if_busy(servers)
+
+
+def reload(
+    socket: Socket = None,
+    base_path: BasePath = None,
+    keep_objects: Annotated[bool, typer.Option("--keep-objects", help="Keep what old code made in the cache.")] = False,
+    drop_objects: Annotated[bool, typer.Option("--drop-objects", help="Drop all cached objects that nobody holds.")] = False,
+    json: Json = False,
+) -> None:
+    """Have a server's workers read the app's code anew; the old ones serve until the new ones are ready.
+
+    By default cached objects are dropped whose endpoint has changed; who holds one keeps it.
+    """
+    if keep_objects and drop_objects:
+        raise ConfigurationError("--keep-objects and --drop-objects contradict each other: use one of them")
+    objects: Literal["changed", "all", "none"] = "none" if keep_objects else "all" if drop_objects else "changed"
+    with the_server(socket, base_path) as client:
+        facts = client.reload(objects)
+    if json:
+        as_json(facts)
+    else:
+        _tell_reloaded(facts)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit and unit.upper()])

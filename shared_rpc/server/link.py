@@ -1,0 +1,118 @@
+"""A socket between a broker and a worker, on either side's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from shared_rpc.errors import ConnectionClosed
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message, decode_message
+
+__all__ = ["Link"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Reads after which others have their turn.
+_TURN = 32
+
+
+class Link:
+    """Sends and takes frames until one side closes. On the loop only.
+
+    :param take: called with every message and its frame, which is closed afterwards. What it raises ends the link.
+    :param ended: called once, when the other side is gone, after all that it had sent was taken.
+    """
+
+    def __init__(self, sock: socket.socket, take: Callable[[Message, Frame], None], ended: Callable[[], None]) -> None:
+        sock.setblocking(False)
+        self._socket = FrameSocket(sock)
+        self._take = take
+        self._ended = ended
+        self._loop = asyncio.get_running_loop()
+        self._writing = False
+        self._behind = False
+        self.closed = False
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """Queue a message, and write as much as goes at once. The descriptors are duplicated.
+
+        :raises ProtocolError: if it is too large, or has too many descriptors; the link stays good.
+        :raises OSError: if this process cannot open more files.
+        """
+        if not self.closed:
+            self._socket.queue(message, number, payload, fds)
+            self._flush()
+
+    def close(self) -> None:
+        """Hang up. ``ended`` is not called."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+
+    def drain(self) -> None:
+        """Take all that has come. For when the other process has ended."""
+        with suppress(BlockingIOError, ConnectionClosed):
+            while not self.closed:
+                self._take_frames()
+                self._socket.receive()
+
+    def _readable(self) -> None:
+        if not self._behind:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._behind = False
+        if self.closed:
+            return
+        try:
+            for _ in range(_TURN):
+                self._socket.receive()
+                self._take_frames()
+                if self.closed:
+                    return
+            # As uvloop tells an end with something unread only once, it is read to the end; see Connection.
+            self._behind = True
+            self._loop.call_soon(self._turn)
+        except BlockingIOError:
+            pass
+        except ConnectionClosed:
+            self._end()
+        except Exception:
+            _log.exception("the link between broker and worker is broken")
+            self._end()
+
+    def _take_frames(self) -> None:
+        while not self.closed and (frame := self._socket.next_frame()) is not None:
+            try:
+                self._take(decode_message(frame), frame)
+            finally:
+                frame.close()
+
+    def _flush(self) -> None:
+        try:
+            if self._writing or self._socket.flush():
+                return
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+            self._writing = True
+        except ConnectionClosed:
+            pass  # the reading side sees it too, after what the other side has sent
+
+    def _writable(self) -> None:
+        with suppress(ConnectionClosed):
+            if not self._socket.flush():
+                return
+        self._writing = False
+        self._loop.remove_writer(self._socket.fileno())
+
+    def _end(self) -> None:
+        if not self.closed:
+            self.close()
+            self._ended()

@@ -1,0 +1,230 @@
+"""What a broker and its workers say to each other, over a socket pair that nobody else has.
+
+The request id of a frame is the number of a run, 0 where it is about none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.wire.messages import Call, Message, add_kinds
+from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.tasks import Progress
+
+__all__ = [
+    "Allocate",
+    "Allocated",
+    "AwaitChunks",
+    "Begun",
+    "Device",
+    "Drop",
+    "EndSession",
+    "Failed",
+    "FreeBytes",
+    "Give",
+    "Hungry",
+    "Loaded",
+    "Ran",
+    "Reclaim",
+    "Refused",
+    "Returned",
+    "Run",
+    "Said",
+    "Serve",
+    "Shared",
+    "Stop",
+    "Withdraw",
+]
+
+
+class Device(msgspec.Struct, frozen=True, array_like=True):
+    """A device that the worker makes memory on; see :class:`shared_rpc.memory.inventory.DeviceFacts`."""
+
+    id: str
+    kind: str
+    name: str
+    total: int
+    granularity: int
+
+
+# From the worker.
+
+
+class Serve(Message):
+    """A provider of the app is to be served. ``key`` tells it from the app's others, and is the same in every worker."""
+
+    key: str
+    socket_path: str
+    device: str
+    endpoints: list[EndpointSpec]
+    mechanism: dict[str, Any]
+    devices: list[Device]
+
+
+class Shared(Message):
+    """An endpoint that was shared since."""
+
+    key: str
+    endpoint: EndpointSpec
+
+
+class Loaded(Message):
+    """The app's module has been imported."""
+
+
+class Refused(Message):
+    """The app cannot be served; the worker ends."""
+
+    code: str
+    text: str
+    detail: dict[str, str]
+
+
+class Begun(Message):
+    """A run has a thread."""
+
+
+class Said(Message):
+    """What the endpoint says of itself."""
+
+    progress: Progress
+
+
+class Hungry(Message):
+    """The endpoint has ended, and its result waits for room in the session's pool."""
+
+    why: str
+
+
+class Ran(Message):
+    """A run that went well: its record, with the skeleton as payload and the descriptors with the frame.
+
+    ``arenas``, ``chunks`` and ``returned`` are what ``arenas``, ``chunks`` and ``freed`` are in a result for a client.
+    """
+
+    table: msgspec.Raw
+    segments: list[SegmentInfo]
+    nbytes: int
+    device: str
+    arenas: list[int]
+    chunks: list[int]
+    returned: list[int]
+
+
+class Failed(Message):
+    """A run that did not. The payload is the endpoint's own exception, pickled, where it has one."""
+
+    code: str
+    text: str
+    detail: dict[str, str]
+    returned: list[int]
+
+
+class Returned(Message):
+    """Chunks of a client's pool that the worker has done with."""
+
+    key: str
+    session: str
+    chunks: list[int]
+
+
+class Allocated(Message):
+    """The memory that was asked for: its descriptor with the frame, or ``error`` says why there is none."""
+
+    segment: SegmentInfo | None = None
+    free: int | None = None
+    error: str = ""
+
+
+# From the broker.
+
+
+class Run(Call):
+    """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
+    descriptors.
+    """
+
+    key: str = ""
+    session: str = ""
+    background: bool = False
+
+
+class Withdraw(Message):
+    """Nobody waits for a run: drop it if it has not begun."""
+
+
+class Stop(Message):
+    """Ask a run that has begun to stop."""
+
+
+class Drop(Message):
+    """Drop a result that waits for memory."""
+
+
+class Give(Message):
+    """A client has done with chunks of its pool of results."""
+
+    key: str
+    session: str
+    chunks: list[int]
+
+
+class AwaitChunks(Message):
+    """Say :class:`Returned` when there are chunks of the session's to give back, waiting for the GPU if need be."""
+
+    key: str
+    session: str
+
+
+class EndSession(Message):
+    """A session ended: all that it had in the worker goes."""
+
+    key: str
+    session: str
+
+
+class Reclaim(Message):
+    """An object was dropped: a safe point to let go of its memory."""
+
+
+class Allocate(Message):
+    """Make memory; the answer is :class:`Allocated`."""
+
+    device: str
+    nbytes: int
+
+
+class FreeBytes(Message):
+    """Ask for :class:`Allocated` with ``free``: bytes of a device that nobody uses."""
+
+    device: str
+
+
+add_kinds(
+    {
+        64: Serve,
+        65: Shared,
+        66: Loaded,
+        67: Begun,
+        68: Said,
+        69: Hungry,
+        70: Ran,
+        71: Failed,
+        72: Returned,
+        73: Allocated,
+        74: Refused,
+        80: Run,
+        81: Withdraw,
+        82: Stop,
+        83: Drop,
+        84: Give,
+        85: AwaitChunks,
+        86: EndSession,
+        87: Reclaim,
+        88: Allocate,
+        89: FreeBytes,
+    }
+)

@@ -1,0 +1,47 @@
+"""``python -m shared_rpc.worker``: started by a broker, with one end of a socket pair."""
+
+from __future__ import annotations
+
+import argparse
+
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.exits import close_all
+from shared_rpc.hosting import set_host
+from shared_rpc.loading import load_providers
+from shared_rpc.worker.host import Overrides, WorkerHost
+from shared_rpc.worker.parent import die_with_parent
+
+
+def main() -> None:
+    """Import the app, serve until the broker hangs up."""
+    parser = argparse.ArgumentParser(prog="python -m shared_rpc.worker")
+    parser.add_argument("target")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--base-path")
+    parser.add_argument("--device")
+    parser.add_argument("--socket")
+    parser.add_argument("--max-workers", type=int)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    overrides = Overrides(options.base_path, options.device, options.socket, options.max_workers)
+    host = WorkerHost(options.fd, overrides)
+    set_host(host)
+    host.start()
+    try:
+        for provider in load_providers(options.target):
+            host.adopt(provider)
+        host.loaded()
+        host.wait()
+    except SharedRPCError as error:
+        host.refuse(error)
+    except BaseException:
+        host.abandon()
+        raise
+    finally:
+        close_all()
+    host.leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""A worker's side of the link: runs come in, records go out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import anyio
+import msgspec
+
+from shared_rpc.errors import CapabilityError, ConfigurationError, SegmentNotFound, SharedRPCError, to_wire
+from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import Segment, backend_for
+from shared_rpc.records import Arguments
+from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.executor import Invocation
+from shared_rpc.server.in_process import InProcessExecutor
+from shared_rpc.server.lanes import Lane, lanes_of
+from shared_rpc.server.link import Link
+from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.values import decode_call
+from shared_rpc.worker.runtime import WorkerRuntime
+
+if TYPE_CHECKING:
+    from shared_rpc.provider import Provider
+    from shared_rpc.runtime import Runtime
+
+__all__ = ["Overrides", "WorkerHost"]
+
+_log = logging.getLogger("shared_rpc.worker")
+
+#: Seconds that threads have, when the broker hangs up, before the process is ended under them.
+_GRACE = 0.5
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the broker's command line says of the app's providers, None for what it leaves to them."""
+
+    base_path: str | None = None
+    device: str | None = None
+    socket: str | None = None
+    max_workers: int | None = None
+
+
+class _Hosted:
+    """One provider: its executor, and the memory of the broker's sessions."""
+
+    def __init__(self, key: str, provider: Provider, max_workers: int | None) -> None:
+        self.key = key
+        self.provider = provider
+        self.lanes = lanes_of(provider.pool)
+        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, self.lanes, max_workers)
+
+    def find(self, session: str) -> Lane | None:
+        """The lane of a session that has one."""
+        return self.lanes.find(session)
+
+
+class WorkerHost:
+    """Serves the providers of this process through a broker. Its loop runs in a thread of its own.
+
+    :param fd: this end of the socket pair.
+    """
+
+    def __init__(self, fd: int, overrides: Overrides) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._overrides = overrides
+        self._hosted: dict[str, _Hosted] = {}
+        self._adopting = threading.RLock()
+        self._runs: dict[int, tuple[_Hosted, Invocation]] = {}
+        self._link: Link
+        self._loop: asyncio.AbstractEventLoop
+        self._memory = WorkerThreads(1, _nothing)
+        self._ready = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="shared-rpc-worker", daemon=True)
+
+    def start(self) -> None:
+        """Take runs, of providers as they are adopted."""
+        # A forked child must not look like this process to the broker.
+        os.register_at_fork(after_in_child=self._socket.close)
+        self._thread.start()
+        self._ready.wait()
+
+    def adopt(self, provider: Provider) -> Runtime:
+        """See :class:`shared_rpc.hosting.Host`."""
+        with self._adopting:
+            for hosted in self._hosted.values():
+                if hosted.provider is provider:
+                    return provider._runtime()
+            if self._overrides.socket is not None and self._hosted:
+                raise ConfigurationError("the app has several providers for one --socket: name one with app.py:name")
+            key = f"{provider.base_path or ''}@{provider.device}"
+            if key in self._hosted:
+                raise ConfigurationError(
+                    f"two providers of the app have the base path {provider.base_path!r} and the device {provider.device!r}: "
+                    f"give them base paths of their own"
+                )
+            provider.base_path = self._overrides.base_path if self._overrides.base_path is not None else provider.base_path
+            provider.device = self._overrides.device if self._overrides.device is not None else provider.device
+            hosted = self._hosted[key] = _Hosted(key, provider, self._overrides.max_workers)
+            runtime = WorkerRuntime(provider, self._overrides.socket, hosted.executor.lend_thread)
+            message = w.Serve(
+                key,
+                runtime.socket_path,
+                provider.device_id,
+                provider.registry.all(),
+                provider.mechanism_facts,
+                [w.Device(*facts_of(device)) for device in devices_of(provider.device_id)],
+            )
+            provider.registry.on_add = lambda spec: self._shared(key, spec)
+            provider.run_with(runtime)
+            self._tell(message)
+            return runtime
+
+    def _shared(self, key: str, spec: EndpointSpec) -> None:
+        self._tell(w.Shared(key, spec))
+
+    def loaded(self) -> None:
+        """The app has been imported."""
+        self._tell(w.Loaded())
+
+    def wait(self) -> None:
+        """Until the broker hangs up."""
+        self._over.wait()
+
+    def leave(self, code: int) -> NoReturn:
+        """End the process: threads that run endpoints cannot be waited for."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if any(hosted.executor.busy for hosted in self._hosted.values()):
+            os._exit(code)
+        threading.Timer(_GRACE, os._exit, (code,)).start()
+        raise SystemExit(code)
+
+    def refuse(self, error: SharedRPCError) -> NoReturn:
+        """The app cannot be served: the broker tells why."""
+        self._tell(w.Refused(*to_wire(error)))
+        self.leave(1)
+
+    def abandon(self) -> None:
+        """The app failed to load; what is raised then ends the process, with its traceback."""
+        threading.Timer(_GRACE, os._exit, (1,)).start()
+
+    def _tell(self, message: Message, number: int = 0) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is about to end
+            self._loop.call_soon_threadsafe(self._link.send, message, number)
+
+    def _serve(self) -> None:
+        try:
+            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+        except BaseException:
+            _log.exception("the worker's loop failed")
+        finally:
+            self._ready.set()
+            self._over.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        self._link = Link(self._socket, self._take, over.set)
+        self._ready.set()
+        await over.wait()
+
+    # What the broker says. On the loop.
+
+    def _take(self, message: Message, frame: Frame) -> None:
+        number = frame.request_id
+        if isinstance(message, w.Run):
+            self._run(number, message, frame)
+        elif isinstance(message, (w.Withdraw, w.Stop, w.Drop)):
+            found = self._runs.get(number)
+            if found is not None:
+                self._interrupt(number, message, *found)
+        elif isinstance(message, (w.Give, w.AwaitChunks, w.EndSession)):
+            hosted = self._hosted.get(message.key)
+            if hosted is not None:
+                self._see_to_session(hosted, message)
+        elif isinstance(message, w.Reclaim):
+            for hosted in self._hosted.values():
+                hosted.executor.reclaim()
+        elif isinstance(message, w.Allocate):
+            self._answer(number, lambda: _allocated(message.device, message.nbytes))
+        elif isinstance(message, w.FreeBytes):
+            self._answer(number, lambda: (w.Allocated(free=free_bytes(message.device)), None))
+        else:
+            _log.error("the broker sent a %s", type(message).__name__)
+
+    def _run(self, number: int, message: w.Run, frame: Frame) -> None:
+        hosted = self._hosted[message.key]
+        try:
+            endpoint = hosted.provider.endpoints[message.endpoint]
+            arguments = _arguments(hosted, message, frame)
+        except SegmentNotFound as error:
+            self._fail(number, hosted, message.session, Failure.of(error))
+            return
+        invocation = Invocation(
+            endpoint.spec,
+            arguments,
+            publish=True,
+            chain=frozenset(message.chain),
+            background=message.background,
+            session=message.session,
+            pooled=message.pooled and hosted.lanes.of(message.session) is not None,
+            on_starved=lambda why: self._link.send(w.Hungry(why), number),
+            on_begin=lambda: self._link.send(w.Begun(), number),
+            on_progress=lambda progress: self._link.send(w.Said(progress), number),
+        )
+        self._runs[number] = hosted, invocation
+        hosted.executor.start(invocation, lambda outcome: self._ended(number, outcome))
+
+    def _ended(self, number: int, outcome: Produced | Failure) -> None:
+        hosted, invocation = self._runs.pop(number)
+        if isinstance(outcome, Failure):
+            self._fail(number, hosted, invocation.session, outcome)
+            return
+        record = outcome.record
+        assert record is not None, "what goes to a broker is published"
+        lane = hosted.find(invocation.session)
+        message = w.Ran(
+            msgspec.Raw(record.table),
+            [segment.info for segment in record.segments],
+            record.nbytes,
+            record.device,
+            list(record.arenas),
+            list(record.chunks),
+            lane.returned() if lane is not None else [],
+        )
+        try:
+            self._link.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
+        except Exception as error:
+            if lane is not None:
+                lane.give(record.chunks)
+                lane.put_back(message.returned)
+            problem = CapabilityError(f"the result of {invocation.spec.name}() cannot be handed over: {error}")
+            self._fail(number, hosted, invocation.session, Failure.of(problem))
+        finally:
+            record.close()
+
+    def _fail(self, number: int, hosted: _Hosted, session: str, failure: Failure) -> None:
+        lane = hosted.find(session)
+        returned = lane.returned() if lane is not None else []
+        self._link.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
+
+    def _interrupt(self, number: int, message: Message, hosted: _Hosted, invocation: Invocation) -> None:
+        if isinstance(message, w.Stop):
+            hosted.executor.cancel(invocation)
+        elif isinstance(message, w.Drop):
+            if hosted.executor.abandon(invocation):
+                del self._runs[number]
+        elif hosted.executor.withdraw(invocation):
+            del self._runs[number]
+            self._return(hosted, invocation.session)
+
+    def _see_to_session(self, hosted: _Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
+        lane = hosted.find(message.session)
+        if lane is None:
+            return
+        if isinstance(message, w.Give):
+            lane.give(message.chunks)
+        elif isinstance(message, w.EndSession):
+            hosted.lanes.end(message.session)
+        else:
+            lane.await_chunks(lambda: self._on_loop(lambda: self._return(hosted, message.session)))
+
+    def _return(self, hosted: _Hosted, session: str) -> None:
+        lane = hosted.find(session)
+        chunks = lane.returned() if lane is not None else []
+        if chunks:
+            self._link.send(w.Returned(hosted.key, session, chunks))
+
+    def _on_loop(self, job: Callable[[], None]) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(job)
+
+    def _answer(self, number: int, work: Callable[[], tuple[w.Allocated, Segment | None]]) -> None:
+        """Do what may wait for the driver in a thread."""
+
+        def attempt() -> tuple[w.Allocated, Segment | None]:
+            try:
+                return work()
+            except CapabilityError as error:
+                return w.Allocated(error=str(error)), None
+            except Exception as error:  # a driver that fails
+                return w.Allocated(error=f"{type(error).__name__}: {error}"), None
+
+        def done(answer: tuple[w.Allocated, Segment | None]) -> None:
+            message, segment = answer
+            self._link.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
+            if segment is not None:
+                segment.close()
+
+        self._memory.start(Job(attempt, _nothing, done))
+
+
+def _arguments(hosted: _Hosted, message: w.Run, frame: Frame) -> Arguments:
+    """The arguments of a run. They own the frame's descriptors from here on."""
+    arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+    kept = frozenset(message.kept)
+    sent = deque(frame.take_fds())
+    try:
+        for number, info in enumerate(message.segments):
+            if number in kept:
+                arguments.segments.append(hosted.lanes.of(message.session).arena(info.id))
+            elif number in arguments.arenas and message.chunks:
+                arguments.segments.append(hosted.lanes.of(message.session).take_arena(info, sent.popleft()))
+            else:
+                arguments.segments.append(Segment(info, sent.popleft()))
+        if message.chunks:
+            arguments.loans.update(hosted.lanes.of(message.session).lent(message.chunks))
+        if message.held:
+            held = hosted.lanes.of(message.session).hold(message.held)
+            if held is None:
+                raise SegmentNotFound("the session has no such results", [info.id for info in message.segments])
+            arguments.loans.update(held)
+        arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
+        start = 0
+        for size in message.skeletons:
+            arguments.skeletons.append(frame.payload[start : start + size])
+            start += size
+    except BaseException:
+        arguments.close()
+        for fd in sent:
+            os.close(fd)
+        raise
+    return arguments
+
+
+def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
+    MAPPINGS.drain()
+    segment = backend_for(device).create(nbytes)
+    return w.Allocated(segment.info), segment
+
+
+def _nothing() -> None:
+    pass
