@@ -16,6 +16,7 @@
     ├── RemoteError             an endpoint raised what cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
+    ├── WorkerCrashed           the process that ran an endpoint has ended
     ├── StaleHandleError        the server no longer owns the object
     └── ServerBusy              a limit of the server is reached
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, errors
-from shared_rpc.errors import BufferNotFound, RemoteError, SharedRPCError, StaleHandleError, TaskError, from_wire, to_wire
+from shared_rpc.errors import (
+    BufferNotFound,
+    RemoteError,
+    SharedRPCError,
+    StaleHandleError,
+    TaskError,
+    WorkerCrashed,
+    from_wire,
+    to_wire,
+)
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Error, decode_message, encode_message
 
@@ -27,6 +36,7 @@ SPECIMENS = {
     BufferNotFound: BufferNotFound("buffer 1 was freed", reason="freed"),
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
+    WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", exit_code=None, stderr="Fatal Python error"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
 }
 

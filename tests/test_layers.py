@@ -277,6 +277,9 @@ BROKER = """
         def cancel(self, invocation):
             pass
 
+        def facts(self):
+            return {}
+
         def abandon(self, invocation):
             return False
 

@@ -146,7 +146,8 @@ class Broker:
             try:
                 async with anyio.create_task_group() as self._tasks:
                     await self._supervisor.start(self._tasks)
-                    self._ready.set_result(None)
+                    if not self._ready.done():
+                        self._ready.set_result(None)
                     await anyio.sleep_forever()
             finally:
                 self._dispatcher.stop()
@@ -162,7 +163,7 @@ class Broker:
 
     # What the supervisor tells; see Watcher.
 
-    def served_by(self, worker: Worker, message: w.Serve) -> None:
+    def _add_service(self, message: w.Serve) -> None:
         """The first worker's word on a provider makes it a service."""
         if message.key in self._services:
             return
@@ -193,10 +194,17 @@ class Broker:
 
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """See :class:`Watcher`."""
-        if isinstance(message, w.Serve):
-            self.served_by(worker, message)
-        else:
-            self._services[message.key].core.registry.add(message.endpoint)
+        try:
+            if isinstance(message, w.Serve):
+                self._add_service(message)
+            else:
+                self._services[message.key].core.registry.add(message.endpoint)
+        except SharedRPCError as error:
+            if self._ready.done():
+                _log.error("cannot serve what worker %d has: %s", worker.pid, error)
+            else:
+                self._ready.set_exception(error)
+                self._scope.cancel()
 
     def said(self, worker: Worker, message: Message, frame: Frame) -> None:
         """See :class:`Watcher`."""
@@ -248,7 +256,7 @@ class Broker:
             service = self._services.get(key)
             specs = list(workers[0].endpoints[key].values())
             if service is None:
-                self.served_by(workers[0], message)
+                self._add_service(message)
                 facts[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
             else:
                 facts[service.acceptor.path] = service.core.replace_endpoints(specs, objects)

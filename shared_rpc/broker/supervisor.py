@@ -151,18 +151,18 @@ class Supervisor:
 
     async def _bury(self, worker: Worker) -> None:
         crash = await anyio.to_thread.run_sync(worker.crash)
-        current = worker in self.workers
+        #: Else somebody waits for it to load the app, and is told.
+        crashed = worker in self.workers and worker not in self._loaded
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
-        if current:
+        if crashed:
             _log.error("%s", crash)
             self._count_crash(crash)
         self._watcher.lost(worker, crash)
-        waited_for = worker in self._loaded
         self._settle(worker, worker.refusal or crash)
         self._watcher.changed()
-        if current and not waited_for:
+        if crashed:
             await self._restart(worker.number)
 
     def _count_crash(self, crash: WorkerCrashed) -> None:

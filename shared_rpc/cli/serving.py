@@ -12,7 +12,7 @@ import typer
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed
 
 __all__ = ["reload", "serve"]
 
@@ -63,7 +63,12 @@ def serve(
     broker = Broker(command, workers=max(workers, len(devices)), build_timeout=build_timeout, **options)
 
     def begin() -> Broker:
-        broker.start()
+        try:
+            broker.start()
+        except WorkerCrashed as crash:
+            if crash.exit_code is None or not crash.stderr:
+                raise
+            raise typer.Exit(1) from None  # its traceback has been shown
         for path, names in broker.served().items():
             _announce(path, names)
         return broker

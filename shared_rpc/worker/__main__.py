@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.exits import close_all
 from shared_rpc.hosting import set_host
 from shared_rpc.loading import load_providers
@@ -29,7 +29,12 @@ def main() -> None:
     set_host(host)
     host.start()
     try:
-        for provider in load_providers(options.target):
+        providers = load_providers(options.target)
+        if options.socket is not None and len(providers) > 1:
+            raise ConfigurationError(
+                f"{options.target} has {len(providers)} providers for one --socket: name one with {options.target}:name"
+            )
+        for provider in providers:
             host.adopt(provider)
         host.loaded()
         host.wait()
