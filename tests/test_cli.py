@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, __version__
-from shared_rpc.cli.serving import _bytes
 from shared_rpc.cli.doctor import examine
+from shared_rpc.cli.serving import _bytes
 from tests.processes import ROOT, Child
 
 MODULE = ("-m", "shared_rpc.cli")

@@ -36,7 +36,7 @@ SPECIMENS = {
     BufferNotFound: BufferNotFound("buffer 1 was freed", reason="freed"),
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
-    WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", exit_code=None, stderr="Fatal Python error"),
+    WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", stderr="Fatal Python error"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
 }
 

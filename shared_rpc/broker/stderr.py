@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from contextlib import suppress
@@ -16,6 +17,8 @@ _LINES, _WIDTH = 40, 500
 _CHUNK = 1 << 16
 #: Seconds that the end of the output is waited for: a grandchild may keep it open.
 _PATIENCE = 0.2
+#: Seconds that somebody who reads the broker's own has to make room.
+_READER = 1.0
 
 
 class Tail:
@@ -25,6 +28,8 @@ class Tail:
         self._stream = stream
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._rest = b""
+        #: Whether nobody read the last time.
+        self._stuck = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
         self._thread.start()
@@ -34,7 +39,18 @@ class Tail:
             while data := stream.read(_CHUNK):
                 self._remember(data)
                 with suppress(OSError):  # the broker's own is closed
-                    _write(data)
+                    self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        """Where nobody reads the broker's standard error, what does not fit is dropped: no worker waits for a terminal."""
+        ready = select.poll()
+        ready.register(2, select.POLLOUT)
+        for start in range(0, len(data), select.PIPE_BUF):
+            if not ready.poll(0 if self._stuck else _READER * 1000):
+                self._stuck = True
+                return
+            self._stuck = False
+            os.write(2, data[start : start + select.PIPE_BUF])
 
     def _remember(self, data: bytes) -> None:
         with self._lock:
@@ -47,9 +63,3 @@ class Tail:
         self._thread.join(_PATIENCE)
         with self._lock:
             return "\n".join([*self._lines, self._rest.decode(errors="replace")]).strip("\n")
-
-
-def _write(data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(2, left) :]

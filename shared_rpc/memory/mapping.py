@@ -96,6 +96,9 @@ class MappingTable:
         self._draining = threading.Lock()
         #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
         self._unused: list[Mapping] = []
+        #: Whether every attached segment keeps a descriptor, so that this process can publish it again: in a worker, what one
+        #: endpoint made is what another one builds upon.
+        self.keeps = False
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -132,7 +135,7 @@ class MappingTable:
                     mapping.pooled = mapping.pooled or number in pooled
                     mapping.pins += 1
                     mappings.append(mapping)
-                    if keep and mapping.segment is None and not mapping.pooled:
+                    if (keep or self.keeps) and mapping.segment is None and not mapping.pooled:
                         mapping.segment = segment.duplicate()
             yield mappings
         finally:

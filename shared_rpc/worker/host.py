@@ -96,6 +96,7 @@ class WorkerHost:
         """Take runs, of providers as they are adopted."""
         # A forked child must not look like this process to the broker.
         os.register_at_fork(after_in_child=self._socket.close)
+        MAPPINGS.keeps = True
         self._thread.start()
         self._ready.wait()
 
