@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import anyio.abc
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
+from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.endpoints import Registry
@@ -86,7 +86,7 @@ class Broker:
         self._ready: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop
         self._scope: anyio.CancelScope
-        self._tasks: anyio.abc.TaskGroup
+        self._spawn: Spawner
         self._supervisor: Supervisor
         self._dispatcher: Dispatcher
         self._memory: MemoryRequests
@@ -144,8 +144,9 @@ class Broker:
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
             try:
-                async with anyio.create_task_group() as self._tasks:
-                    await self._supervisor.start(self._tasks)
+                async with anyio.create_task_group() as tasks:
+                    self._spawn = Spawner(tasks)
+                    await self._supervisor.start(self._spawn)
                     if not self._ready.done():
                         self._ready.set_result(None)
                     await anyio.sleep_forever()
@@ -183,7 +184,7 @@ class Broker:
         core.on_reload = self._reload_for_client
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections)
         self._services[message.key] = _Service(core, acceptor, executor)
-        self._tasks.start_soon(self._serve, core, acceptor)
+        self._spawn(self._serve, core, acceptor)
 
     async def _serve(self, core: Core, acceptor: Acceptor) -> None:
         async with anyio.create_task_group() as tasks:
@@ -245,7 +246,7 @@ class Broker:
             except SharedRPCError as error:
                 answer(Failure.of(error))
 
-        self._tasks.start_soon(work)
+        self._spawn(work)
 
     async def _reload(self, objects: str) -> dict[str, Any]:
         if objects not in ("changed", "all", "none"):

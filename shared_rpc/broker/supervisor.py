@@ -9,10 +9,10 @@ from collections import deque
 from typing import Protocol
 
 import anyio
-import anyio.abc
 import anyio.to_thread
 
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.wire import worker as w
@@ -70,20 +70,20 @@ class Supervisor:
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
         self._reloading = anyio.Lock()
         self._stopping = False
-        self._tasks: anyio.abc.TaskGroup
+        self._spawn: Spawner
 
     @property
     def all(self) -> list[Worker]:
         """Every worker that runs."""
         return [*self.workers, *self._next, *self._old]
 
-    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+    async def start(self, spawn: Spawner) -> None:
         """Start the workers; return when all of them have imported the app.
 
-        :param tasks: where restarts wait for their time.
+        :param spawn: where restarts wait for their time.
         :raises WorkerCrashed: if one fails to.
         """
-        self._tasks = tasks
+        self._spawn = spawn
         for number in range(self._count):
             self.workers.append(self._new(number))
         await self._all_loaded(self.workers)
@@ -95,8 +95,8 @@ class Supervisor:
         return worker
 
     async def _all_loaded(self, workers: list[Worker]) -> None:
-        for worker in tuple(workers):
-            await self._loaded[worker]
+        for loaded in [self._loaded[worker] for worker in workers]:
+            await loaded
 
     def refusal(self) -> SharedRPCError | None:
         """Why no worker will come soon; None where one is there, or may come."""
@@ -147,7 +147,7 @@ class Supervisor:
 
     def _ended(self, worker: Worker) -> None:
         if not self._stopping:
-            self._tasks.start_soon(self._bury, worker)
+            self._spawn(self._bury, worker)
 
     async def _bury(self, worker: Worker) -> None:
         crash = await anyio.to_thread.run_sync(worker.crash)

@@ -40,6 +40,7 @@ class ArgumentReader:
             self._lane.give(message.freed)
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+        arguments.chunks, arguments.held = message.chunks, message.held
         arguments.loans = self._lane.lent(message.chunks) if message.chunks else {}
         try:
             # First what came: the client will not send an arena again, whatever becomes of this call.
