@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
-from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed
+from shared_rpc.errors import ConfigurationError
 
 __all__ = ["reload", "serve"]
 
@@ -55,43 +54,28 @@ def serve(
         return
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
-    from shared_rpc.broker import Broker, WorkerCommand
-    from shared_rpc.server.signals import wait_for_signal
-
     devices = worker_device or ([device] if device is not None else [])
-    command = WorkerCommand(target, base_path, socket, devices, max_workers)
-    broker = Broker(command, workers=max(workers, len(devices)), build_timeout=build_timeout, **options)
-
-    def begin() -> Broker:
-        try:
-            broker.start()
-        except WorkerCrashed as crash:
-            if crash.exit_code is None or not crash.stderr:
-                raise
-            raise typer.Exit(1) from None  # its traceback has been shown
-        for path, names in broker.served().items():
-            _announce(path, names)
-        return broker
-
-    try:
-        wait_for_signal(begin, lambda: _reload(broker.reload))
-    finally:
-        broker.stop()
+    _become_broker(
+        target,
+        devices,
+        options
+        | {"base_path": base_path, "socket": socket}
+        | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout},
+    )
 
 
-def _reload(work: Callable[[], dict[str, Any]]) -> None:
-    try:
-        facts = work()
-    except SharedRPCError as error:
-        print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
-    else:
-        _tell_reloaded(facts)
+def _become_broker(target: str, devices: list[str], options: dict[str, Any]) -> None:
+    """The broker takes this process over: it lives for long, and needs nothing of what parses and prints here."""
+    import os
 
-
-def _tell_reloaded(facts: dict[str, Any]) -> None:
-    for path, service in facts["services"].items():
-        changed = ", ".join(service["changed"]) or "no endpoint"
-        print(f"reloaded {path}: {changed} changed, {service['dropped']} objects dropped", flush=True)
+    words = [sys.executable, "-m", "shared_rpc.broker", target]
+    for device in devices:
+        words += ["--device", device]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    sys.stdout.flush()
+    os.execv(sys.executable, words)
 
 
 def _announce(path: str, names: list[str]) -> None:
@@ -147,8 +131,10 @@ def reload(
         facts = client.reload(objects)
     if json:
         as_json(facts)
-    else:
-        _tell_reloaded(facts)
+        return
+    from shared_rpc.broker.__main__ import lines_of
+
+    print("\n".join(lines_of(facts)))
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)

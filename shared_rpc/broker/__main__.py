@@ -1,0 +1,82 @@
+"""``python -m shared_rpc.broker``: what ``shared-rpc serve`` becomes, without what a command line needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from shared_rpc.broker.broker import Broker
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.errors import SharedRPCError, WorkerCrashed
+from shared_rpc.server.signals import wait_for_signal
+
+
+def main() -> int:
+    """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
+    options = _options()
+    command = WorkerCommand(options.target, options.base_path, options.socket, options.device, options.max_workers)
+    broker = Broker(
+        command,
+        workers=options.workers,
+        build_timeout=options.build_timeout,
+        max_bytes=options.max_bytes,
+        max_tasks=options.max_tasks,
+        result_ttl=options.result_ttl,
+    )
+
+    def begin() -> Broker:
+        broker.start()
+        for path, names in broker.served().items():
+            print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
+        return broker
+
+    try:
+        wait_for_signal(begin, lambda: _reload(broker))
+    except WorkerCrashed as crash:
+        if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
+            print(f"shared-rpc: {crash}", file=sys.stderr)
+        return 1
+    except SharedRPCError as error:
+        print(f"shared-rpc: {error}", file=sys.stderr)
+        return 1
+    finally:
+        broker.stop()
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m shared_rpc.broker")
+    parser.add_argument("target")
+    parser.add_argument("--base-path")
+    parser.add_argument("--socket")
+    parser.add_argument("--device", action="append", default=[])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--max-workers", type=int)
+    parser.add_argument("--build-timeout", type=float)
+    parser.add_argument("--max-bytes", type=int)
+    parser.add_argument("--max-tasks", type=int, default=1000)
+    parser.add_argument("--result-ttl", type=float, default=3600.0)
+    return parser.parse_args()
+
+
+def _reload(broker: Broker) -> None:
+    try:
+        facts = broker.reload()
+    except SharedRPCError as error:
+        print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
+    else:
+        for line in lines_of(facts):
+            print(line, flush=True)
+
+
+def lines_of(facts: dict[str, Any]) -> list[str]:
+    """What a reload changed, for people."""
+    return [
+        f"reloaded {path}: {', '.join(service['changed']) or 'no endpoint'} changed, {service['dropped']} objects dropped"
+        for path, service in facts["services"].items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
