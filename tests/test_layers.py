@@ -27,6 +27,8 @@ LAYERS = [
     ["client", "server"],
     ["in_process", "exits"],
     ["runtime"],
+    ["operations"],
+    ["shared_function"],
     ["provider"],
     ["cli"],
 ]
