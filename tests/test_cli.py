@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, __version__
-from shared_rpc.cli.app import _bytes
+from shared_rpc.cli.amounts import in_bytes
 from shared_rpc.cli.doctor import examine
 from tests.processes import ROOT, Child
 
@@ -530,7 +530,7 @@ def test_memory_budget(app: Callable[..., Path], start: Callable[..., Child], co
 )
 def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     """A number of bytes, or one with a unit of 1024."""
-    assert _bytes(text) == expected
+    assert in_bytes(f"--max-bytes {text}", text) == expected
 
 
 # doctor
@@ -599,7 +599,7 @@ def test_no_command_shows_the_help() -> None:
     """Every command is in the help, with what it does."""
     ran = cli("--help")
     assert ran.code == 0
-    for command in ("serve", "ls", "info", "objects", "invalidate", "doctor"):
+    for command in ("serve", "ls", "info", "objects", "invalidate", "devices", "doctor"):
         assert re.search(rf"\b{command} +[A-Z]", ran.output)
     assert cli().output.strip() == ran.output.strip()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,8 @@ from typing import Annotated
 import typer
 
 from shared_rpc import __version__
+from shared_rpc.cli.amounts import check_quotas, in_bytes, quotas_of
+from shared_rpc.cli.devices import devices
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
@@ -44,6 +45,12 @@ def serve(
     socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
     max_workers: Annotated[int | None, typer.Option(min=1, help="Threads that run endpoints.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=AMOUNT", help="Memory for all objects on a device: cuda:0=0.8 of it, or cpu=8GiB. May be repeated."
+        ),
+    ] = None,
     max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
     result_ttl: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
@@ -60,7 +67,8 @@ def serve(
     from shared_rpc.server import Server
     from shared_rpc.server.signals import wait_for_signal
 
-    budget = _bytes(max_bytes)
+    budget = in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None
+    quotas = quotas_of(quota or ())
     servers: list[Server] = []
 
     def begin() -> list[Server]:
@@ -77,12 +85,15 @@ def serve(
         for provider in providers:
             provider.base_path = base_path if base_path is not None else provider.base_path
             provider.device = device if device is not None else provider.device
+            if quota:
+                check_quotas(quota, provider.device_id)
             servers.append(
                 Server(
                     provider,
                     socket_path=socket,
                     max_workers=max_workers,
                     max_bytes=budget,
+                    quotas=quotas,
                     max_tasks=max_tasks,
                     result_ttl=result_ttl,
                 )
@@ -204,7 +215,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (call, tasks, wait, cancel):
+for command in (devices, call, tasks, wait, cancel):
     app.command()(command)
 
 
@@ -242,17 +253,3 @@ def _holder(pid: int) -> str:
         return str(pid)
     command = " ".join(words)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
-_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T")
-    number, unit = match.groups()
-    return int(float(number) * _UNITS[unit and unit.upper()])
