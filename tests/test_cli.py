@@ -227,6 +227,7 @@ def test_info(served: Server) -> None:
     lines = [re.split(r"\s{2,}", line.strip()) for line in ran.output.splitlines()]
     assert ["socket_path", served.socket_path] in lines
     assert ["pid", str(os.getpid())] in lines
+    assert ["mechanism", "memfd: host memory is a memfd"] in lines
     assert ["load", "yes", "all arguments", "parallel", "read_write", "600 s", "Build a layer."] in lines
     assert ["ones", "no", "-", "serialized", "read_write", "never"] in lines
 

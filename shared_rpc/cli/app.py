@@ -147,6 +147,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         return
     counts = ", ".join(f"{count} {status}" for status, count in facts["tasks"].items() if count) or "none"
     shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago", "tasks": counts}
+    if facts["mechanism"] is not None:
+        shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
