@@ -15,7 +15,7 @@ from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["event_of", "gave_up", "message_of", "to_give_back", "too_late"]
+__all__ = ["event_of", "gave_up", "is_last", "message_of", "to_give_back", "too_late"]
 
 
 def message_of(frame: Frame) -> m.Message:
@@ -89,6 +89,11 @@ def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
             request.lane.hungry += 1
         return request.lane.starved()
     return None
+
+
+def is_last(frame: Frame) -> bool:
+    """Whether a frame is the last answer to its request."""
+    return frame.kind not in (_EVENT, _STARVED)
 
 
 def _native(error: Any, type_name: str) -> Any:
