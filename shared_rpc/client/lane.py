@@ -102,14 +102,13 @@ class Lane:
             REAPER.submit(self._end_silence, after=_SILENCE)
 
     def _end_silence(self) -> None:
-        if not self.closed:
-            left = self._asked_at + _SILENCE - time.monotonic()
-            if left > 0:
-                REAPER.submit(self._end_silence, after=left)
-                return
-            self._flush_now()
+        left = self._asked_at + _SILENCE - time.monotonic()
+        if left > 0:
+            REAPER.submit(self._end_silence, after=left)
+            return
         self._listening = False
-        if not self.closed and self.borrower.has_fenced:
+        self._flush_now()
+        if self.borrower.has_fenced and not self.closed:
             self._listen()
 
     def _flush_now(self) -> None:
