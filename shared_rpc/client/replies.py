@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, number_of
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["event_of", "gave_up", "is_last", "message_of", "to_give_back", "too_late"]
@@ -67,10 +67,10 @@ def too_late(what: str) -> DeadlineExceeded:
     )
 
 
-_ERROR = m.number_of(m.Error)
+_ERROR = number_of(m.Error)
 #: The kind byte of what may come before the last answer to a request.
-_EVENT = m.number_of(m.TaskChanged)
-_STARVED = m.number_of(m.Starved)
+_EVENT = number_of(m.TaskChanged)
+_STARVED = number_of(m.Starved)
 
 
 def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
