@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 
@@ -22,12 +22,49 @@ from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
 from shared_rpc.settings import Role, resolve_role
-from shared_rpc.shared_function import Decorator, ManagedDecorator, SharedFunction
+
+if TYPE_CHECKING:
+    from shared_rpc.decorators import Decorator, ManagedDecorator
 
 __all__ = ["Provider", "SharedFunction"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class SharedFunction(Generic[P, R_co]):
+    """An endpoint, called like the function it was made from. Made by :meth:`Provider.share`."""
+
+    def __init__(self, provider: Provider, endpoint: Endpoint) -> None:
+        functools.update_wrapper(self, endpoint.function)
+        self._provider = provider
+        self._endpoint = endpoint
+
+    @property
+    def name(self) -> str:
+        """The endpoint's name."""
+        return self._endpoint.spec.name
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """The result, wherever it is made; a :class:`Handle` where the endpoint is managed.
+
+        An ``async def`` endpoint gives an awaitable, in every role.
+        """
+        runtime = self._provider._runtime()
+        carry_out = runtime.acall if self._endpoint.spec.is_async else runtime.call
+        return cast(R_co, carry_out(self.name, args, kwargs))
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Have the call run as a task: its id. See :meth:`Client.submit`."""
+        return self._provider.submit(self.name, *args, **kwargs)
+
+    def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
+        """Drop the cached result of this call; 1 if there was one."""
+        return self._provider.invalidate_call_cache(self.name, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<shared function {self.name}>"
 
 
 class Provider(Operations):

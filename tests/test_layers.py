@@ -27,8 +27,7 @@ LAYERS = [
     ["client", "server"],
     ["in_process", "exits"],
     ["runtime"],
-    ["operations"],
-    ["shared_function"],
+    ["operations", "decorators"],
     ["provider"],
     ["cli"],
 ]
