@@ -172,13 +172,9 @@ class Connection:
 
     def _give_up(self, request: Request, number: int) -> Frame:
         """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
-        prompt = time.monotonic() + PROMPT
         try:
-            self._socket.queue(m.Cancel(), number)
-            self._send(prompt)
-            frame = self._await_reply(number, prompt, request, tell=False)
+            frame = self._last_word(request, number, time.monotonic() + PROMPT)
         except _TooLate:
-            self._owed = number, request.forgotten()
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
         if gave_up(frame):
             frame.close()
@@ -190,16 +186,21 @@ class Connection:
         """Its asker was interrupted, or hung up on. Where the server answers, the connection is in order again, and what it
         granted was given back.
         """
-        briefly = time.monotonic() + _BRIEFLY
-        with suppress(SharedRPCError):
+        with suppress(_TooLate, SharedRPCError):
+            self._give_back(self._last_word(request, number, time.monotonic() + _BRIEFLY), request)
+
+    def _last_word(self, request: Request, number: int, deadline: float) -> Frame:
+        """Have the server know that nobody waits: its last answer. Where that does not come now, it is :attr:`owed`."""
+        self._owed = number, request.forgotten()
+        try:
             self._socket.queue(m.Cancel(), number)
-            try:
-                self._send(briefly)
-                frame = self._await_reply(number, briefly, request, tell=False)
-            except _TooLate:
-                self._owed = number, request.forgotten()
-                return
-            self._give_back(frame, request)
+            self._send(deadline)
+            frame = self._await_reply(number, deadline, request, tell=False)
+        except SharedRPCError:
+            self._owed = None
+            raise
+        self._owed = None
+        return frame
 
     def _give_back(self, frame: Frame, request: Request) -> None:
         """An answer came that nobody takes: what it granted goes back, and then the connection is in order."""

@@ -67,6 +67,8 @@ class ConnectionPool:
         self._idle: list[Connection] = []
         #: Unusable, and open to keep the session until another connection does.
         self._parked: list[Connection] = []
+        #: Whether the reaper looks for answers that are owed to those.
+        self._looked_after = False
         self._connections: set[Connection] = set()
         #: None before the first connection and after :meth:`close`.
         self.session: Session | None = None
@@ -149,8 +151,10 @@ class ConnectionPool:
             # The answer may bring memory, which nobody else would give back; and until then the session goes on.
             with self._lock:
                 self._parked.append(connection)
-            REAPER.start()
-            REAPER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
+                looked_after, self._looked_after = self._looked_after, True
+            if not looked_after:
+                REAPER.start()
+                REAPER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
             return
         try:
             self._put_back(self._connect(time.monotonic() + 1.0, 0))
@@ -179,7 +183,8 @@ class ConnectionPool:
             if not kept:
                 self._drop(connection)
         with self._lock:
-            return any(connection.owed for connection in self._parked)
+            self._looked_after = any(connection.owed for connection in self._parked)
+            return self._looked_after
 
     def _connect(self, deadline: float, patience: float) -> Connection:
         path = self._path()
