@@ -21,6 +21,15 @@ from shared_rpc.memory.segments import BOUND, Mechanism, Segment
 __all__ = ["run"]
 
 _MIB = 1 << 20
+#: What is timed of each segment; a mechanism that has no such step gets a dash.
+_STEPS = {
+    "create": "create: allocate and zero",
+    "export": "export: make it such that it can be sent",
+    "map here": "map in the process that made it",
+    "open": "open in another process",
+    "map": "map in another process",
+    "unmap": "wait for the device and unmap there",
+}
 #: What a segment is filled with.
 _VALUE = 7
 
@@ -33,6 +42,7 @@ def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> 
     for name in PREFERENCE:
         if lacks[name]:
             report.note(f"{name} was left out: {lacks[name]}")
+    report.note("the pages of a memfd come when they are first touched, which is in no row")
     results = {name: _Subject(device, name) for device, name in there}
     for subject in results.values():
         subject.measure(mebibytes, rounds, calls)
@@ -77,10 +87,11 @@ class _Subject:
                 with receive(ours)[0] as segment:
                     send(theirs, segment)
                     used = consumer.ask(do="attach", rounds=rounds + 1)
-                self.samples[f"create {size}"] = Sample([made["create"]])
-                self.samples[f"map here {size}"] = Sample([made["map"]])
-                self.samples[f"map {size}"] = Sample([used["map"][1:]])
-                self.samples[f"unmap {size}"] = Sample([used["unmap"]])
+                for step, times in made.items():
+                    self.samples[f"{step} {size}"] = Sample([times])
+                for step, times in used.items():
+                    # Of what is mapped there is one more than of what is unmapped: the first of everything.
+                    self.samples[f"{step} {size}"] = Sample([times[-rounds:]])
                 if size == min(sizes):
                     self.samples["call"] = Sample([consumer.ask(do="call", count=calls)["call"]])
                     if self.device != "cpu":
@@ -144,14 +155,17 @@ def _answer(process: Process, **command: object) -> str:
 
 def _rows(report: Report, results: dict[Mechanism, _Subject], sizes: list[int]) -> None:
     for size in sizes:
-        for key, name in (
-            ("create", "create: allocate, zero, export"),
-            ("map here", "map in the process that made it"),
-            ("map", "open and map in another process"),
-            ("unmap", "wait for the device and unmap there"),
-        ):
-            label = f"{size} MiB: {name}, p50"
-            report.sampled(label, {who: subject.samples[f"{key} {size}"] for who, subject in results.items()})
+        for key, name in _STEPS.items():
+            found = {who: subject.samples.get(f"{key} {size}") for who, subject in results.items()}
+            samples: dict[str, Sample] = {who: sample for who, sample in found.items() if sample is not None}
+            report.add(
+                Row(
+                    f"{size} MiB: {name}, p50",
+                    {who: sample.p50 for who, sample in samples.items()},
+                    samples=samples,
+                    texts=dict.fromkeys(found.keys() - samples.keys(), "-"),
+                )
+            )
     report.sampled(
         "a kernel, a copy of 4 KiB into the segment, a wait: p50",
         {who: subject.samples["call"] for who, subject in results.items()},

@@ -13,6 +13,7 @@ import msgspec
 from benchmarks.memory import used
 from benchmarks.processes import configuration, next_command, say
 from benchmarks.stats import timed
+from benchmarks.steps import MAKING, MAPPING, Watch
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.segments import Backend, Segment, SegmentInfo, backend_for
 
@@ -42,6 +43,7 @@ class _End:
         self.sock = sock
         self.host = device == "cpu"
         self.backend: Backend = backend_for(device, mechanism)
+        self.making, self.mapping = Watch(MAKING[mechanism]), Watch(MAPPING[mechanism])
         self.device = torch.device("cpu") if self.host else torch.device("cuda", 0)
         self.segment: Segment | None = None
         self.others: list[int] = []
@@ -69,12 +71,12 @@ class _End:
             torch.cuda.synchronize(self.device)
 
     def make(self, nbytes: int, rounds: int) -> None:
-        """Make, map and give back, that many times."""
-        times: dict[str, list[float]] = {"create": [], "map": [], "unmap": []}
+        """Make, map and give back, that many times: the seconds of each step that the mechanism has."""
+        times: dict[str, list[float]] = {"map here": []}
         for _ in range(rounds):
-            times["create"].append(timed(lambda: self._create(nbytes)))
-            times["map"].append(timed(self._map))
-            times["unmap"].append(timed(self._unmap))
+            self.making.time(lambda: self._create(nbytes), times)
+            times["map here"].append(timed(self._map))
+            self._unmap()
             self.held.close()
         say(**times)
 
@@ -98,11 +100,11 @@ class _End:
         say(made=True)
 
     def attach(self, rounds: int) -> None:
-        """Receive one, and map it that many times; the last one stays."""
+        """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` tells them."""
         self.segment, self.others = receive(self.sock)
-        times: dict[str, list[float]] = {"map": [], "unmap": []}
+        times: dict[str, list[float]] = {"unmap": []}
         for number in range(rounds):
-            times["map"].append(timed(self._map))
+            self.mapping.time(self._map, times)
             if number < rounds - 1:
                 times["unmap"].append(timed(self._unmap))
         say(**times)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from shared_rpc.client.buffers import request_of
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.handle import Handle
-from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.devices import device_id, device_kind
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import Segment
 from shared_rpc.running import CURRENT_RUN
+from shared_rpc.server.buffers import Buffers
+from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine, PendingCall
-from shared_rpc.server.runs import Delivery
+from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.store.objects import StoredObject
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["InProcessRuntime"]
 
@@ -34,6 +45,8 @@ class InProcessRuntime:
         self.server_id = engine.core.server_id
         self._engine = engine
         self._device = device
+        #: The tensors of buffers that live in this process, by id: one is rebuilt once, as in a client.
+        self._values: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`.
@@ -114,6 +127,79 @@ class InProcessRuntime:
         chosen = TaskStatus(status) if status is not None else None
         return self._engine.ask(lambda core: [task.info for task in core.tasks.table if chosen in (None, task.info.status)])
 
+    @property
+    def buffers(self) -> InProcessRuntime:
+        """See :class:`shared_rpc.runtime.Runtime`."""
+        return self
+
+    def create_buffer(
+        self,
+        shape_or_nbytes: int | Sequence[int],
+        dtype: torch.dtype | str = "uint8",
+        device: torch.device | str | None = None,
+        *,
+        zero: bool = False,
+        ttl: float | None = None,
+        max_accesses: int | None = None,
+    ) -> Handle[torch.Tensor]:
+        """See :meth:`Client.create_buffer`."""
+        chosen = device_id(str(device)) if device is not None else ""
+        message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses)
+        pending = self._await_buffer("create_buffer", lambda buffers, waiter: buffers.create(waiter, message))
+        try:
+            with self._wanted(pending) as future:
+                return self._attached(future.result())
+        except BaseException:
+            with suppress(ConnectionClosed):
+                self._engine.post(lambda: _free(self._engine.core.buffers, pending.future))
+            raise
+
+    def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:
+        """See :meth:`Client.get_buffer`."""
+        pending = self._await_buffer("get_buffer", lambda buffers, waiter: buffers.get(waiter, buffer_id))
+        with self._wanted(pending) as future:
+            return self._attached(future.result())
+
+    def free_buffer(self, buffer: Handle[Any] | str) -> bool:
+        """See :meth:`Client.free_buffer`."""
+        buffer_id = buffer if isinstance(buffer, str) else buffer.object_id
+        return self._engine.ask(lambda core: core.buffers.table.free(buffer_id))
+
+    def list_devices(self) -> list[dict[str, Any]]:
+        """See :meth:`Client.list_devices`."""
+
+        def begin(buffers: Buffers, waiter: Waiter) -> None:
+            buffers.list_devices(waiter, lambda items: waiter.deliver(Delivery(None, items, None, False)))
+
+        with self._wanted(self._await_buffer("list_devices", begin)) as future:
+            items: list[dict[str, Any]] = future.result().live
+            return items
+
+    def _await_buffer(self, what: str, begin: Callable[[Buffers, Waiter], None]) -> PendingCall:
+        if self._engine.here():
+            raise ConfigurationError(f"{what}() was called on the server's event loop: use anyio.to_thread.run_sync")
+        return self._engine.await_buffer(begin)
+
+    def _attached(self, delivery: Delivery) -> Handle[torch.Tensor]:
+        """A handle of a buffer, whose memory is mapped here as in any other process that has it."""
+        from shared_rpc.codec import decode_result
+
+        assert delivery.stored is not None and delivery.record is not None, "a buffer is an object with a record"
+        object_id, record = delivery.stored.object_id, delivery.record
+        value = self._values.get(object_id)
+        if value is None:
+            # On the loop, which closes them: descriptors of a server that is stopped must not be mistaken for others.
+            segments = self._engine.ask(lambda core: _duplicates(core, object_id))
+            try:
+                # Kept, so that an endpoint of this process can return the buffer itself.
+                with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
+                    value = decode_result(record.skeleton, record.table, segments, self.server_id)
+            finally:
+                for segment in segments:
+                    segment.close()
+            value = self._values.setdefault(object_id, value)
+        return self._handle(value, delivery.stored)
+
     def _begin(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingCall:
         return self._engine.call(endpoint, self._lowered(args, kwargs), args, kwargs)
 
@@ -138,11 +224,14 @@ class InProcessRuntime:
     def _hand(self, delivery: Delivery) -> Any:
         if not delivery.managed or delivery.stored is None:
             return delivery.live
+        return self._handle(delivery.live, delivery.stored)
+
+    def _handle(self, value: T, stored: StoredObject) -> Handle[T]:
         return Handle(
-            delivery.live,
-            object_id=delivery.stored.object_id,
+            value,
+            object_id=stored.object_id,
             server_id=self.server_id,
-            generation=delivery.stored.generation,
+            generation=stored.generation,
             issuer=self,
             session=self,
         )
@@ -171,6 +260,19 @@ class InProcessRuntime:
             self.object_info(handle.object_id)
         except ConnectionClosed as error:
             raise StaleHandleError(str(error), reason="server_unreachable") from error
+
+
+def _duplicates(core: Core, object_id: str) -> list[Segment]:
+    stored = core.objects.get(object_id)
+    if stored is None:  # it is leased, so nothing but the end of the server takes it away
+        raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+    return [segment.duplicate() for segment in stored.record.segments]
+
+
+def _free(buffers: Buffers, created: concurrent.futures.Future[Delivery]) -> None:
+    """A buffer that was made, and whose id nobody will ever know."""
+    if created.done() and created.exception() is None and (stored := created.result().stored) is not None:
+        buffers.table.free(stored.object_id)
 
 
 def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:

@@ -6,24 +6,26 @@ import functools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 
 from shared_rpc.endpoints import Endpoint, Registry, describe
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.exits import forget, remember
-from shared_rpc.handle import Handle
 from shared_rpc.hosting import host
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.operations import Operations
 from shared_rpc.preload import preload_codec
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
 from shared_rpc.settings import Role, resolve_role
-from shared_rpc.wire.tasks import TaskInfo
+
+if TYPE_CHECKING:
+    from shared_rpc.decorators import Decorator, ManagedDecorator
 
 __all__ = ["Provider", "SharedFunction"]
 
@@ -66,7 +68,7 @@ class SharedFunction(Generic[P, R_co]):
         return f"<shared function {self.name}>"
 
 
-class Provider:
+class Provider(Operations):
     """Endpoints, and the role this process plays for them.
 
     The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
@@ -161,7 +163,7 @@ class Provider:
         singleflight: bool = True,
         access: Literal["read_write", "read"] = "read_write",
         idle_ttl: float | None = None,
-    ) -> _ManagedDecorator: ...
+    ) -> ManagedDecorator: ...
 
     @overload
     def share(
@@ -176,7 +178,7 @@ class Provider:
         singleflight: bool = True,
         access: Literal["read_write", "read"] = "read_write",
         idle_ttl: float | None = None,
-    ) -> _Decorator: ...
+    ) -> Decorator: ...
 
     def share(self, name: Any = None, **options: Any) -> Any:
         """Make a function an endpoint; with or without parentheses.
@@ -205,58 +207,6 @@ class Provider:
         self.endpoints[endpoint.spec.name] = endpoint
         self.registry.add(endpoint.spec)
         return SharedFunction(self, endpoint)
-
-    def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint by name; in the client role the server alone has to know it. See :meth:`Client.call`."""
-        return self._runtime().call(endpoint, args, kwargs)
-
-    def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
-        """Have an endpoint run as a task: its id. In every role; see :meth:`Client.submit`."""
-        return self._runtime().tasks.submit(endpoint, *args, **kwargs)
-
-    def execute(
-        self,
-        endpoint: str,
-        /,
-        *args: Any,
-        wait: bool = True,
-        timeout: float | None = None,
-        callback: Callable[[TaskInfo], object] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
-        task_id = self.submit(endpoint, *args, **kwargs)
-        return self.wait_for_task(task_id, timeout, callback) if wait else task_id
-
-    def get_task_status(self, task_id: str) -> TaskInfo:
-        """A task now; see :meth:`Client.get_task_status`."""
-        return self._runtime().tasks.get_task_status(task_id)
-
-    def get_task_result(self, task_id: str) -> Any:
-        """The result of a task that has ended; see :meth:`Client.get_task_result`."""
-        return self._runtime().tasks.get_task_result(task_id)
-
-    def wait_for_task(
-        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
-    ) -> Any:
-        """Wait for a task to end: its result; see :meth:`Client.wait_for_task`."""
-        return self._runtime().tasks.wait_for_task(task_id, timeout, callback)
-
-    def cancel_task(self, task_id: str) -> bool:
-        """Cancel a task, or ask it to stop; see :meth:`Client.cancel_task`."""
-        return self._runtime().tasks.cancel_task(task_id)
-
-    def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
-        """Tasks in the order they were submitted; see :meth:`Client.list_tasks`."""
-        return self._runtime().tasks.list_tasks(status)
-
-    def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
-        """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
-        return self._runtime().invalidate_call(endpoint, args, kwargs)
-
-    def invalidate_endpoint_cache(self, endpoint: str) -> int:
-        """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
-        return self._runtime().invalidate_endpoint(endpoint)
 
     def get_endpoint(self, name: str) -> dict[str, Any]:
         """The options of an endpoint of this process.
@@ -346,21 +296,3 @@ class Provider:
         return functools.partial(
             Provider, self.base_path, device=self.device, mechanism=self.mechanism, timeout=self.timeout
         ), ()
-
-
-class _Decorator(Protocol):
-    """What ``share(...)`` returns."""
-
-    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, R]: ...
-
-
-class _ManagedDecorator(Protocol):
-    """What ``share(managed=True)`` returns."""
-
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, function: Callable[P, Coroutine[Any, Any, R]], /
-    ) -> SharedFunction[P, Coroutine[Any, Any, Handle[R]]]: ...
-
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...

@@ -6,13 +6,14 @@ client role asks a server. The provider does not know which one it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
 
 from shared_rpc.client import Client
+from shared_rpc.handle import Handle
 from shared_rpc.in_process import InProcessRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
@@ -22,10 +23,12 @@ from shared_rpc.settings import Role
 from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
+    import torch
+
     from shared_rpc.provider import Provider
     from shared_rpc.server import Server
 
-__all__ = ["ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
+__all__ = ["BufferCalls", "ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
 
 
 class TaskCalls(Protocol):
@@ -52,6 +55,31 @@ class TaskCalls(Protocol):
         """See :meth:`Client.list_tasks`."""
 
 
+class BufferCalls(Protocol):
+    """What a role does with raw buffers; see :class:`shared_rpc.Client` for each of them."""
+
+    def create_buffer(
+        self,
+        shape_or_nbytes: int | Sequence[int],
+        dtype: torch.dtype | str = "uint8",
+        device: torch.device | str | None = None,
+        *,
+        zero: bool = False,
+        ttl: float | None = None,
+        max_accesses: int | None = None,
+    ) -> Handle[torch.Tensor]:
+        """See :meth:`Client.create_buffer`."""
+
+    def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:
+        """See :meth:`Client.get_buffer`."""
+
+    def free_buffer(self, buffer: Handle[Any] | str) -> bool:
+        """See :meth:`Client.free_buffer`."""
+
+    def list_devices(self) -> list[dict[str, Any]]:
+        """See :meth:`Client.list_devices`."""
+
+
 class Runtime(Protocol):
     """A role at work."""
 
@@ -60,6 +88,10 @@ class Runtime(Protocol):
     @property
     def tasks(self) -> TaskCalls:
         """What concerns tasks."""
+
+    @property
+    def buffers(self) -> BufferCalls:
+        """What concerns raw buffers."""
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The endpoint's result, or a handle where it is managed."""
@@ -97,6 +129,11 @@ class ClientRuntime:
 
     @property
     def tasks(self) -> Client:
+        """See :class:`Runtime`."""
+        return self.client
+
+    @property
+    def buffers(self) -> Client:
         """See :class:`Runtime`."""
         return self.client
 

@@ -18,8 +18,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.wire.catalogue import encode_message
 from shared_rpc.wire.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, encode_frame
-from shared_rpc.wire.messages import Message, encode_message
+from shared_rpc.wire.messages import Message
 
 __all__ = ["FrameSocket", "Peer", "peer_of"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from benchmarks.peer import Peer, missing
 from benchmarks.processes import Process
 from benchmarks.report import Row, shown
 from benchmarks.stats import Sample, interleaved
+from benchmarks.steps import MAKING, MAPPING, Parts, Watch
 from benchmarks.targets import GOALS
 from benchmarks.throughput import starved
 from tests.processes import ROOT
@@ -194,11 +198,16 @@ def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> No
 
 
 def test_mechanisms_of_the_host_are_timed_and_outlive_their_maker(results: Callable[[str], Run]) -> None:
-    """Every step has a row; a killed maker changes nothing, and a write to what is for reading ends its process."""
+    """Every step has a row, with a dash for those that a memfd has not; a killed maker changes nothing, and a write to what is
+    for reading ends its process.
+    """
     run = results("mechanisms")
 
-    for step in ("create", "map in the process", "open and map", "wait for the device"):
+    for step in ("create", "map in the process", "map in another", "wait for the device"):
         assert run.row(f"2 MiB: {step}")["samples"]["memfd"]["n"] == 2
+    for step in ("export", "open"):
+        row = run.row(f"2 MiB: {step}")
+        assert (row["values"], row["texts"]) == ({}, {"memfd": "-"})
     assert run.row("a kernel, a copy of 4 KiB")["samples"]["memfd"]["n"] == 3
     assert run.row("a write to what was mapped for reading")["texts"]["memfd"] == "its process ends"
     assert run.row("maker killed: who has it mapped")["texts"]["memfd"] == "reads all bytes"
@@ -210,8 +219,9 @@ def test_mechanisms_of_a_gpu_that_is_not_there_are_noted_as_left_out(results: Ca
     """A machine without one gets the column of the host."""
     run = results("mechanisms")
 
-    assert [note.split()[0] for note in run.written["notes"]] == ["vmm", "ipc", "pool"]
-    assert all("no GPU" in note for note in run.written["notes"])
+    notes = [note for note in run.written["notes"] if "left out" in note]
+    assert [note.split()[0] for note in notes] == ["vmm", "ipc", "pool"]
+    assert all("no GPU" in note for note in notes)
 
 
 @pytest.mark.skipif(missing() is not None, reason="shared-tensor is not installed")
@@ -232,6 +242,45 @@ def test_scale_kills_clients_and_finds_everything_back(results: Callable[[str], 
         assert (row["after"][key], row["met"]) == (row["before"][key], True)
     gone = run.row("5 clients killed, model invalidated")
     assert gone["during"]["shared"] > gone["after"]["shared"] == 0
+
+
+class Sender:
+    """What exports memory, as slow as a test wants it."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def export(self, seconds: float) -> str:
+        """Take that long."""
+        self.clock[0] += seconds
+        return "exported"
+
+
+def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes time inside the calls that are watched is one step, however many they are; all else is the other."""
+    clock = [0.0]
+    monkeypatch.setitem(sys.modules, "a_driver", SimpleNamespace(sender=Sender(clock)))  # type: ignore[arg-type]
+    driver: Any = sys.modules["a_driver"]
+    watch = Watch(Parts("create", "export", ("a_driver:sender.export",)), lambda: clock[0])
+    times: dict[str, list[float]] = {}
+
+    def create() -> None:
+        clock[0] += 5
+        assert driver.sender.export(2) == "exported"
+        driver.sender.export(seconds=1)
+
+    watch.time(create, times)
+    watch.time(lambda: driver.sender.export(4), times)
+    assert times == {"create": [5.0, 0.0], "export": [3.0, 4.0]}
+
+
+@pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
+def test_the_steps_are_those_of_the_library(parts: Parts) -> None:
+    """What is watched in the library is there; the driver's functions are looked for where its bindings are."""
+    for target in parts.targets:
+        module, _, path = target.partition(":")
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
 
 
 def test_turns_are_taken_one_after_the_other() -> None:

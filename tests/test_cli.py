@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, __version__
+from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.doctor import examine
-from shared_rpc.cli.serving import _bytes
 from tests.processes import ROOT, Child
 
 MODULE = ("-m", "shared_rpc.cli")
@@ -227,6 +227,7 @@ def test_info(served: Server) -> None:
     lines = [re.split(r"\s{2,}", line.strip()) for line in ran.output.splitlines()]
     assert ["socket_path", served.socket_path] in lines
     assert ["pid", str(os.getpid())] in lines
+    assert ["mechanism", "memfd: host memory is a memfd"] in lines
     assert ["load", "yes", "all arguments", "parallel", "read_write", "600 s", "Build a layer."] in lines
     assert ["ones", "no", "-", "serialized", "read_write", "never"] in lines
 
@@ -530,7 +531,7 @@ def test_memory_budget(app: Callable[..., Path], start: Callable[..., Child], co
 )
 def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     """A number of bytes, or one with a unit of 1024."""
-    assert _bytes(text) == expected
+    assert in_bytes(f"--max-bytes {text}", text) == expected
 
 
 # doctor
@@ -599,7 +600,7 @@ def test_no_command_shows_the_help() -> None:
     """Every command is in the help, with what it does."""
     ran = cli("--help")
     assert ran.code == 0
-    for command in ("serve", "ls", "info", "objects", "invalidate", "doctor"):
+    for command in ("serve", "ls", "info", "objects", "invalidate", "devices", "doctor"):
         assert re.search(rf"\b{command} +[A-Z]", ran.output)
     assert cli().output.strip() == ran.output.strip()
 

@@ -19,6 +19,7 @@ from shared_rpc import Client, Server
 from shared_rpc.errors import ProtocolError
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import encode_message
 from shared_rpc.wire.frames import (
     FDS_PER_MESSAGE,
     HEADER_SIZE,
@@ -29,7 +30,6 @@ from shared_rpc.wire.frames import (
     Limits,
     encode_frame,
 )
-from shared_rpc.wire.messages import encode_message
 
 
 @dataclass

@@ -27,8 +27,9 @@ LAYERS = [
     ["client", "server"],
     ["in_process", "exits", "broker"],
     ["runtime", "hosting"],
+    ["operations", "decorators"],
     ["provider"],
-    ["loading"],
+    ["loading", "amounts"],
     ["worker"],
     ["cli"],
 ]

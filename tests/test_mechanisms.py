@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from contextlib import closing
 
@@ -154,6 +155,19 @@ def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
         pytest.raises(CapabilityError, match=r"by the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
     ):
         consumer.map(segment.fileno(), 1, "read_write")
+
+
+@pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "ipc"), ("pool", "pool_ipc")])
+def test_a_process_without_bindings_is_told_what_it_cannot_open(
+    mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attach says how the memory is shared, what is missing here, and how to get it."""
+    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)  # type: ignore[arg-type]
+    with pytest.raises(CapabilityError) as caught:
+        backend_for("GPU-of-another-host", mechanism)
+    text = str(caught.value)
+    assert text.startswith(f"memory on GPU-of-another-host that is shared by the mechanism '{mechanism}' needs cuda-bindings (")
+    assert text.endswith("pip install 'shared-rpc[cuda]'")
 
 
 # Info.

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.wire import catalogue
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, encode_message, number_of
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message, decode_message, encode_message
+from shared_rpc.wire.messages import Message
 from shared_rpc.wire.specs import EndpointSpec, Parameter
 
 
@@ -87,11 +89,6 @@ def any_message() -> st.SearchStrategy[Message]:
     return st.sampled_from(KINDS).flatmap(structs)
 
 
-def number_of(kind: type[Message]) -> int:
-    """The kind byte of a message."""
-    return m._NUMBERS[kind]
-
-
 @given(any_message())
 def test_every_message_round_trips(message: Message) -> None:
     """With every field filled in."""
@@ -100,8 +97,8 @@ def test_every_message_round_trips(message: Message) -> None:
 
 def test_every_message_has_one_kind_byte() -> None:
     """None was forgotten, and no two share a number."""
-    assert sorted(kind.__name__ for kind in m._KINDS.values()) == sorted(kind.__name__ for kind in KINDS)
-    assert all(1 <= number <= 255 for number in m._KINDS)
+    assert sorted(kind.__name__ for kind in catalogue._KINDS.values()) == sorted(kind.__name__ for kind in KINDS)
+    assert all(1 <= number <= 255 for number in catalogue._KINDS)
 
 
 def test_defaults_are_filled_in() -> None:
@@ -110,7 +107,7 @@ def test_defaults_are_filled_in() -> None:
     assert comparable(message) == comparable(m.Call("f"))
 
 
-@pytest.mark.parametrize("kind", [0, max(m._KINDS) + 1, 255])
+@pytest.mark.parametrize("kind", [0, max(catalogue._KINDS) + 1, 255])
 def test_an_unknown_kind_is_named(kind: int) -> None:
     """A kind byte that stands for nothing."""
     with pytest.raises(ProtocolError, match=f"unknown message kind {kind}"):

@@ -17,6 +17,7 @@ import torch
 from shared_rpc import Client, Provider, Server, progress, raise_if_cancelled
 from shared_rpc.errors import ConnectionClosed, TaskError
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, number_of
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 from tests.processes import Child, eventually, open_fds, python
 from tests.raw import Raw
@@ -459,10 +460,10 @@ def test_one_who_does_not_read(
             frame = silent.hear_frame()
             frame.close()
             assert frame.request_id not in results
-            if frame.kind == m.number_of(m.TaskChanged):
+            if frame.kind == number_of(m.TaskChanged):
                 told[frame.request_id] += 1
             else:
-                assert frame.kind == m.number_of(m.Result)
+                assert frame.kind == number_of(m.Result)
                 results.add(frame.request_id)
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
         assert waits < told.total() < count * waits // 2
@@ -522,7 +523,7 @@ def test_many_waits_over_one_connection(shared: Provider, serve: Callable[..., S
             frame = raw.hear_frame()
             frame.close()
             assert frame.request_id not in answers
-            answers[frame.request_id] = m.decode_message(frame)
+            answers[frame.request_id] = decode_message(frame)
         assert answers[1003] == m.Count(1)
         page = answers[1004]
         assert isinstance(page, m.TaskPage)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ProtocolError
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, encode_message
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message, encode_message
 from shared_rpc.wire.values import (
     DtypeRef,
     SkeletonRef,

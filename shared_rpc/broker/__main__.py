@@ -15,7 +15,9 @@ from shared_rpc.server.signals import wait_for_signal
 def main() -> int:
     """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
     options = _options()
-    command = WorkerCommand(options.target, options.base_path, options.socket, options.device, options.max_workers)
+    command = WorkerCommand(
+        options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
+    )
     broker = Broker(
         command,
         workers=options.workers,
@@ -51,6 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--base-path")
     parser.add_argument("--socket")
     parser.add_argument("--device", action="append", default=[])
+    parser.add_argument("--quota", action="append", default=[])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--max-workers", type=int)
     parser.add_argument("--build-timeout", type=float)

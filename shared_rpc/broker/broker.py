@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Broker:
     :param workers: how many processes run endpoints.
     :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
 
-    For the other parameters see :class:`shared_rpc.Server`; quotas are bytes, by the device's id.
+    For the other parameters see :class:`shared_rpc.Server`.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Broker:
         max_bytes: int | None = None,
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
-        quotas: Mapping[str, int] | None = None,
         max_connections: int = 8192,
         allow_uids: Collection[int] = (),
     ) -> None:
@@ -77,7 +76,6 @@ class Broker:
         self._max_bytes = max_bytes
         self._max_tasks = max_tasks
         self._result_ttl = result_ttl
-        self._quotas = quotas
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
         self._services: dict[str, _Service] = {}
@@ -177,7 +175,7 @@ class Broker:
             max_bytes=self._max_bytes,
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,
-            quotas=self._quotas,
+            quotas=message.quotas,
             memory=RelayedMemory(self._memory, message.devices),
             mechanism=message.mechanism,
         )

@@ -17,6 +17,7 @@ class WorkerCommand:
 
     :param target: ``app.py``, ``package.module``, or either with ``:provider``.
     :param devices: the device of each worker, in turn.
+    :param quotas: as ``--quota`` has them: what they mean is resolved by a worker, which knows the devices.
     """
 
     target: str
@@ -24,6 +25,7 @@ class WorkerCommand:
     socket: str | None = None
     devices: Sequence[str] = ()
     max_workers: int | None = None
+    quotas: Sequence[str] = ()
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
@@ -42,6 +44,8 @@ class WorkerCommand:
         for option, value in options.items():
             if value is not None:
                 words += [option, str(value)]
+        for quota in self.quotas:
+            words += ["--quota", quota]
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
         )

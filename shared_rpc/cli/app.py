@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shared_rpc import __version__
+from shared_rpc.cli.devices import devices
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
@@ -78,6 +79,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         return
     counts = ", ".join(f"{count} {status}" for status, count in facts["tasks"].items() if count) or "none"
     shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago", "tasks": counts}
+    if facts["mechanism"] is not None:
+        shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
@@ -146,7 +149,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (serve, reload, call, tasks, wait, cancel):
+for command in (serve, reload, devices, call, tasks, wait, cancel):
     app.command()(command)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from typing import Annotated, Any, Literal
 
 import typer
 
+from shared_rpc.amounts import check_quotas, in_bytes, quotas_of
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
@@ -32,6 +32,12 @@ def serve(
     in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
     max_workers: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=AMOUNT", help="Memory for all objects on a device: cuda:0=0.8 of it, or cpu=8GiB. May be repeated."
+        ),
+    ] = None,
     max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
     result_ttl: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
@@ -46,31 +52,37 @@ def serve(
     # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    options: dict[str, Any] = {"max_bytes": _bytes(max_bytes), "max_tasks": max_tasks, "result_ttl": result_ttl}
+    options: dict[str, Any] = {
+        "max_bytes": in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
+        "max_tasks": max_tasks,
+        "result_ttl": result_ttl,
+    }
+    quotas_of(quota or ())  # what is not well-formed is told before anything starts
     if in_process:
         if workers != 1 or worker_device or build_timeout is not None:
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
-        _serve_in_process(target, device, base_path, socket, options | {"max_workers": max_workers})
+        _serve_in_process(target, device, base_path, socket, quota or [], options | {"max_workers": max_workers})
         return
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
     devices = worker_device or ([device] if device is not None else [])
     _become_broker(
         target,
-        devices,
+        {"device": devices, "quota": quota or []},
         options
         | {"base_path": base_path, "socket": socket}
         | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout},
     )
 
 
-def _become_broker(target: str, devices: list[str], options: dict[str, Any]) -> None:
+def _become_broker(target: str, lists: dict[str, list[str]], options: dict[str, Any]) -> None:
     """The broker takes this process over: it lives for long, and needs nothing of what parses and prints here."""
     import os
 
     words = [sys.executable, "-m", "shared_rpc.broker", target]
-    for device in devices:
-        words += ["--device", device]
+    for name, values in lists.items():
+        for value in values:
+            words += [f"--{name}", value]
     for name, value in options.items():
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -83,7 +95,12 @@ def _announce(path: str, names: list[str]) -> None:
 
 
 def _serve_in_process(
-    target: str, device: str | None, base_path: str | None, socket: str | None, options: dict[str, Any]
+    target: str,
+    device: str | None,
+    base_path: str | None,
+    socket: str | None,
+    quota: list[str],
+    options: dict[str, Any],
 ) -> None:
     from shared_rpc.exits import close_all, end_now_if_busy
     from shared_rpc.loading import load_providers
@@ -105,7 +122,8 @@ def _serve_in_process(
         for provider in providers:
             provider.base_path = base_path if base_path is not None else provider.base_path
             provider.device = device if device is not None else provider.device
-            servers.append(Server(provider, socket_path=socket, **options))
+            check_quotas(quota, provider.device_id)
+            servers.append(Server(provider, socket_path=socket, quotas=quotas_of(quota), **options))
         wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
@@ -135,17 +153,3 @@ def reload(
     from shared_rpc.broker.__main__ import lines_of
 
     print("\n".join(lines_of(facts)))
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
-_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigurationError(f"--max-bytes {text}: use a number of bytes, or one with K, M, G or T")
-    number, unit = match.groups()
-    return int(float(number) * _UNITS[unit and unit.upper()])

@@ -21,6 +21,7 @@ from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.lane import Lane, LaneClosed
+from shared_rpc.client.offloading import ThreadWork
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
@@ -364,10 +365,15 @@ class AsyncClient(BaseClient):
 async def _worked(step: Work) -> Any:
     if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
         return step.function()
-    # Not as the thread's own result: an idle worker of anyio keeps its last one.
-    done: list[Any] = []
-    await anyio.to_thread.run_sync(lambda: done.append(step.function()))
-    return done.pop()
+    work = ThreadWork(step.function)
+    try:
+        await anyio.to_thread.run_sync(work.run)
+    except anyio.get_cancelled_exc_class():
+        # By a scope it is cancelled when the thread has ended, by asyncio's own Task.cancel() at once.
+        if await work.stop() and step.undo is not None:
+            step.undo(work.result())
+        raise
+    return work.result()
 
 
 async def _notified(step: Notify) -> None:

@@ -13,7 +13,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.buffers import Extent
 
-__all__ = ["create", "free", "get", "list_devices"]
+__all__ = ["create", "free", "get", "list_devices", "request_of"]
 
 
 def create(
@@ -29,13 +29,11 @@ def create(
 
     :param values: the values that live in this process, by object id.
     """
-    shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
-    Extent.of(shape, name)  # the server asks as well; here no size is too large for a message
     chosen = ""
     if device is not None:
         # This process's own index of a GPU means nothing to the server.
         chosen = yield Work(lambda: device_id(str(device)))
-    message = m.CreateBuffer(shape, name, chosen, zero, ttl, max_accesses)
+    message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses)
     result = result_of("create_buffer", (yield Request(message, "create_buffer")))
     try:
         return (yield from valued(result, values))
@@ -60,6 +58,19 @@ def list_devices() -> Operation[list[dict[str, Any]]]:
     """Facts about every device that the server has memory on."""
     reply = yield from ask(Request(m.ListDevices(), "list_devices"), m.FactsList)
     return list(reply.items)
+
+
+def request_of(
+    shape_or_nbytes: int | Sequence[int], dtype: object, device: str, zero: bool, ttl: float | None, max_accesses: int | None
+) -> m.CreateBuffer:
+    """What is asked of whoever makes memory.
+
+    :param device: its id, ``""`` for the server's own.
+    :raises ConfigurationError: for what is no size or no dtype; the other side looks at the rest.
+    """
+    shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
+    Extent.of(shape, name)  # here no size is too large for a message
+    return m.CreateBuffer(shape, name, device, zero, ttl, max_accesses)
 
 
 def _shape(shape_or_nbytes: Any) -> int | list[int]:

@@ -15,7 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, refuse_stranger, why_not
-from shared_rpc.client.replies import event_of, gave_up, message_of, to_give_back, too_late
+from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket
@@ -28,9 +28,11 @@ __all__ = ["Channel"]
 class _Exchange:
     """A request under way: the frames that came for it, and what wakes its coroutine while that waits for them."""
 
-    __slots__ = ("frames", "waiting")
+    __slots__ = ("answered", "frames", "waiting")
 
     def __init__(self) -> None:
+        #: Whether the last answer has come.
+        self.answered = False
         self.frames: deque[Frame] = deque()
         self.waiting: anyio.Event | None = None
 
@@ -56,6 +58,8 @@ class Channel:
         self._socket = FrameSocket(sock)
         self._ids = itertools.count(1)
         self._exchanges: dict[int, _Exchange] = {}
+        #: Requests that were given up, and that the server still owes an answer, which may bring memory.
+        self._owed: dict[int, Request] = {}
         self._reading = False
         self._gathering = False
         self._sent: set[str] = set()
@@ -135,6 +139,8 @@ class Channel:
             raise
         finally:
             del self._exchanges[number]
+            if not exchange.answered and self._broken is None:
+                self._owed[number] = request.forgotten()
             for left in exchange.frames:
                 self._throw_away(left, request)
         if frame is None or gave_up(frame):
@@ -228,16 +234,19 @@ class Channel:
         exchange = self._exchanges.get(frame.request_id)
         if exchange is not None:
             exchange.frames.append(frame)
+            exchange.answered = is_last(frame)
             exchange.wake()
         elif frame.request_id == 0:  # the server's last word
             try:
                 message_of(frame)
             except SharedRPCError as error:
                 self._break(error)
+        elif is_last(frame):
+            self._throw_away(frame, self._owed.pop(frame.request_id, None))
         else:
-            self._throw_away(frame)
+            frame.close()
 
-    def _throw_away(self, frame: Frame, request: Request | None = None) -> None:
+    def _throw_away(self, frame: Frame, request: Request | None) -> None:
         """Nobody waits for it any more."""
         release = to_give_back(frame, request)
         if release is not None:

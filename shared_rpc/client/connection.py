@@ -11,7 +11,7 @@ import time
 import weakref
 from contextlib import suppress
 
-from shared_rpc.client.replies import event_of, gave_up, message_of, to_give_back, too_late
+from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket, peer_of
@@ -73,6 +73,8 @@ class Connection:
         _open.add(self)
         self._ids = itertools.count()
         self._usable = True
+        #: A request that was given up, by its number, whose answer the server still owes.
+        self._owed: tuple[int, Request] | None = None
         #: Arenas whose descriptors the server has had over this connection.
         self._sent: set[str] = set()
         try:
@@ -170,11 +172,8 @@ class Connection:
 
     def _give_up(self, request: Request, number: int) -> Frame:
         """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
-        prompt = time.monotonic() + PROMPT
         try:
-            self._socket.queue(m.Cancel(), number)
-            self._send(prompt)
-            frame = self._await_reply(number, prompt, request, tell=False)
+            frame = self._last_word(request, number, time.monotonic() + PROMPT)
         except _TooLate:
             raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
         if gave_up(frame):
@@ -187,17 +186,64 @@ class Connection:
         """Its asker was interrupted, or hung up on. Where the server answers, the connection is in order again, and what it
         granted was given back.
         """
-        briefly = time.monotonic() + _BRIEFLY
         with suppress(_TooLate, SharedRPCError):
+            self._give_back(self._last_word(request, number, time.monotonic() + _BRIEFLY), request)
+
+    def _last_word(self, request: Request, number: int, deadline: float) -> Frame:
+        """Have the server know that nobody waits: its last answer. Where that does not come now, it is :attr:`owed`."""
+        self._owed = number, request.forgotten()
+        try:
             self._socket.queue(m.Cancel(), number)
-            self._send(briefly)
-            release = to_give_back(self._await_reply(number, briefly, request, tell=False), request)
+            self._send(deadline)
+            frame = self._await_reply(number, deadline, request, tell=False)
+        except SharedRPCError:
+            self._owed = None
+            raise
+        self._owed = None
+        return frame
+
+    def _give_back(self, frame: Frame, request: Request) -> None:
+        """An answer came that nobody takes: what it granted goes back, and then the connection is in order."""
+        briefly = time.monotonic() + _BRIEFLY
+        release = to_give_back(frame, request)
+        with suppress(_TooLate):
             if release is not None:
                 number = self._next_id()
                 self._socket.queue(release, number)
                 self._send(briefly)
                 self._await_reply(number, briefly, request, tell=False).close()
             self._usable = True
+
+    @property
+    def owed(self) -> bool:
+        """Whether an answer may still come that was given up, and with it memory and leases to give back."""
+        return self._owed is not None
+
+    def catch_up(self) -> bool:
+        """Take the answer that is owed, if it has come: whether the connection is in order again. Does not wait for it.
+
+        :raises SharedRPCError: if the connection is of no use any more.
+        """
+        if self._owed is None:
+            return self._usable
+        number, request = self._owed
+        try:
+            if not self._socket.flush():
+                return False
+            while True:
+                frame = self._socket.next_frame()
+                if frame is None:
+                    self._socket.receive()
+                elif frame.request_id == number and is_last(frame):
+                    self._owed = None
+                    self._give_back(frame, request)
+                    return self._usable
+                else:
+                    if frame.request_id == 0:  # the server's last word to this connection
+                        message_of(frame)
+                    frame.close()
+        except BlockingIOError:
+            return False
 
     @property
     def usable(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from shared_rpc.errors import SharedRPCError
@@ -16,6 +17,8 @@ __all__ = ["Lane", "LaneClosed"]
 
 #: Seconds after which chunks are given back that no request has taken along.
 _IDLE = 0.05
+#: Seconds without a request after which the GPU is asked for chunks that wait for it alone: the next request would ask, too.
+_SILENCE = 1.0
 
 
 class LaneClosed(Exception):
@@ -35,6 +38,9 @@ class Lane:
         #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
+        #: Whether the GPU will be asked, and when a request has asked it last (time.monotonic()).
+        self._listening = False
+        self._asked_at = 0.0
         #: Calls whose results wait for memory in the server.
         self.hungry = 0
         self.closed = False
@@ -42,6 +48,8 @@ class Lane:
     def to_give_back(self) -> list[int]:
         """The chunks that this process has done with. A safe point; who asks must tell the server of them."""
         self.borrower.settle()
+        if self.borrower.has_fenced:
+            self._listen()
         return self.borrower.returned()
 
     def starved(self) -> m.Free:
@@ -85,6 +93,23 @@ class Lane:
         elif not self._flushing and not self.closed:
             self._flushing = True
             REAPER.submit(self._flush_now, after=_IDLE)
+
+    def _listen(self) -> None:
+        self._asked_at = time.monotonic()
+        if not self._listening:
+            self._listening = True
+            REAPER.start()
+            REAPER.submit(self._end_silence, after=_SILENCE)
+
+    def _end_silence(self) -> None:
+        left = self._asked_at + _SILENCE - time.monotonic()
+        if left > 0:
+            REAPER.submit(self._end_silence, after=left)
+            return
+        self._listening = False
+        self._flush_now()
+        if self.borrower.has_fenced and not self.closed:
+            self._listen()
 
     def _flush_now(self) -> None:
         self._flushing = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,11 +13,14 @@ from shared_rpc.client.connection import Connection
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.reaper import REAPER
 
 __all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]
 
 #: Seconds between two tries to reach a server that is not there yet.
 RETRY = 0.05
+#: Seconds between two looks at connections over which an answer is still to come.
+_LOOK = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +67,8 @@ class ConnectionPool:
         self._idle: list[Connection] = []
         #: Unusable, and open to keep the session until another connection does.
         self._parked: list[Connection] = []
+        #: Whether the reaper looks for answers that are owed to those.
+        self._looked_after = False
         self._connections: set[Connection] = set()
         #: None before the first connection and after :meth:`close`.
         self.session: Session | None = None
@@ -140,6 +147,15 @@ class ConnectionPool:
         connection.close()
 
     def _replace(self, connection: Connection) -> None:
+        if connection.owed:
+            # The answer may bring memory, which nobody else would give back; and until then the session goes on.
+            with self._lock:
+                self._parked.append(connection)
+                looked_after, self._looked_after = self._looked_after, True
+            if not looked_after:
+                REAPER.start()
+                REAPER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
+            return
         try:
             self._put_back(self._connect(time.monotonic() + 1.0, 0))
         except SharedRPCError:
@@ -148,6 +164,27 @@ class ConnectionPool:
                 self._parked.append(connection)
             return
         self._drop(connection)
+
+    def look_after(self) -> bool:
+        """See whether answers have come that were given up; False if there are none left to wait for."""
+        with self._lock:
+            owing = [connection for connection in self._parked if connection.owed]
+            self._parked = [connection for connection in self._parked if not connection.owed]
+        for connection in owing:
+            try:
+                in_order = connection.catch_up()
+            except (SharedRPCError, OSError):
+                self._drop(connection)
+                continue
+            with self._lock:
+                kept = connection in self._connections and not (in_order and self._idle)
+                if kept:
+                    (self._idle if in_order else self._parked).append(connection)
+            if not kept:
+                self._drop(connection)
+        with self._lock:
+            self._looked_after = any(connection.owed for connection in self._parked)
+            return self._looked_after
 
     def _connect(self, deadline: float, patience: float) -> Connection:
         path = self._path()
@@ -178,7 +215,8 @@ class ConnectionPool:
             mine = self.session is not None and self.session.token == welcome.token
             if mine:
                 self._connections.add(connection)
-            parked, self._parked = self._parked, []
+            parked = [earlier for earlier in self._parked if not earlier.owed]
+            self._parked = [earlier for earlier in self._parked if earlier.owed]
         if ended is not None:
             ended.lane.close()
         for earlier in parked:
@@ -187,3 +225,10 @@ class ConnectionPool:
             connection.close()
             return self._connect(deadline, patience)
         return connection
+
+
+def _look(pool: weakref.ref[ConnectionPool]) -> None:
+    """In the reaper's thread, which must not keep a client that nobody has any more."""
+    found = pool()
+    if found is not None and found.look_after():
+        REAPER.submit(functools.partial(_look, pool), after=_LOOK)

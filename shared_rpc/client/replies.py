@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, number_of
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 
-__all__ = ["event_of", "gave_up", "message_of", "to_give_back", "too_late"]
+__all__ = ["event_of", "gave_up", "is_last", "message_of", "to_give_back", "too_late"]
 
 
 def message_of(frame: Frame) -> m.Message:
@@ -67,10 +67,10 @@ def too_late(what: str) -> DeadlineExceeded:
     )
 
 
-_ERROR = m.number_of(m.Error)
+_ERROR = number_of(m.Error)
 #: The kind byte of what may come before the last answer to a request.
-_EVENT = m.number_of(m.TaskChanged)
-_STARVED = m.number_of(m.Starved)
+_EVENT = number_of(m.TaskChanged)
+_STARVED = number_of(m.Starved)
 
 
 def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
@@ -89,6 +89,11 @@ def event_of(frame: Frame, request: Request) -> TaskInfo | m.Free | None:
             request.lane.hungry += 1
         return request.lane.starved()
     return None
+
+
+def is_last(frame: Frame) -> bool:
+    """Whether a frame is the last answer to its request."""
+    return frame.kind not in (_EVENT, _STARVED)
 
 
 def _native(error: Any, type_name: str) -> Any:

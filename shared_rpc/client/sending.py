@@ -121,7 +121,14 @@ def lower(
     except _HasMemory:
         pass
     pool = lane.arguments if lane is not None else None
-    arguments: Arguments = yield Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"))
+
+    def undo(arguments: Arguments) -> None:
+        arguments.close()
+        if pool is not None:
+            pool.give(arguments.chunks)
+
+    work = Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"), undo=undo)
+    arguments: Arguments = yield work
     return arguments
 
 

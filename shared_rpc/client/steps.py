@@ -60,6 +60,10 @@ class Request:
         self.sent = True
         sent.update(segment.info.id for segment in self.arenas.values())
 
+    def forgotten(self) -> Request:
+        """What an answer that comes after all has to be known by."""
+        return Request(self.message, self.what, lane=self.lane)
+
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message
@@ -92,10 +96,12 @@ class Work:
     """Something that takes time: a shell with an event loop runs it elsewhere.
 
     ``nbytes`` is what there is to decode, None where nothing is known: it tells whether it takes less than a millisecond.
+    ``undo`` is called with its result where the caller is cancelled meanwhile, and the operation never gets it.
     """
 
     function: Callable[[], Any]
     nbytes: int | None = None
+    undo: Callable[[Any], None] | None = None
 
 
 @dataclass(slots=True)

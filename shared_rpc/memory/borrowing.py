@@ -177,6 +177,11 @@ class Borrower:
         return bool(self._returned)
 
     @property
+    def has_fenced(self) -> bool:
+        """Whether chunks wait for nothing but the GPU, and for somebody who asks it."""
+        return bool(self._fenced)
+
+    @property
     def in_use(self) -> int:
         """Chunks with tensors over them, or dropped and not settled."""
         return len(self._loans)

@@ -166,12 +166,15 @@ class Backend(Protocol):
 
 
 @contextmanager
-def gpu_support() -> Iterator[None]:
-    """Around an import of what drives a GPU, as :mod:`shared_rpc.memory.cuda`: what is missing is told as what to install."""
+def gpu_support(what: str = "GPU memory") -> Iterator[None]:
+    """Around an import of what drives a GPU, as :mod:`shared_rpc.memory.cuda`: what is missing is told as what to install.
+
+    :param what: what it is needed for.
+    """
     try:
         yield
     except ImportError as error:
-        raise CapabilityError(f"GPU memory needs cuda-bindings ({error}): pip install 'shared-rpc[cuda]'") from error
+        raise CapabilityError(f"{what} needs cuda-bindings ({error}): pip install 'shared-rpc[cuda]'") from error
 
 
 def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
@@ -195,7 +198,7 @@ def _backend_for(device: str, mechanism: Mechanism) -> Backend:
         from shared_rpc.memory.memfd import HOST
 
         return HOST
-    with gpu_support():
+    with gpu_support(f"memory on {device} that is shared by the mechanism {mechanism!r}"):
         if mechanism == "ipc":
             from shared_rpc.memory.ipc import IpcBackend
 

@@ -17,8 +17,8 @@ from shared_rpc.server.requests import Requests
 from shared_rpc.server.sessions import Session, Sessions
 from shared_rpc.transport import FrameSocket, Peer
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 
 __all__ = ["Connection"]
 

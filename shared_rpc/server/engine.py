@@ -19,6 +19,7 @@ import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.running import CURRENT_RUN
+from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.outcomes import Failure
@@ -149,6 +150,12 @@ class Engine:
         """
         pending = PendingCall(self, on_event, looks=on_event is not None)
         self.ask(lambda core: begin(core.tasks, pending.waiter))
+        return pending
+
+    def await_buffer(self, begin: Callable[[Buffers, Waiter], None]) -> PendingCall:
+        """Wait for what ``begin`` asks of buffers or devices."""
+        pending = PendingCall(self)
+        self.ask(lambda core: begin(core.buffers, pending.waiter))
         return pending
 
     def release(self, object_id: str) -> None:

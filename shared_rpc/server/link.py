@@ -10,8 +10,9 @@ from contextlib import suppress
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.transport import FrameSocket
+from shared_rpc.wire.catalogue import decode_message
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message, decode_message
+from shared_rpc.wire.messages import Message
 
 __all__ = ["Link"]
 

@@ -19,8 +19,8 @@ from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.session_lanes import SessionLane
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message
 from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import decode_message
 from shared_rpc.wire.tasks import TaskInfo
 from shared_rpc.wire.values import decode_call
 

@@ -1,4 +1,4 @@
-"""Messages: typed bodies of frames. Adding one means a struct here and a handler on the other side."""
+"""Messages: typed bodies of frames. Adding one means a struct here, a number in the catalogue, and a handler in the server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.records import EMPTY_TABLE
-from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 
-__all__ = ["Message", "add_kinds", "decode_message", "encode_message", "number_of"]
+__all__ = ["Message"]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -290,87 +288,3 @@ class Error(Message):
     text: str
     detail: dict[str, str] = {}
     endpoint_raised: bool = False
-
-
-#: The kind byte of every message. Numbers are never used again for something else.
-_KINDS: dict[int, type[Message]] = {
-    1: Hello,
-    2: Welcome,
-    3: Ping,
-    4: Pong,
-    5: GetServerInfo,
-    6: ListEndpoints,
-    7: Endpoints,
-    8: Call,
-    9: Result,
-    10: Cancel,
-    11: Release,
-    12: Count,
-    13: GetObjectInfo,
-    14: ListObjects,
-    15: Facts,
-    16: FactsList,
-    17: InvalidateCall,
-    18: InvalidateEndpoint,
-    19: Error,
-    20: Submit,
-    21: GetTask,
-    22: TaskIs,
-    23: WaitTask,
-    24: CancelTask,
-    25: ListTasks,
-    26: TaskPage,
-    27: FetchTask,
-    28: TaskChanged,
-    29: Free,
-    30: AwaitFree,
-    31: Starved,
-    40: CreateBuffer,
-    41: GetBuffer,
-    42: FreeBuffer,
-    43: ListDevices,
-    60: Reload,
-}
-_NUMBERS: dict[type[Message], int] = {}
-_decoders: dict[int, msgspec.msgpack.Decoder[Message]] = {}
-
-
-def add_kinds(kinds: dict[int, type[Message]]) -> None:
-    """Make messages that are defined elsewhere known by their numbers."""
-    _KINDS.update(kinds)
-    _NUMBERS.update({kind: number for number, kind in kinds.items()})
-    _decoders.update({number: msgspec.msgpack.Decoder(kind) for number, kind in kinds.items()})
-
-
-add_kinds(dict(_KINDS))
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def number_of(kind: type[Message]) -> int:
-    """The kind byte of a message."""
-    return _NUMBERS[kind]
-
-
-def encode_message(message: Message) -> tuple[int, bytes]:
-    """``(kind, body)`` for a frame.
-
-    :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
-    """
-    try:
-        return _NUMBERS[type(message)], _encode(message)
-    except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise ProtocolError(f"a {type(message).__name__} message cannot be written: {error}") from error
-
-
-def decode_message(frame: Frame) -> Message:
-    """The message of a frame.
-
-    :raises ProtocolError: for an unknown kind, or a body that is not of its kind.
-    """
-    decoder = _decoders.get(frame.kind)
-    if decoder is None:
-        raise ProtocolError(f"unknown message kind {frame.kind}")
-    try:
-        return decoder.decode(frame.body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a {_KINDS[frame.kind].__name__} message cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.wire.messages import Call, Message, add_kinds
+from shared_rpc.wire.messages import Call, Message
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import Progress
 
@@ -62,6 +62,7 @@ class Serve(Message):
     endpoints: list[EndpointSpec]
     mechanism: dict[str, Any]
     devices: list[Device]
+    quotas: dict[str, int]
 
 
 class Shared(Message):
@@ -201,30 +202,3 @@ class FreeBytes(Message):
     """Ask for :class:`Allocated` with ``free``: bytes of a device that nobody uses."""
 
     device: str
-
-
-add_kinds(
-    {
-        64: Serve,
-        65: Shared,
-        66: Loaded,
-        67: Begun,
-        68: Said,
-        69: Hungry,
-        70: Ran,
-        71: Failed,
-        72: Returned,
-        73: Allocated,
-        74: Refused,
-        80: Run,
-        81: Withdraw,
-        82: Stop,
-        83: Drop,
-        84: Give,
-        85: AwaitChunks,
-        86: EndSession,
-        87: Reclaim,
-        88: Allocate,
-        89: FreeBytes,
-    }
-)

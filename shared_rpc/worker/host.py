@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio
 import msgspec
 
+from shared_rpc.amounts import check_quotas, quotas_of
 from shared_rpc.errors import CapabilityError, ConfigurationError, SegmentNotFound, SharedRPCError, to_wire
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
 from shared_rpc.records import Arguments
+from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.in_process import InProcessExecutor
@@ -56,6 +58,7 @@ class Overrides:
     device: str | None = None
     socket: str | None = None
     max_workers: int | None = None
+    quotas: Sequence[str] = ()
 
 
 class _Hosted:
@@ -125,11 +128,16 @@ class WorkerHost:
                 provider.registry.all(),
                 provider.mechanism_facts,
                 [w.Device(*facts_of(device)) for device in devices_of(provider.device_id)],
+                self._quotas(provider.device_id),
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)
             provider.run_with(runtime)
             self._tell(message)
             return runtime
+
+    def _quotas(self, device: str) -> dict[str, int]:
+        check_quotas(self._overrides.quotas, device)
+        return resolve_quotas(quotas_of(self._overrides.quotas), device)
 
     def _shared(self, key: str, spec: EndpointSpec) -> None:
         self._tell(w.Shared(key, spec))

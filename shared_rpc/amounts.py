@@ -1,0 +1,68 @@
+"""Amounts of memory, as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from shared_rpc.errors import CapabilityError, ConfigurationError
+
+__all__ = ["check_quotas", "in_bytes", "quotas_of"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_FRACTION = re.compile(r"\d*\.\d+")
+
+
+def in_bytes(option: str, text: str) -> int:
+    """``512``, ``512M`` or ``1.5GiB`` in bytes.
+
+    :param option: and its value, for the error.
+    :raises ConfigurationError: for what is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{option}: use a number of bytes, or one with K, M, G or T")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit and unit.upper()])
+
+
+def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
+    """What a server takes as ``quotas``, of texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
+
+    A number with a point and no unit is a fraction of the device's memory; any other is a size, see :func:`in_bytes`.
+
+    :raises ConfigurationError: for what is not of that form, and for a device that is named twice.
+    """
+    quotas: dict[str, int | float] = {}
+    for text in texts:
+        option = f"--quota {text}"
+        device, equals, amount = (part.strip() for part in text.partition("="))
+        if not equals or not device:
+            raise ConfigurationError(f"{option}: write device=amount, as in cuda:0=0.8 or cpu=8GiB")
+        if device in quotas:
+            raise ConfigurationError(f"{option}: {device} has a quota already")
+        if not _FRACTION.fullmatch(amount):
+            quotas[device] = in_bytes(option, amount)
+        elif 0 < float(amount) <= 1:
+            quotas[device] = float(amount)
+        else:
+            raise ConfigurationError(f"{option}: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit")
+    return quotas
+
+
+def check_quotas(texts: Iterable[str], device: str) -> None:
+    """Whether a server of a device can have these quotas: here the error says which option it is about.
+
+    :param device: the id of the server's device.
+    :raises ConfigurationError: if not.
+    """
+    from shared_rpc.server.buffers import resolve_quotas
+
+    given: list[str] = []
+    for text in texts:
+        given.append(text)
+        try:
+            resolve_quotas(quotas_of(given), device)
+        except (ConfigurationError, CapabilityError) as error:
+            raise ConfigurationError(f"--quota {text}: {error}") from error

@@ -1,0 +1,55 @@
+"""Work in a thread whose end is waited for, whoever gives up meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+__all__ = ["ThreadWork"]
+
+
+class ThreadWork:
+    """A function that a thread is to run, once.
+
+    asyncio's own cancellation leaves the thread to itself, with memory in its hands that the canceller believes free.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._begun = self._withdrawn = False
+        self._ended = threading.Event()
+        # Not the thread's own result: an idle worker of anyio keeps its last one.
+        self._result: list[Any] = []
+
+    def run(self) -> None:
+        """In the thread."""
+        with self._lock:
+            if self._withdrawn:
+                return
+            self._begun = True
+        try:
+            self._result.append(self._function())
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> bool:
+        """Have it not begin, or wait for its end, however often the waiter is cancelled: whether there is a result."""
+        with self._lock:
+            self._withdrawn = True
+        while self._begun and not self._ended.is_set():
+            try:
+                with anyio.CancelScope(shield=True):
+                    # A limiter of its own: whoever it waits for may need a thread.
+                    await anyio.to_thread.run_sync(self._ended.wait, limiter=anyio.CapacityLimiter(1))
+            except anyio.get_cancelled_exc_class():
+                continue
+        return bool(self._result)
+
+    def result(self) -> Any:
+        """What the function returned, once."""
+        return self._result.pop()

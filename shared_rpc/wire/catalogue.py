@@ -1,0 +1,106 @@
+"""The catalogue of messages: their numbers on the wire, and the way from a message to the body of a frame and back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared_rpc.errors import ProtocolError
+from shared_rpc.wire import messages as m
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+
+__all__ = ["decode_message", "encode_message", "number_of"]
+
+#: The kind byte of every message. Numbers are never used again for something else.
+_KINDS: dict[int, type[m.Message]] = {
+    1: m.Hello,
+    2: m.Welcome,
+    3: m.Ping,
+    4: m.Pong,
+    5: m.GetServerInfo,
+    6: m.ListEndpoints,
+    7: m.Endpoints,
+    8: m.Call,
+    9: m.Result,
+    10: m.Cancel,
+    11: m.Release,
+    12: m.Count,
+    13: m.GetObjectInfo,
+    14: m.ListObjects,
+    15: m.Facts,
+    16: m.FactsList,
+    17: m.InvalidateCall,
+    18: m.InvalidateEndpoint,
+    19: m.Error,
+    20: m.Submit,
+    21: m.GetTask,
+    22: m.TaskIs,
+    23: m.WaitTask,
+    24: m.CancelTask,
+    25: m.ListTasks,
+    26: m.TaskPage,
+    27: m.FetchTask,
+    28: m.TaskChanged,
+    29: m.Free,
+    30: m.AwaitFree,
+    31: m.Starved,
+    40: m.CreateBuffer,
+    41: m.GetBuffer,
+    42: m.FreeBuffer,
+    43: m.ListDevices,
+    60: m.Reload,
+    64: w.Serve,
+    65: w.Shared,
+    66: w.Loaded,
+    67: w.Begun,
+    68: w.Said,
+    69: w.Hungry,
+    70: w.Ran,
+    71: w.Failed,
+    72: w.Returned,
+    73: w.Allocated,
+    74: w.Refused,
+    80: w.Run,
+    81: w.Withdraw,
+    82: w.Stop,
+    83: w.Drop,
+    84: w.Give,
+    85: w.AwaitChunks,
+    86: w.EndSession,
+    87: w.Reclaim,
+    88: w.Allocate,
+    89: w.FreeBytes,
+}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def number_of(kind: type[m.Message]) -> int:
+    """The kind byte of a message."""
+    return _NUMBERS[kind]
+
+
+def encode_message(message: m.Message) -> tuple[int, bytes]:
+    """``(kind, body)`` for a frame.
+
+    :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
+    """
+    try:
+        return _NUMBERS[type(message)], _encode(message)
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise ProtocolError(f"a {type(message).__name__} message cannot be written: {error}") from error
+
+
+def decode_message(frame: Frame) -> m.Message:
+    """The message of a frame.
+
+    :raises ProtocolError: for an unknown kind, or a body that is not of its kind.
+    """
+    decoder = _decoders.get(frame.kind)
+    if decoder is None:
+        raise ProtocolError(f"unknown message kind {frame.kind}")
+    try:
+        return decoder.decode(frame.body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a {_KINDS[frame.kind].__name__} message cannot be read: {error}") from error

@@ -1,0 +1,221 @@
+"""What an idle client gives back of the server's pool, where a GPU has the last word."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc.client import lane as lane_module
+from shared_rpc.client.lane import Lane
+from shared_rpc.errors import ConnectionClosed
+from shared_rpc.memory import borrowing
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.memfd import MemfdBackend
+from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.segments import backend_for
+
+
+class Gpu(MemfdBackend):
+    """Host memory on a device that works on, until ``done``, and counts how often it is marked and asked."""
+
+    unmaps_in_background = False
+    done = False
+    marked = 0
+    asked = 0
+
+    def fence(self) -> Callable[[], bool]:
+        """What was queued before has been done when ``done`` is True."""
+        self.marked += 1
+
+        def passed() -> bool:
+            self.asked += 1
+            return self.done
+
+        return passed
+
+
+class Clock:
+    """The time, and a reaper that does its jobs when they are due."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.jobs: list[tuple[float, int, Callable[[], object]]] = []
+        self.numbers = itertools.count()
+
+    def monotonic(self) -> float:
+        """As ``time`` has it."""
+        return self.now
+
+    def start(self) -> None:
+        """As ``REAPER`` has it."""
+
+    def submit(self, job: Callable[[], object], after: float = 0.0) -> None:
+        """As ``REAPER`` has it."""
+        heapq.heappush(self.jobs, (self.now + after, next(self.numbers), job))
+
+    def advance(self, seconds: float) -> None:
+        """Time passes."""
+        end = self.now + seconds
+        while self.jobs and self.jobs[0][0] <= end:
+            self.now, _, job = heapq.heappop(self.jobs)
+            job()
+        self.now = end
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the lane goes by."""
+    clock = Clock()
+    monkeypatch.setattr(lane_module, "REAPER", clock)
+    monkeypatch.setattr(lane_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def told() -> list[list[int]]:
+    """What the server was told, message by message."""
+    return []
+
+
+@pytest.fixture
+def lane(clock: Clock, told: list[list[int]]) -> Iterator[Lane]:
+    """The client's side of a session."""
+    with closing(Lane(PoolOptions(), told.append)) as lane:
+        yield lane
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    """What the server's pool lies on."""
+    return Gpu()
+
+
+@pytest.fixture
+def drop(lane: Lane, gpu: Gpu) -> Iterator[Callable[[], list[int]]]:
+    """``drop()`` has the client get as many results as are marked together, and drop them: their chunks."""
+    with closing(Pool(PoolOptions(), "the server's pool")) as pool:
+
+        def get_and_drop() -> list[int]:
+            chunks = pool.take("cpu", [16] * borrowing._BATCH, "a test")
+            chunks[0].arena.mapping.backend = gpu
+            storages: list[Any] = []
+            for chunk in chunks:
+                storages.append(torch.zeros(4).untyped_storage())
+                lane.borrower.lend(chunk.number, 16, chunk.arena.mapping, [storages[-1]])
+            return [chunk.number for chunk in chunks]
+
+        yield get_and_drop
+
+
+def test_a_silent_client_asks_the_gpu(
+    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """What waits for the GPU alone goes back about a second after the last request, not with the next one."""
+    numbers = drop()
+    clock.advance(0.1)  # the first look, which comes soon after the drop
+    assert lane.to_give_back() == []
+    gpu.done = True
+    clock.advance(0.9)
+    assert told == []
+    clock.advance(0.2)
+    assert [sorted(message) for message in told] == [sorted(numbers)]
+    assert clock.jobs == []
+
+
+def test_a_gpu_that_works_on_is_asked_again(
+    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """About once in a second, until it is done; it is marked once, and by the request."""
+    drop()
+    lane.to_give_back()
+    gpu.asked = 0
+    clock.advance(5.5)
+    assert (told, gpu.marked, 4 <= gpu.asked <= 7) == ([], 1, True)
+    gpu.done = True
+    clock.advance(1.1)
+    assert len(told) == 1
+    clock.advance(60)
+    assert (len(told), clock.jobs) == (1, [])
+
+
+def test_a_client_that_asks_is_left_alone(
+    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """Its own requests bring the chunks back; nothing is sent beside them."""
+    numbers = drop()
+    clock.advance(0.1)
+    for _ in range(4):
+        assert lane.to_give_back() == []
+        clock.advance(0.24)
+    gpu.done = True
+    clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
+    assert sorted(lane.to_give_back()) == sorted(numbers)
+    clock.advance(60)
+    assert (told, clock.jobs) == ([], [])
+
+
+def test_silence_on_a_gpu_that_is_not_to_be_marked(
+    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """What no request has marked waits for one: another thread might be capturing a CUDA graph."""
+    numbers = drop()
+    gpu.done = True
+    clock.advance(60)
+    assert (told, gpu.marked) == ([], 0)
+    assert sorted(lane.to_give_back()) == sorted(numbers)
+
+
+def test_a_server_that_cannot_be_told(
+    lane: Lane, gpu: Gpu, clock: Clock, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], list[int]]
+) -> None:
+    """The chunks are kept for the next request."""
+    numbers = drop()
+    lane.to_give_back()
+    gpu.done = True
+
+    def gone(chunks: list[int]) -> None:
+        raise ConnectionClosed("it was stopped")
+
+    monkeypatch.setattr(lane, "_flush", gone)
+    clock.advance(10)
+    assert sorted(lane.to_give_back()) == sorted(numbers)
+
+
+def test_a_session_that_has_ended_asks_nobody(
+    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """Neither the GPU nor the server."""
+    drop()
+    lane.to_give_back()
+    lane.close()
+    gpu.done, gpu.asked = True, 0
+    clock.advance(10)
+    assert (told, gpu.asked, clock.jobs) == ([], 0, [])
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context_is_told_the_truth() -> None:
+    """The reaper asks for events of a context that is not current in its thread: work that goes on has not been done."""
+    backend = backend_for(device_id("cuda"))
+    answers: list[bool] = []
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    passed = backend.fence()
+    assert passed is not None, "cuCtxRecordEvent needs CUDA 12.5"
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: answers.append(passed()))
+        thread.start()
+        thread.join()
+
+    ask()
+    torch.cuda.synchronize()
+    ask()
+    assert answers == [False, True]
