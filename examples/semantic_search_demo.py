@@ -1,4 +1,5 @@
-"""Runs semantic_search.py as a server, two clients and alone, checks what they do, and kills two of them.
+"""Runs semantic_search.py as a server, two clients and alone, checks what they do, and kills some of them; then with a broker,
+whose worker is killed while two clients search.
 
 Exits with 1 where a check fails. Real processes, real weights, real kills.
 """
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -95,14 +97,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> float | None:
 
 
 def demo(directory: str) -> None:
-    environ = {
-        **os.environ,
-        "SHARED_TENSOR_BASE_PATH": f"{directory}/demo",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    environ.pop("SHARED_TENSOR_ENABLED", None)
+    environ = _environ(directory)
     console.rule("one file, three roles")
     alone = App("local", environ)
     server = App("server", environ)
@@ -150,6 +145,60 @@ def demo(directory: str) -> None:
     finally:
         for app in apps.values():
             app.end()
+    last_act(directory, answers["alone"])
+
+
+def last_act(directory: str, answers: list[str]) -> None:
+    """A worker that is killed is an event: who is attached goes on, who comes attaches, and the next build succeeds."""
+    console.rule("kill -9 of what loads models")
+    environ = {**_environ(directory), "SHARED_TENSOR_BASE_PATH": f"{directory}/broker"}
+    words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(APP)]
+    broker = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    apps: list[App] = []
+    try:
+        assert broker.stdout is not None
+        broker.stdout.readline()
+        apps += [App("client", environ), App("client", environ)]
+        with Client(f"{directory}/broker", device="cpu", timeout=60) as client, ThreadPoolExecutor() as threads:
+            worker = client.get_server_info()["workers"][0]["pid"]
+            searches = [threads.submit(_search, app, 4) for app in apps]
+            os.kill(worker, signal.SIGKILL)
+            begin = time.perf_counter()
+            attached = client.call("load_model")
+            took = time.perf_counter() - begin
+            facts = client.get_server_info()
+            gone = worker not in [worker["pid"] for worker in facts["workers"] if worker["state"] == "ready"]
+            check(f"the worker (pid {worker}) was killed, and a third client attached after {took * 1000:.0f} ms", gone)
+            check("two clients searched meanwhile, and answered as before", all(s.result() == answers * 4 for s in searches))
+            begin = time.perf_counter()
+            another = client.call("load_model", "built anew")
+            took = time.perf_counter() - begin
+            check(f"a new worker built another one within {took:.1f} s", another.object_id != attached.object_id)
+            with open(f"/proc/{broker.pid}/status", encoding="ascii") as status:
+                resident = int(next(line for line in status if line.startswith("VmRSS")).split()[1]) >> 10
+            held = client.get_server_info()["nbytes"] >> 20
+            console.print(f"  the broker that holds {held} MiB of models has {resident} MiB of its own, and no torch")
+    finally:
+        for app in apps:
+            app.end()
+        broker.terminate()
+        broker.wait()
+
+
+def _search(app: App, rounds: int) -> list[str]:
+    return [app.ask(question) for _ in range(rounds) for question in QUESTIONS]
+
+
+def _environ(directory: str) -> dict[str, str]:
+    environ = {
+        **os.environ,
+        "SHARED_TENSOR_BASE_PATH": f"{directory}/demo",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environ.pop("SHARED_TENSOR_ENABLED", None)
+    return environ
 
 
 def _model_bytes(directory: str) -> int:
