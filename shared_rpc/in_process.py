@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.handle import Handle
+from shared_rpc.in_process_generations import InProcessGenerations
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.running import CURRENT_RUN
 from shared_rpc.server.engine import Engine, PendingCall
@@ -27,7 +28,7 @@ __all__ = ["InProcessRuntime"]
 T = TypeVar("T")
 
 
-class InProcessRuntime:
+class InProcessRuntime(InProcessGenerations):
     """Every call goes through the core of this process, and gets the live value."""
 
     def __init__(self, engine: Engine, device: str) -> None:
@@ -57,6 +58,11 @@ class InProcessRuntime:
 
     @property
     def tasks(self) -> InProcessRuntime:
+        """See :class:`shared_rpc.runtime.Runtime`."""
+        return self
+
+    @property
+    def generations(self) -> InProcessRuntime:
         """See :class:`shared_rpc.runtime.Runtime`."""
         return self
 

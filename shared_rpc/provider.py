@@ -6,23 +6,27 @@ import functools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import msgspec
 
 from shared_rpc.endpoints import Endpoint, Registry, describe
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.exits import forget, remember
-from shared_rpc.handle import Handle
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
+from shared_rpc.refreshing import Refreshing
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
 from shared_rpc.settings import Role, resolve_role
+from shared_rpc.wire.generations import Generation
 from shared_rpc.wire.tasks import TaskInfo
+
+if TYPE_CHECKING:
+    from shared_rpc.decorators import Decorator, ManagedDecorator
 
 __all__ = ["Provider", "SharedFunction"]
 
@@ -57,6 +61,10 @@ class SharedFunction(Generic[P, R_co]):
         """Have the call run as a task: its id. See :meth:`Client.submit`."""
         return self._provider.submit(self.name, *args, **kwargs)
 
+    def refresh(self, *args: P.args, **kwargs: P.kwargs) -> Generation:
+        """Build the next generation of this call's object, and make it the current one. See :meth:`Client.refresh`."""
+        return self._provider.refresh(self.name, *args, **kwargs)
+
     def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """Drop the cached result of this call; 1 if there was one."""
         return self._provider.invalidate_call_cache(self.name, *args, **kwargs)
@@ -65,7 +73,7 @@ class SharedFunction(Generic[P, R_co]):
         return f"<shared function {self.name}>"
 
 
-class Provider:
+class Provider(Refreshing):
     """Endpoints, and the role this process plays for them.
 
     The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
@@ -159,7 +167,7 @@ class Provider:
         singleflight: bool = True,
         access: Literal["read_write", "read"] = "read_write",
         idle_ttl: float | None = None,
-    ) -> _ManagedDecorator: ...
+    ) -> ManagedDecorator: ...
 
     @overload
     def share(
@@ -174,7 +182,7 @@ class Provider:
         singleflight: bool = True,
         access: Literal["read_write", "read"] = "read_write",
         idle_ttl: float | None = None,
-    ) -> _Decorator: ...
+    ) -> Decorator: ...
 
     def share(self, name: Any = None, **options: Any) -> Any:
         """Make a function an endpoint; with or without parentheses.
@@ -336,21 +344,3 @@ class Provider:
         return functools.partial(
             Provider, self.base_path, device=self.device, mechanism=self.mechanism, timeout=self.timeout
         ), ()
-
-
-class _Decorator(Protocol):
-    """What ``share(...)`` returns."""
-
-    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, R]: ...
-
-
-class _ManagedDecorator(Protocol):
-    """What ``share(managed=True)`` returns."""
-
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, function: Callable[P, Coroutine[Any, Any, R]], /
-    ) -> SharedFunction[P, Coroutine[Any, Any, Handle[R]]]: ...
-
-    @overload
-    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...

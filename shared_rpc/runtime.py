@@ -7,7 +7,8 @@ client role asks a server. The provider does not know which one it has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -22,10 +23,15 @@ from shared_rpc.settings import Role
 from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
+    from shared_rpc.client.watching import Subscription
+    from shared_rpc.handle import Handle
     from shared_rpc.provider import Provider
     from shared_rpc.server import Server
+    from shared_rpc.wire.generations import Generation
 
-__all__ = ["ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
+__all__ = ["ClientRuntime", "GenerationCalls", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
+
+T = TypeVar("T")
 
 
 class TaskCalls(Protocol):
@@ -52,6 +58,22 @@ class TaskCalls(Protocol):
         """See :meth:`Client.list_tasks`."""
 
 
+class GenerationCalls(Protocol):
+    """What a role does with generations and revisions; see :class:`shared_rpc.Client` for each of them."""
+
+    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Generation:
+        """See :meth:`Client.refresh`."""
+
+    def retire(self, target: Handle[Any] | str) -> list[dict[str, Any]]:
+        """See :meth:`Client.retire`."""
+
+    def on_refresh(self, callback: Callable[[Generation], object]) -> Subscription:
+        """See :meth:`Client.on_refresh`."""
+
+    def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
+        """See :meth:`Client.update`."""
+
+
 class Runtime(Protocol):
     """A role at work."""
 
@@ -60,6 +82,10 @@ class Runtime(Protocol):
     @property
     def tasks(self) -> TaskCalls:
         """What concerns tasks."""
+
+    @property
+    def generations(self) -> GenerationCalls:
+        """What concerns generations and revisions."""
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The endpoint's result, or a handle where it is managed."""
@@ -96,6 +122,11 @@ class ClientRuntime:
 
     @property
     def tasks(self) -> Client:
+        """See :class:`Runtime`."""
+        return self.client
+
+    @property
+    def generations(self) -> Client:
         """See :class:`Runtime`."""
         return self.client
 
@@ -154,6 +185,7 @@ class LocalRuntime(InProcessRuntime):
 
     def close(self) -> None:
         """Let go of all results; handles that are out keep theirs."""
+        self._unwatch()
         self._engine.stop()
 
 
@@ -172,4 +204,5 @@ class ServerRuntime(InProcessRuntime):
 
     def close(self) -> None:
         """Stop serving."""
+        self._unwatch()
         self.server.stop()

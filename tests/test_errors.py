@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, errors
-from shared_rpc.errors import BufferNotFound, RemoteError, SharedRPCError, StaleHandleError, TaskError, from_wire, to_wire
+from shared_rpc.errors import (
+    BufferNotFound,
+    RemoteError,
+    SharedRPCError,
+    StaleHandleError,
+    TaskError,
+    UpdateInterrupted,
+    from_wire,
+    to_wire,
+)
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Error, decode_message, encode_message
 
@@ -26,6 +35,7 @@ TREE = [kind for kind in tree(SharedRPCError) if kind.__module__ == errors.__nam
 SPECIMENS = {
     BufferNotFound: BufferNotFound("buffer 1 was freed", reason="freed"),
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
+    UpdateInterrupted: UpdateInterrupted("it was killed", revision=3, pid=17),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
 }

@@ -13,6 +13,7 @@ import msgspec
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
+from shared_rpc.server.generation_requests import GENERATION_HANDLERS, GenerationRequests
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
@@ -36,7 +37,7 @@ _MAX_CALLS = 10_000
 _PAGE = 1000
 
 
-class Requests:
+class Requests(GenerationRequests):
     """The requests of one connection. Those that are not answered at once are waiters of the core."""
 
     def __init__(self, connection: Connection, core: Core, sessions: Sessions, facts: Callable[[], dict[str, Any]]) -> None:
@@ -309,4 +310,5 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.GetBuffer: Requests._get_buffer,
     m.FreeBuffer: Requests._free_buffer,
     m.ListDevices: Requests._list_devices,
+    **GENERATION_HANDLERS,
 }

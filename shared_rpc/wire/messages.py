@@ -13,7 +13,7 @@ from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import TaskInfo, TaskStatus
 
-__all__ = ["Message", "decode_message", "encode_message", "number_of"]
+__all__ = ["Message", "decode_message", "encode_message", "number_of", "register"]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -322,6 +322,13 @@ _KINDS: dict[int, type[Message]] = {
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def register(kinds: dict[int, type[Message]]) -> None:
+    """Enter the messages of another module, by their kind bytes; a byte that is taken is a mistake there."""
+    for number, kind in kinds.items():
+        assert number not in _KINDS, f"kind {number} is {_KINDS[number].__name__}"
+        _KINDS[number], _NUMBERS[kind], _decoders[number] = kind, number, msgspec.msgpack.Decoder(kind)
 
 
 def number_of(kind: type[Message]) -> int:
