@@ -83,7 +83,9 @@ def test_the_docstring_draws_the_tree() -> None:
     """Every class, under its parent, with the built-in class by which it can be caught as well."""
     drawn, path = {}, []
     for line in (errors.__doc__ or "").splitlines():
-        entry = re.match(r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled))\b", line)
+        entry = re.match(
+            r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled|Interrupted))\b", line
+        )
         if entry is None:
             continue
         path[len(entry[1]) // 4 :] = [entry[2]]

@@ -178,12 +178,16 @@ class Page:
             update.end()
 
     def try_begin(self, thread: int | None = None) -> Update | None:
-        """Begin an update; None while there is one."""
+        """Begin an update; None while there is one.
+
+        :param thread: the one whose update it is; None for a coroutine's, beside which others of its thread go on.
+        """
         if self.access == "read":
             raise CapabilityError(
                 f"object {self.object_id} is shared with access='read': only the server's process can update it"
             )
-        self._refuse_own_update("update")
+        if thread is not None:
+            self._refuse_own_update("update")
         lock = _Lock(self._fd)
         if not lock.taken:
             return None
