@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from shared_rpc.errors import (
     StaleHandleError,
     UpdateInterrupted,
 )
-from shared_rpc.memory import futex
+from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
 from tests.apps import App, at_once
@@ -319,6 +320,7 @@ def test_a_killed_writer_s_children(client: Client, peer: Child) -> None:
 def test_a_forked_child_that_leaves_the_block(client: Client, peer: Child) -> None:
     """Ends nobody's update but its own: the parent's goes on."""
     code = """
+import math
 import os
 with client.update(handle):
     pid = os.fork()
@@ -452,6 +454,33 @@ def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futex, "_NUMBER", None)
     with pytest.raises(CapabilityError, match=r"futex\(2\), whose number is not known here"):
         new_page()
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_who_waits_is_woken(
+    page: Page, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, ends: str
+) -> None:
+    """By the end of the update, whichever it is; nobody looks again and again."""
+    monkeypatch.setattr(revisions, "SLICE", 20.0)
+
+    def write() -> None:
+        with page.update(math.inf):
+            begun.set()
+            assert go.wait(30)
+            if ends == "badly":
+                raise ZeroDivisionError
+
+    def wait() -> tuple[int, float]:
+        assert begun.wait(10)
+        threading.Timer(0.1, go.set).start()
+        begin = time.monotonic()
+        try:
+            return page.wait(1, math.inf), time.monotonic() - begin
+        except UpdateInterrupted as error:
+            return error.revision, time.monotonic() - begin
+
+    (revision, seconds), _ = at_once(wait, write)
+    assert (revision, seconds < 5) == (2 if ends == "well" else 1, True)
 
 
 # On a GPU.
