@@ -145,9 +145,9 @@ class Handle(Lease[T], Revised[T]):
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """What the server knows of the object; asked once, and again with ``refresh``.
 
-        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes``, ``device``, ``generation``, ``leases``
-        (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds). Where the memory ends with the
-        process that made it, ``lifetime`` says so.
+        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes``, ``device``, ``generation``, ``current``
+        (see :meth:`is_current`), ``leases`` (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds).
+        Where the memory ends with the process that made it, ``lifetime`` says so.
 
         :raises StaleHandleError: if the server does not own the object any more.
         """

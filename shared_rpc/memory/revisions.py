@@ -70,8 +70,12 @@ class Page:
         self._memory = tuple(info for info in memory if info.device != "cpu")
         with page:
             futex.supported()
-            self._address = HOST.map(page.fileno(), page.info.nbytes, page.info.access)
             self._fd = os.dup(page.fileno())
+            try:
+                self._address = HOST.map(self._fd, page.info.nbytes, page.info.access)
+            except BaseException:
+                os.close(self._fd)
+                raise
         weakref.finalize(self, _close, self._address, page.info.nbytes, self._fd).atexit = False
         self._inode = os.fstat(self._fd).st_ino
         self._revision = ctypes.c_uint64.from_address(self._address)
