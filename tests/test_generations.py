@@ -211,6 +211,40 @@ def test_a_refresh_of_a_task_endpoint(app: App, builds: Builds) -> None:
     assert (load().item(), load(10).item()) == (1, 30)
 
 
+def test_a_refresh_holds_up_no_short_call(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+) -> None:
+    """Though there is but one thread for these: it runs where tasks do."""
+
+    @provider.share
+    def load() -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return torch.ones(1)
+
+    @provider.share(cache=False)
+    def short() -> torch.Tensor:
+        return torch.ones(2)
+
+    serve(max_workers=1)
+    client, other = connect(), connect(timeout=10)
+
+    def call() -> torch.Tensor:
+        try:
+            assert begun.wait(10)
+            answer: torch.Tensor = other.call("short")
+            return answer
+        finally:
+            go.set()
+
+    made, answer = at_once(lambda: client.refresh("load"), call)
+    assert (made.generation, answer.tolist()) == (1, [1, 1])
+
+
 def test_an_endpoint_that_refreshes_itself(app: App) -> None:
     """It would wait for itself, and says so; another call's it may refresh."""
 
@@ -302,7 +336,7 @@ READERS = """
                 assert set(bounds) == {handle.generation}, (bounds, handle.generation)
                 seen.append(handle.generation)
         assert seen == sorted(seen), seen
-        print("saw", seen[0], seen[-1], flush=True)
+        print(f"saw {seen[-1]}\\n", end="", flush=True)  # in one write, as other threads print too
         client.close()
 
     clients = [Client(device="cpu", timeout=30) for _ in range(5)]
@@ -466,6 +500,17 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
         eventually(lambda: told == [2])
     with pytest.raises(ConnectionClosed, match="has come"):
         next(news)
+
+
+def test_the_server_s_own_process_is_told_of_its_end(base_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As any other."""
+    provider = Provider(base_path, device="cpu")
+    with Server(provider) as server:
+        subscription = provider.on_refresh(print)
+        server.stop()
+        eventually(lambda: not subscription.active)
+    assert "the connection ended: the server" in caplog.text
+    provider.close()
 
 
 def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -247,9 +247,10 @@ class Update:
         self._page._revision.value = self.revision + 1
 
     def end(self) -> None:
-        """Let others write; without :meth:`commit` before, this update is one that was interrupted."""
-        if os.getpid() != self._process:
-            return
+        """Let others write; without :meth:`commit` before, this update is one that was interrupted.
+
+        In a child that was forked in the block there is no lock, and nothing happens.
+        """
         _updating.pop(self._page._inode, None)
         self._lock.release()
         futex.wake(self._page._address)
