@@ -22,6 +22,8 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.server import generations as generations_module
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Waiter
 from tests.apps import App, at_once, shares_memory
 from tests.processes import Child, eventually, python
 
@@ -389,12 +391,16 @@ def client(server: Server, connect: Callable[..., Client]) -> Client:
 
 
 def test_callbacks_are_told_in_every_role(app: App, builds: Builds) -> None:
-    """In one thread that is not the caller's, until they are closed; the first generation of a call is no news."""
+    """In one thread that is not the caller's, until they are closed. The first generation of a call is no news, and neither is
+    what was refreshed before.
+    """
 
     @app.share()
     def load(size: int) -> torch.Tensor:
         return torch.full((size,), 1.0)
 
+    load(5)
+    load.refresh(5)
     told: list[tuple[Generation, threading.Thread]] = []
     subscription = app.provider.on_refresh(lambda made: told.append((made, threading.current_thread())))
     load(1)
@@ -503,13 +509,20 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
 
 
 def test_the_server_s_own_process_is_told_of_its_end(base_path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As any other."""
+    """As any other; and so is one who only asks when it has stopped, and whom nobody would answer any more."""
     provider = Provider(base_path, device="cpu")
+    outcomes: list[Any] = []
     with Server(provider) as server:
+        server_core = server.engine.core
         subscription = provider.on_refresh(print)
         server.stop()
         eventually(lambda: not subscription.active)
     assert "the connection ended: the server" in caplog.text
+    with pytest.raises(ConnectionClosed):
+        provider.on_refresh(print)
+    waiter = Waiter("local", outcomes.append)
+    server_core.generations.wait(waiter, 0, lambda generations, after: None)
+    assert isinstance(outcomes[0], Failure) and "was stopped" in outcomes[0].text
     provider.close()
 
 

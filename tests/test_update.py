@@ -521,7 +521,16 @@ def test_queued_work_is_done_when_the_revision_is_seen(
 def test_consistent_reads_of_queued_work(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
     """What a reader queues is waited for before the revision is looked at again."""
     _, _, handle, peer = on_gpu
-    run(peer, "while True:\n  with client.update(handle):\n    for part in value.view(16, -1): part.add_(1)")
+    # With pauses: the two processes use the GPU in turns, and a turn is longer than an update.
+    code = """
+import time
+while True:
+    with client.update(handle):
+        for part in value.view(16, -1):
+            part.add_(1)
+    time.sleep(0.02)
+"""
+    run(peer, code)
     handle.wait_revision(10, timeout=60)
     for _ in range(30):
         low, high = handle.read_consistent(lambda value: (value.min(), value.max()), timeout=60)
@@ -534,6 +543,8 @@ def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handl
     """It is refused and left as interrupted, and the capture is not broken; afterwards it can be done again."""
     _, provider, handle, _ = on_gpu
     static = torch.zeros(4, device="cuda")
+    with provider.update(handle):
+        pass
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static += 1

@@ -65,6 +65,8 @@ class Generations:
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
         self._waiting: list[tuple[Waiter, int, Answer]] = []
+        #: What those are told who wait when the server has stopped.
+        self._gone: Failure | None = None
 
     def announce(self, stored: StoredObject) -> None:
         """An object is the current one of its key now. The first of a key is no news: nobody has an earlier one."""
@@ -82,6 +84,9 @@ class Generations:
 
     def wait(self, waiter: Waiter, after: int, answer: Answer) -> None:
         """Call ``answer`` once, with what became current after a position; at once if ``after`` is negative."""
+        if self._gone is not None:
+            tell(waiter, self._gone)
+            return
         news = self._since(after) if after >= 0 else []
         if news or after < 0 or after > self._position:  # a position of an earlier server
             answer(news, self._position)
@@ -93,7 +98,8 @@ class Generations:
         self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
 
     def stop(self, failure: Failure) -> None:
-        """Tell all who wait that there will be no more news."""
+        """Tell all who wait, and who will, that there is no more news."""
+        self._gone = failure
         waiting, self._waiting = self._waiting, []
         for waiter, _, _ in waiting:
             tell(waiter, failure)
