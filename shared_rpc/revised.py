@@ -110,7 +110,9 @@ class AsyncRevised(Generic[T]):
         return seen
 
     async def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """See :meth:`Handle.read_consistent`. ``function`` is a plain one, and is called in a worker thread."""
+        """See :meth:`Handle.read_consistent`. ``function`` is a plain one, called in a worker thread: there torch's current
+        stream and its modes, as ``no_grad``, are the default ones.
+        """
         value, until = self.value, _until(timeout)
         page = await self._need_page()
         return await _in_thread(functools.partial(page.read, function, value, until))

@@ -15,7 +15,9 @@ import torch
 from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
 from shared_rpc.errors import (
     ConfigurationError,
+    ConnectError,
     ConnectionClosed,
+    DeadlineExceeded,
     EndpointNotFound,
     RefreshError,
     StaleHandleError,
@@ -259,6 +261,52 @@ def test_an_endpoint_that_refreshes_itself(app: App) -> None:
     assert load(1).item() == 1
     with pytest.raises(ConfigurationError, match="it would wait forever"):
         load(9)
+
+
+def test_a_refresh_outlives_who_asked_for_it(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    builds: Builds,
+    go: threading.Event,
+) -> None:
+    """Its asker's time is over, and the build goes on to become current."""
+
+    @provider.share(managed=True)
+    def load() -> dict[str, torch.Tensor]:
+        assert not builds.count or go.wait(30)
+        return builds.build()
+
+    serve()
+    client = connect()
+    handle = client.call("load")
+    with pytest.raises(DeadlineExceeded):
+        connect(timeout=0.1).refresh("load")
+    assert handle.is_current()
+    go.set()
+    eventually(lambda: not handle.is_current())
+    assert (handle.latest().generation, builds.count) == (2, 2)
+
+
+def test_a_handle_of_an_earlier_server(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """Nothing of it is current, and its revision was the object's alone."""
+    provider.share("load", managed=True)(Builds().build)
+    server = serve()
+    client = connect()
+    handle, unseen = client.call("load"), client.call("load")
+    assert handle.revision == 0
+    server.stop()
+    with pytest.raises(ConnectError):
+        handle.is_current()
+    server.start()
+    assert not handle.is_current() and handle.revision == 0
+    for ask in (handle.latest, lambda: unseen.revision):
+        with pytest.raises(StaleHandleError) as caught:
+            ask()
+        assert caught.value.reason == "object_gone"
+    assert client.call("load").is_current()
 
 
 # Memory.

@@ -24,6 +24,7 @@ from shared_rpc.errors import (
 from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
+from shared_rpc.memory.segments import SegmentInfo
 from tests.apps import App, at_once
 from tests.processes import Child, python
 
@@ -234,6 +235,8 @@ def test_the_server_writes_what_others_only_read(server: Server, provider: Provi
             pass
         with provider.update(own) as value:
             assert handle.revision == 1
+            run(peer, "try: handle.wait_revision(2, 0.1)\nexcept Exception as e: print('late', type(e).__name__, flush=True)")
+            assert peer.expect("late") == "late DeadlineExceeded"
             value.fill_(3)
         assert ask(peer, "print('now', handle.wait_revision(2), value.unique().tolist(), flush=True)", "now") == "2 [3.0]"
 
@@ -421,6 +424,39 @@ async def test_updating_in_coroutines(server: Server, client: Client) -> None:
 def page() -> Iterator[Page]:
     """A page of revision 0."""
     yield Page(new_page(), [], "one")
+
+
+class Device:
+    """A GPU that notes at which revision it was waited for; ``ready`` is whether it lets itself be."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.waits: list[int] = []
+        self.page = Page(new_page(), [SegmentInfo("a", 4096, "GPU-1", mechanism="vmm")], "one")
+
+    def synchronize(self) -> bool:
+        """As a backend does."""
+        self.waits.append(self.page.revision)
+        return self.ready
+
+
+def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at the end of the block; if that cannot be done now, the update is interrupted, and the next one mends it."""
+    device = Device()
+    monkeypatch.setattr(revisions, "backend_for", lambda uuid, mechanism: {("GPU-1", "vmm"): device}[uuid, mechanism])
+    page = device.page
+    with page.update(math.inf):
+        assert device.waits == []
+    assert (device.waits, page.revision) == ([1], 2)
+    device.ready = False
+    with pytest.raises(CapabilityError, match="GPU GPU-1 cannot be waited for, because a CUDA graph"), page.update(math.inf):
+        pass
+    with pytest.raises(UpdateInterrupted):
+        page.wait(2, math.inf)
+    device.ready = True
+    with page.update(math.inf):
+        pass
+    assert (device.waits, page.wait(2, math.inf)) == ([1, 3, 5], 6)
 
 
 def test_many_revisions(page: Page) -> None:
