@@ -163,11 +163,11 @@ class Watch:
                 return
             self._source = None
             ended, self._subscriptions = self._subscriptions, []
-        for subscription in ended:
-            subscription.active = False
         _log.warning(
             "%d callbacks of on_refresh are told nothing any more, because the connection ended: %s. Subscribe them again when "
             "the server is back",
             len(ended),
             error,
         )
+        for subscription in ended:
+            subscription.active = False
