@@ -47,7 +47,9 @@ class Revised(Generic[T]):
         return self._need_page().revision
 
     def wait_revision(self, revision: int, timeout: float | None = None) -> int:
-        """Wait until the revision is at least so much, and even: what it is then. ``handle.revision + 1`` is the next update's.
+        """Wait until the revision is at least so much, and even: what it is then.
+
+        ``handle.revision + 1`` is the end of the update that is under way, or of the next one.
 
         Everything that was written in the updates up to it is seen by what this thread reads, or queues on a GPU, after that.
 
