@@ -12,23 +12,27 @@ if TYPE_CHECKING:
     from shared_rpc import errors
     from shared_rpc.client import Client
     from shared_rpc.client.aio import AsyncClient
+    from shared_rpc.client.watching import Subscription
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
+    from shared_rpc.wire.generations import Generation
     from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
 __all__ = [
     "AsyncClient",
     "AsyncHandle",
     "Client",
+    "Generation",
     "Handle",
     "PoolOptions",
     "Progress",
     "Provider",
     "Server",
     "SharedFunction",
+    "Subscription",
     "TaskInfo",
     "TaskStatus",
     "__version__",
@@ -45,12 +49,14 @@ _HOMES = {
     "AsyncClient": "shared_rpc.client.aio",
     "AsyncHandle": "shared_rpc.handle",
     "Client": "shared_rpc.client",
+    "Generation": "shared_rpc.wire.generations",
     "Handle": "shared_rpc.handle",
     "PoolOptions": "shared_rpc.memory.pool",
     "Progress": "shared_rpc.wire.tasks",
     "Provider": "shared_rpc.provider",
     "Server": "shared_rpc.server",
     "SharedFunction": "shared_rpc.provider",
+    "Subscription": "shared_rpc.client.watching",
     "TaskInfo": "shared_rpc.wire.tasks",
     "TaskStatus": "shared_rpc.wire.tasks",
     "cancelled": "shared_rpc.running",

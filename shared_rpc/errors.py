@@ -13,6 +13,8 @@
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
+    ├── RefreshError            a refresh whose call was invalidated meanwhile
+    ├── UpdateInterrupted       memory was left half-written by an update
     ├── RemoteError             an endpoint raised what cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
@@ -39,6 +41,7 @@ __all__ = [
     "DeadlineExceeded",
     "EndpointNotFound",
     "ProtocolError",
+    "RefreshError",
     "RemoteError",
     "RemoteTraceback",
     "SegmentNotFound",
@@ -47,6 +50,7 @@ __all__ = [
     "StaleHandleError",
     "TaskCancelled",
     "TaskError",
+    "UpdateInterrupted",
     "WorkerCrashed",
 ]
 
@@ -163,6 +167,35 @@ class BufferNotFound(SharedRPCError, LookupError):
         return {"reason": self.reason}
 
 
+class RefreshError(SharedRPCError):
+    """The next generation was built, and not made current, because its call was invalidated while it was being built."""
+
+    code = "refresh"
+
+
+class UpdateInterrupted(SharedRPCError):
+    """An update in place began and did not end, so the memory is partly old and partly new, until a later update ends.
+
+    ``revision`` is the odd one that was left, ``pid`` the process that wrote, in its own pid namespace.
+    """
+
+    code = "update-interrupted"
+
+    def __init__(self, message: str, *, revision: int, pid: int) -> None:
+        super().__init__(message)
+        self.revision = revision
+        self.pid = pid
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> UpdateInterrupted:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, revision=int(detail.get("revision", "1")), pid=int(detail.get("pid", "0")))
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {"revision": str(self.revision), "pid": str(self.pid)}
+
+
 class ServerBusy(SharedRPCError):
     """A limit of the server is reached; the message names the limit."""
 
@@ -207,8 +240,8 @@ class WorkerCrashed(SharedRPCError):
 class StaleHandleError(SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
-    ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``. Tensors
-    taken from the handle stay valid: their memory is held by this process.
+    ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; of ``latest()`` also
+    ``"invalidated"``. Tensors taken from the handle stay valid: their memory is held by this process.
     """
 
     code = "stale-handle"

@@ -8,7 +8,9 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
+from shared_rpc.memory.revisions import Page
 from shared_rpc.reaper import REAPER
+from shared_rpc.revised import AsyncRevised, Revised
 
 __all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable"]
 
@@ -31,6 +33,15 @@ class Issuer(Giver, Protocol):
     def ensure_handle_live(self, handle: Handle[Any]) -> None:
         """See :meth:`shared_rpc.Client.ensure_handle_live`."""
 
+    def latest(self, handle: Handle[T]) -> Handle[T]:
+        """See :meth:`Handle.latest`."""
+
+    def revision_page(self, object_id: str) -> Page:
+        """Where the object's revision is.
+
+        :raises StaleHandleError: if the server does not own the object.
+        """
+
 
 class AsyncIssuer(Giver, Protocol):
     """Who gave an :class:`AsyncHandle` out."""
@@ -43,6 +54,12 @@ class AsyncIssuer(Giver, Protocol):
 
     async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
         """See :meth:`shared_rpc.AsyncClient.ensure_handle_live`."""
+
+    async def latest(self, handle: AsyncHandle[T]) -> AsyncHandle[T]:
+        """See :meth:`AsyncHandle.latest`."""
+
+    async def revision_page(self, object_id: str) -> Page:
+        """See :meth:`Issuer.revision_page`."""
 
 
 class Lease(Generic[T]):
@@ -59,6 +76,8 @@ class Lease(Generic[T]):
         self._released = False
         self._lock = threading.Lock()
         self._info: dict[str, Any] | None = None
+        #: Where its revision is, once somebody has asked.
+        self._page: Page | None = None
         REAPER.start()
 
     @property
@@ -85,7 +104,8 @@ class Lease(Generic[T]):
             if self._released:
                 return False
             self._released = True
-        self._value = None
+        # Not unmapped here: another thread may be waiting for it.
+        self._value = self._page = None
         return True
 
     def __reduce__(self) -> NoReturn:
@@ -105,7 +125,7 @@ class Lease(Generic[T]):
         return f"<{type(self).__name__} {self.object_id} generation {self.generation}: {state}>"
 
 
-class Handle(Lease[T]):
+class Handle(Lease[T], Revised[T]):
     """A lease on an object of the server, and the object itself.
 
     The lease is given back by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
@@ -125,9 +145,9 @@ class Handle(Lease[T]):
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """What the server knows of the object; asked once, and again with ``refresh``.
 
-        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes``, ``device``, ``generation``, ``leases``
-        (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds). Where the memory ends with the
-        process that made it, ``lifetime`` says so.
+        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes``, ``device``, ``generation``, ``current``
+        (see :meth:`is_current`), ``leases`` (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds).
+        Where the memory ends with the process that made it, ``lifetime`` says so.
 
         :raises StaleHandleError: if the server does not own the object any more.
         """
@@ -142,6 +162,28 @@ class Handle(Lease[T]):
         except SharedRPCError:
             return True
         return False
+
+    def is_current(self) -> bool:
+        """Whether the endpoint's next caller gets this very object: False once another generation has taken its place, or it
+        was invalidated, and for a stale handle. Asks the server.
+
+        What is not cached has no generations: it is current for as long as it is there.
+
+        :raises ConnectError, ConnectionClosed: if the server cannot be asked.
+        """
+        try:
+            return not self._released and bool(self._issuer.object_info(self.object_id)["current"])
+        except StaleHandleError:
+            return False
+
+    def latest(self) -> Handle[T]:
+        """A new handle, of the generation that is current now. This one stays as it is, and is to be released as any other.
+
+        Where this one is current still, it is another handle of the same object. Nothing is built, and nothing waited for.
+
+        :raises StaleHandleError: if this handle is stale; with ``reason="invalidated"`` if no generation is current.
+        """
+        return self._issuer.latest(self)
 
     def __enter__(self) -> Handle[T]:
         return self
@@ -162,7 +204,7 @@ class Handle(Lease[T]):
             await to_thread.run_sync(self.release)
 
 
-class AsyncHandle(Lease[T]):
+class AsyncHandle(Lease[T], AsyncRevised[T]):
     """What :class:`Handle` is, for coroutines: ``async with await client.call(...) as handle``."""
 
     def __init__(
@@ -189,6 +231,17 @@ class AsyncHandle(Lease[T]):
         except SharedRPCError:
             return True
         return False
+
+    async def is_current(self) -> bool:
+        """See :meth:`Handle.is_current`."""
+        try:
+            return not self._released and bool((await self._issuer.object_info(self.object_id))["current"])
+        except StaleHandleError:
+            return False
+
+    async def latest(self) -> AsyncHandle[T]:
+        """See :meth:`Handle.latest`."""
+        return await self._issuer.latest(self)
 
     async def __aenter__(self) -> AsyncHandle[T]:
         return self

@@ -19,6 +19,7 @@ import anyio.to_thread
 from shared_rpc.client.buffers import request_of
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.handle import Handle
+from shared_rpc.in_process_generations import InProcessGenerations
 from shared_rpc.memory.devices import device_id, device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -38,7 +39,7 @@ __all__ = ["InProcessRuntime"]
 T = TypeVar("T")
 
 
-class InProcessRuntime:
+class InProcessRuntime(InProcessGenerations):
     """Every call goes through the core of this process, and gets the live value."""
 
     def __init__(self, engine: Engine, device: str) -> None:
@@ -70,6 +71,11 @@ class InProcessRuntime:
 
     @property
     def tasks(self) -> InProcessRuntime:
+        """See :class:`shared_rpc.runtime.Runtime`."""
+        return self
+
+    @property
+    def generations(self) -> InProcessRuntime:
         """See :class:`shared_rpc.runtime.Runtime`."""
         return self
 

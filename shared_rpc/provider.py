@@ -20,9 +20,11 @@ from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations import Operations
 from shared_rpc.preload import preload_codec
+from shared_rpc.refreshing import Refreshing
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
 from shared_rpc.settings import Role, resolve_role
+from shared_rpc.wire.generations import Generation
 
 if TYPE_CHECKING:
     from shared_rpc.decorators import Decorator, ManagedDecorator
@@ -60,6 +62,10 @@ class SharedFunction(Generic[P, R_co]):
         """Have the call run as a task: its id. See :meth:`Client.submit`."""
         return self._provider.submit(self.name, *args, **kwargs)
 
+    def refresh(self, *args: P.args, **kwargs: P.kwargs) -> Generation:
+        """Build the next generation of this call's object, and make it the current one. See :meth:`Client.refresh`."""
+        return self._provider.refresh(self.name, *args, **kwargs)
+
     def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """Drop the cached result of this call; 1 if there was one."""
         return self._provider.invalidate_call_cache(self.name, *args, **kwargs)
@@ -68,7 +74,7 @@ class SharedFunction(Generic[P, R_co]):
         return f"<shared function {self.name}>"
 
 
-class Provider(Operations):
+class Provider(Operations, Refreshing):
     """Endpoints, and the role this process plays for them.
 
     The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment

@@ -7,7 +7,8 @@ client role asks a server. The provider does not know which one it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -25,10 +26,15 @@ from shared_rpc.wire.tasks import TaskInfo
 if TYPE_CHECKING:
     import torch
 
+    from shared_rpc.client.watching import Subscription
+    from shared_rpc.handle import Handle
     from shared_rpc.provider import Provider
     from shared_rpc.server import Server
+    from shared_rpc.wire.generations import Generation
 
-__all__ = ["BufferCalls", "ClientRuntime", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
+__all__ = ["BufferCalls", "ClientRuntime", "GenerationCalls", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
+
+T = TypeVar("T")
 
 
 class TaskCalls(Protocol):
@@ -80,6 +86,22 @@ class BufferCalls(Protocol):
         """See :meth:`Client.list_devices`."""
 
 
+class GenerationCalls(Protocol):
+    """What a role does with generations and revisions; see :class:`shared_rpc.Client` for each of them."""
+
+    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Generation:
+        """See :meth:`Client.refresh`."""
+
+    def retire(self, target: Handle[Any] | str) -> list[dict[str, Any]]:
+        """See :meth:`Client.retire`."""
+
+    def on_refresh(self, callback: Callable[[Generation], object]) -> Subscription:
+        """See :meth:`Client.on_refresh`."""
+
+    def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
+        """See :meth:`Client.update`."""
+
+
 class Runtime(Protocol):
     """A role at work."""
 
@@ -92,6 +114,10 @@ class Runtime(Protocol):
     @property
     def buffers(self) -> BufferCalls:
         """What concerns raw buffers."""
+
+    @property
+    def generations(self) -> GenerationCalls:
+        """What concerns generations and revisions."""
 
     def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The endpoint's result, or a handle where it is managed."""
@@ -134,6 +160,11 @@ class ClientRuntime:
 
     @property
     def buffers(self) -> Client:
+        """See :class:`Runtime`."""
+        return self.client
+
+    @property
+    def generations(self) -> Client:
         """See :class:`Runtime`."""
         return self.client
 
@@ -192,6 +223,7 @@ class LocalRuntime(InProcessRuntime):
 
     def close(self) -> None:
         """Let go of all results; handles that are out keep theirs."""
+        self._unwatch()
         self._engine.stop()
 
 
@@ -210,4 +242,5 @@ class ServerRuntime(InProcessRuntime):
 
     def close(self) -> None:
         """Stop serving."""
+        self._unwatch()
         self.server.stop()

@@ -98,7 +98,9 @@ def surface(kind: type) -> dict[str, str]:
     for name, member in inspect.getmembers(kind):
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             text = "property" if isinstance(member, property) else str(inspect.signature(member))
-            found[name] = text.replace("AsyncHandle", "Handle").replace("AsyncClient", "Client")
+            for word in ("AsyncHandle", "AsyncClient", "AsyncRefreshIterator", "AbstractAsyncContextManager"):
+                text = text.replace(word, word.replace("Async", ""))
+            found[name] = text
     return found
 
 
@@ -116,9 +118,13 @@ def test_both_handles_have_one_surface() -> None:
 
 
 def test_all_operations_of_the_async_client_are_coroutines() -> None:
-    """But for what a finaliser calls."""
+    """But for what a finaliser calls, and what is entered or iterated over."""
     plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
-    assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {"give_back"}
+    assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
+        "give_back",
+        "refreshes",
+        "update",
+    }
 
 
 async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server) -> None:

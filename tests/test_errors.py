@@ -17,6 +17,7 @@ from shared_rpc.errors import (
     SharedRPCError,
     StaleHandleError,
     TaskError,
+    UpdateInterrupted,
     WorkerCrashed,
     from_wire,
     to_wire,
@@ -36,6 +37,7 @@ TREE = [kind for kind in tree(SharedRPCError) if kind.__module__ == errors.__nam
 SPECIMENS = {
     BufferNotFound: BufferNotFound("buffer 1 was freed", reason="freed"),
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
+    UpdateInterrupted: UpdateInterrupted("it was killed", revision=3, pid=17),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
     WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", stderr="Fatal Python error"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
@@ -84,7 +86,9 @@ def test_the_docstring_draws_the_tree() -> None:
     """Every class, under its parent, with the built-in class by which it can be caught as well."""
     drawn, path = {}, []
     for line in (errors.__doc__ or "").splitlines():
-        entry = re.match(r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled))\b", line)
+        entry = re.match(
+            r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled|Interrupted))\b", line
+        )
         if entry is None:
             continue
         path[len(entry[1]) // 4 :] = [entry[2]]

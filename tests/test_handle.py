@@ -158,6 +158,7 @@ def test_object_info(app: App) -> None:
         "nbytes": 1024,
         "device": "cpu",
         "generation": 1,
+        "current": True,
         "leases": 1,
     }
     assert 1.7e9 < created <= accessed

@@ -415,6 +415,7 @@ def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
         "nbytes": 200,
         "device": "cpu",
         "generation": 1,
+        "current": True,
         "leases": 1,
         "created_at": 1000.0,
         "last_accessed_at": 1000.0,

@@ -17,12 +17,13 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from shared_rpc.client import buffers, operations
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
+from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.offloading import ThreadWork
 from shared_rpc.client.pool import RETRY, Session, nobody_there
+from shared_rpc.client.refreshing import AsyncRefreshing
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -42,7 +43,7 @@ T = TypeVar("T")
 _QUICK = 2048
 
 
-class AsyncClient(BaseClient):
+class AsyncClient(AsyncRefreshing):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
     All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in
@@ -201,6 +202,7 @@ class AsyncClient(BaseClient):
     async def close(self) -> None:
         """See :meth:`Client.close`."""
         self._closed = True
+        self._unwatch()
         channel, session = self._channel, self._session
         self._channel, self._session = None, None
         if channel is not None:

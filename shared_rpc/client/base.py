@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from shared_rpc.client.lane import Lane
+from shared_rpc.client.watching import Watch
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
@@ -39,6 +40,8 @@ class BaseClient:
         self._pool_options = pool or PoolOptions()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        #: What calls the callbacks of on_refresh, once there is one.
+        self._watch: Watch | None = None
         self._begin()
         preload_codec()
         _clients.add(self)
@@ -60,6 +63,7 @@ class BaseClient:
         The copies of connections are closed here. Those that another thread was just making are closed by their modules.
         """
         self._values = weakref.WeakValueDictionary()
+        self._watch = None
 
     @property
     def socket_path(self) -> str:

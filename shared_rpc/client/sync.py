@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shared_rpc.client import buffers, operations
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
+from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.pool import ConnectionPool, Session
+from shared_rpc.client.refreshing import Refreshing
 from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
@@ -32,7 +33,7 @@ T = TypeVar("T")
 _FOREVER = 10 * 365 * 86400.0
 
 
-class Client(BaseClient):
+class Client(Refreshing):
     """Calls the endpoints of a server on this host.
 
     Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
@@ -267,6 +268,7 @@ class Client(BaseClient):
 
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
+        self._unwatch()
         self._pool.close()
 
     def __enter__(self) -> Client:

@@ -16,20 +16,23 @@ from typing import Any
 import anyio
 
 from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
-from shared_rpc.errors import ConnectionClosed, StaleHandleError
+from shared_rpc.errors import ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
 from shared_rpc.server.executor import Executor
+from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
+from shared_rpc.server.revisions import Revisions
+from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable
 from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.store.objects import OBJECT_ID, ObjectStore, StoredObject
 from shared_rpc.store.quotas import Quotas
 from shared_rpc.store.tasks import Task, TaskTable
+from shared_rpc.wire.generations import Generation
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -80,7 +83,9 @@ class Core:
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
         buffers = BufferTable(self.objects, self.leases, now)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
-        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit)
+        self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
+        self.revisions = Revisions(self.objects)
+        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit, self.generations.announce)
         table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
@@ -109,6 +114,7 @@ class Core:
         self.stopped = True
         self.runs.stop()
         self.buffers.stop()
+        self.generations.stop(Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")))
         self.objects.clear()
         self.lanes.close()
 
@@ -147,6 +153,47 @@ class Core:
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 
+    def refresh(
+        self,
+        waiter: Waiter,
+        told: Callable[[Generation | Failure], None],
+        endpoint: str,
+        lowered: Lowered,
+        arguments: CallArguments,
+        chain: frozenset[str] = frozenset(),
+    ) -> None:
+        """Build the next generation of a call's object, or join the run that does; the present one is served meanwhile.
+
+        For the parameters see :meth:`call`.
+
+        :param told: called once, in the turn of the loop in which the new generation became current.
+        """
+
+        def deliver(outcome: Delivery | Failure) -> None:
+            try:
+                told(outcome if isinstance(outcome, Failure) else self.generations.made(endpoint, outcome))
+            except SharedRPCError as error:
+                told(Failure.of(error))
+
+        waiter.refreshes, waiter.deliver = True, deliver
+        try:
+            spec, key = self._bound(endpoint, lowered, chain)
+            refreshable(spec, key)
+        except BaseException as error:
+            close_arguments(arguments)
+            deliver(Failure.of(error))
+            return
+        self.runs.enter(waiter, spec, key, arguments, chain)
+
+    def retire(self, target: str) -> list[dict[str, Any]]:
+        """Free what nobody holds of the superseded objects of an endpoint, or of an object; facts about those left.
+
+        :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
+        """
+        names = [spec.name for spec in self.registry.all()]
+        endpoint = self.registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
+        return [self.facts(stored) for stored in self.generations.retire(target, endpoint)]
+
     def submit(self, endpoint: str, lowered: Lowered, arguments: CallArguments) -> TaskInfo:
         """Make a task of a call; for the parameters see :meth:`call`.
 
@@ -166,6 +213,7 @@ class Core:
         self.tasks.leave(waiter)
         self.runs.leave(waiter)
         self.buffers.leave(waiter)
+        self.generations.leave(waiter)
 
     def end_session(self, session: str) -> None:
         """Give back all that the session held."""
@@ -287,6 +335,7 @@ class Core:
 
     def _dropped(self, stored: StoredObject) -> None:
         stored.live = None
+        self.revisions.forget(stored.object_id)
         if stored.record.segments:
             stored.record.close()
             self._executor.reclaim()

@@ -217,6 +217,7 @@ class Engine:
         self._ended = True
         for stored in self.core.objects:
             stored.record.close()
+        self.core.revisions.close()
 
 
 class PendingCall:

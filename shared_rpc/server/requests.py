@@ -14,6 +14,7 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
+from shared_rpc.server.generation_requests import GENERATION_HANDLERS, GenerationRequests
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.session_lanes import SessionLane
@@ -37,7 +38,7 @@ _MAX_CALLS = 10_000
 _PAGE = 1000
 
 
-class Requests:
+class Requests(GenerationRequests):
     """The requests of one connection. Those that are not answered at once are waiters of the core."""
 
     def __init__(self, connection: Connection, core: Core, sessions: Sessions, facts: Callable[[], dict[str, Any]]) -> None:
@@ -331,4 +332,5 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.FreeBuffer: Requests._free_buffer,
     m.ListDevices: Requests._list_devices,
     m.Reload: Requests._reload,
+    **GENERATION_HANDLERS,
 }

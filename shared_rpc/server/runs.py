@@ -49,6 +49,7 @@ class Waiter:
 
     :param local: whether it is a caller in this process, who can do with the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
+    :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it.
     :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
     :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
@@ -63,6 +64,7 @@ class Waiter:
     deliver: Callable[[Delivery | Failure], None]
     local: bool = False
     keeps: bool = False
+    refreshes: bool = False
     looks: bool = False
     claims: bool = False
     on_begin: Callable[[], None] | None = None
@@ -80,6 +82,7 @@ class Runs:
 
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record that is to be kept; what it raises is told instead.
+    :param listed: called with an object that the cache lists from now on.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Runs:
         leases: LeaseTable,
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
+        listed: Callable[[StoredObject], None],
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
@@ -97,6 +101,7 @@ class Runs:
         self._leases = leases
         self._settle = settle
         self._admit = admit
+        self._listed = listed
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -119,7 +124,7 @@ class Runs:
 
         :param arguments: descriptors in them belong to this object now.
         """
-        if self.answer_from_cache(waiter, spec, key):
+        if not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
             close_arguments(arguments)
             return
         waiter.flight = self.calls.join(key, waiter) if spec.singleflight else None
@@ -135,7 +140,7 @@ class Runs:
             arguments,
             publish,
             chain | {spec.name, key or spec.name},
-            background=waiter.keeps,
+            background=waiter.keeps or waiter.refreshes,
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and not waiter.keeps,
             on_starved=lambda why: self._starved(flight, why),
@@ -260,9 +265,13 @@ class Runs:
             self._executor.reclaim()
             self._tell_all(waiters, refusal)
             return
-        stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
+        stored = self._objects.add(
+            spec.name, key or flight.former_key, record, spec.idle_ttl, outcome.live, listed=key is not None
+        )
         stored.managed = spec.managed
         self._deliver(waiters, spec, record, outcome.live, stored)
+        if stored.listed:
+            self._listed(stored)
         self._settle(stored.object_id)
 
     def _refusal(self, record: Record) -> Failure | None:
@@ -288,11 +297,11 @@ class Runs:
         if stored is not None:
             # All of them before anybody is told: one who gives its lease back at once must not end the others'.
             for waiter in waiters:
-                if managed or waiter.keeps:
+                if (managed and not waiter.refreshes) or waiter.keeps:
                     self._leases.grant(waiter.session, stored.object_id)
         # Tasks last: what a task hands on and lets go of may be all that keeps the record.
         for waiter in sorted(waiters, key=lambda waiter: waiter.keeps):
-            tell(waiter, Delivery(record, live, stored, managed))
+            tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
 
 
 def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:

@@ -22,13 +22,16 @@ W = TypeVar("W")
 
 @dataclass(eq=False)
 class Flight(Generic[W]):
-    """One run. ``key`` is None where its result is not to be cached, or no longer; ``progress`` is what it said last."""
+    """One run. ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is what it was;
+    ``progress`` is what the run said last.
+    """
 
     endpoint: str
     key: str | None
     running: bool = False
     progress: Any = None
     waiters: list[W] = field(default_factory=list)
+    former_key: str | None = None
 
 
 class CallTable(Generic[W]):
@@ -73,7 +76,7 @@ class CallTable(Generic[W]):
     def part(self, flight: Flight[W]) -> None:
         """Keep one run's result out of the cache, and later calls from joining it."""
         self._unlist(flight)
-        flight.key = None
+        flight.former_key, flight.key = flight.key or flight.former_key, None
 
     def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
         """Keep the results of matching runs out of the cache; how many runs that were."""

@@ -10,6 +10,7 @@ Raw buffers are objects too. They are listed without a key, which the cache does
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -20,7 +21,10 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 
-__all__ = ["ObjectStore", "StoredObject"]
+__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject"]
+
+#: What an object's id looks like.
+OBJECT_ID = re.compile("[0-9a-f]{24}")
 
 #: Keys whose builds are counted, the most recently built ones.
 _KNOWN_KEYS = 1 << 14
@@ -49,6 +53,13 @@ class StoredObject:
     kind: Literal["result", "buffer"] = "result"
     #: Whether the code that made it has been replaced since.
     stale: bool = False
+    #: The id of the object that was current for its key just before it was, ``""`` if none was.
+    previous_id: str = ""
+
+    @property
+    def current(self) -> bool:
+        """Whether nothing has taken its place: the cache lists it, or never would."""
+        return self.listed or self.cache_key is None
 
     def facts(self, server_id: str, leases: int) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
@@ -60,6 +71,7 @@ class StoredObject:
             "nbytes": self.record.nbytes,
             "device": self.record.device,
             "generation": self.generation,
+            "current": self.current,
             "leases": leases,
             "created_at": self.created_at,
             "last_accessed_at": self.last_accessed_at,
@@ -107,10 +119,21 @@ class ObjectStore:
         copies = self._segments.get(segment_id)
         return copies[0] if copies else None
 
-    def add(self, endpoint: str, key: str | None, record: Record, idle_ttl: float | None, live: Any = None) -> StoredObject:
+    def add(
+        self,
+        endpoint: str,
+        key: str | None,
+        record: Record,
+        idle_ttl: float | None,
+        live: Any = None,
+        *,
+        listed: bool = True,
+    ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
 
         Somebody must hold or list it: call :meth:`settle` once its leases are granted.
+
+        :param listed: False for an object of a key that was out of date before it was made.
         """
         now = self._now()
         stored = StoredObject(
@@ -127,9 +150,10 @@ class ObjectStore:
         self._objects[stored.object_id] = stored
         for segment in record.segments:
             self._segments.setdefault(segment.info.id, []).append(segment)
-        if key is not None:
+        if key is not None and listed:
             earlier = self._by_key.get(key)
             if earlier is not None:
+                stored.previous_id = earlier.object_id
                 self.unlist(earlier)
             stored.listed = True
             self._by_key[key] = stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.errors import ProtocolError
+from shared_rpc.wire import generations as g
 from shared_rpc.wire import messages as m
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
@@ -48,6 +49,14 @@ _KINDS: dict[int, type[m.Message]] = {
     41: m.GetBuffer,
     42: m.FreeBuffer,
     43: m.ListDevices,
+    50: g.Refresh,
+    51: g.Refreshed,
+    52: g.AwaitRefreshes,
+    53: g.Refreshes,
+    54: g.GetLatest,
+    55: g.Retire,
+    56: g.GetRevision,
+    57: g.RevisionPage,
     60: m.Reload,
     64: w.Serve,
     65: w.Shared,

@@ -11,7 +11,7 @@ from typing import Any, Literal, assert_type
 
 import torch
 
-from shared_rpc import Client, Handle, Provider, Server, SharedFunction
+from shared_rpc import AsyncClient, AsyncHandle, Client, Generation, Handle, Provider, Server, SharedFunction, Subscription
 
 provider = Provider()
 Provider(Path("/run/app"), enabled=True, execution_mode="client", device="cuda:1", timeout=None, server_startup_timeout=5)
@@ -106,6 +106,8 @@ assert_type(load(4, name="big").value, Net)
 assert_type(load(4).value.hidden, int)
 assert_type(named().value, torch.Tensor)
 assert_type(load.invalidate(4), int)
+assert_type(load.refresh(4, name="big"), Generation)
+load.refresh("4")  # type: ignore[arg-type]
 load("4")  # type: ignore[arg-type]
 load.invalidate()  # type: ignore[call-arg]
 takes(load)  # type: ignore[arg-type]
@@ -117,6 +119,12 @@ with load(4) as handle:
     assert_type(handle.get_object_info(refresh=True), dict[str, Any])
     assert_type((handle.object_id, handle.server_id, handle.generation), tuple[str, str, int])
     assert_type((handle.released, handle.is_stale()), tuple[bool, bool])
+    assert_type((handle.is_current(), handle.revision, handle.wait_revision(2, timeout=1)), tuple[bool, int, int])
+    assert_type(handle.latest(), Handle[Net])
+    assert_type(handle.read_consistent(lambda net: net.hidden), int)
+    with provider.update(handle, timeout=1) as net:
+        assert_type(net, Net)
+    handle.revision = 4  # type: ignore[misc]
     handle.value = Net()  # type: ignore[misc]
     handle.released = True  # type: ignore[misc]
     handle.release(now=True)  # type: ignore[call-arg]
@@ -189,7 +197,27 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.get_object_info(handle), dict[str, Any])
+    assert_type(client.refresh("load", 4).generation, int)
+    assert_type(client.retire(handle), list[dict[str, Any]])
+    assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
+    for made in client.refreshes():
+        assert_type(made, Generation)
+    with client.update(handle) as weights:
+        assert_type(weights, Net)
     client.ensure_handle_live(handle)
     client.ensure_handle_live(handle.object_id)  # type: ignore[arg-type]
     client.release(4)  # type: ignore[arg-type]
     client.call()  # type: ignore[call-arg]
+
+
+async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
+    """The same of the other client."""
+    assert_type(await asynchronous.refresh("load", 4), Generation)
+    assert_type((await held.is_current(), await held.revision, await held.wait_revision(2)), tuple[bool, int, int])
+    assert_type(await held.latest(), AsyncHandle[Net])
+    assert_type(await held.read_consistent(lambda net: net.hidden), int)
+    async with asynchronous.update(held) as net:
+        assert_type(net, Net)
+    async for made in asynchronous.refreshes():
+        assert_type(made, Generation)
+    held.revision + 1  # type: ignore[operator]

@@ -1,0 +1,173 @@
+"""Callbacks that are told of refreshes, in a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.steps import Request
+from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.wire import generations as g
+from shared_rpc.wire.generations import Generation
+
+__all__ = ["ConnectionSource", "Source", "Subscription", "Watch"]
+
+_log = logging.getLogger("shared_rpc")
+
+#: Seconds. Nothing may be refreshed for as long as a client lives.
+_FOREVER = 10 * 365 * 86400.0
+
+
+class Source(Protocol):
+    """Where the news comes from."""
+
+    def news(self, after: int) -> tuple[list[Generation], int]:
+        """Wait for what became current after a position; with -1 nothing, at once. And the position after that.
+
+        :raises SharedRPCError: when there is nothing more to come.
+        """
+
+    def hang_up(self) -> None:
+        """Have a :meth:`news` that waits in another thread raise."""
+
+    def close(self) -> None:
+        """Give up what it holds. Nobody waits."""
+
+
+class ConnectionSource:
+    """News from a server, over a connection of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def news(self, after: int) -> tuple[list[Generation], int]:
+        """See :class:`Source`."""
+        request = Request(g.AwaitRefreshes(after), "the wait for refreshes")
+        reply = self._connection.exchange(request, time.monotonic() + _FOREVER)
+        reply.frame.close()
+        if not isinstance(reply.message, g.Refreshes):
+            raise ProtocolError(f"the server answered a wait for refreshes with {type(reply.message).__name__}")
+        return reply.message.generations, reply.message.after
+
+    def hang_up(self) -> None:
+        """See :class:`Source`."""
+        self._connection.hang_up()
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._connection.close()
+
+
+class Subscription:
+    """A callback of ``on_refresh``, until :meth:`close`, or the end of a ``with`` block."""
+
+    def __init__(self, watch: Watch, callback: Callable[[Generation], object]) -> None:
+        self._watch = watch
+        self._callback = callback
+        #: Whether the callback may still be called; False also once the connection to the server has ended.
+        self.active = True
+
+    def close(self) -> None:
+        """Call it no more; a call that is under way ends by itself. Closing twice is harmless."""
+        self._watch.end(self)
+
+    def tell(self, generation: Generation) -> None:
+        """Call it. What it raises is logged, and keeps nothing from anybody."""
+        if self.active:
+            try:
+                self._callback(generation)
+            except Exception:
+                _log.exception("a callback of on_refresh failed on generation %d of %s", *_named(generation))
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _named(generation: Generation) -> tuple[int, str]:
+    return generation.generation, generation.cache_key
+
+
+class Watch:
+    """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
+
+    :param connect: makes the source, when the first one subscribes.
+    """
+
+    def __init__(self, connect: Callable[[], Source]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._subscriptions: list[Subscription] = []
+        #: None while nobody is subscribed.
+        self._source: Source | None = None
+
+    def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
+        """Have a callback told of what becomes current from here on.
+
+        :raises SharedRPCError: if the server cannot be reached.
+        """
+        subscription = Subscription(self, callback)
+        with self._lock:
+            if self._source is None:
+                source = self._connect()
+                try:
+                    _, after = source.news(-1)
+                except BaseException:
+                    source.close()
+                    raise
+                self._source = source
+                thread = threading.Thread(target=self._run, args=(source, after), name="shared-rpc-refreshes", daemon=True)
+                thread.start()
+            self._subscriptions.append(subscription)
+        return subscription
+
+    def end(self, subscription: Subscription) -> None:
+        """Call one callback no more; the thread ends with the last one."""
+        with self._lock:
+            subscription.active = False
+            if subscription in self._subscriptions:
+                self._subscriptions.remove(subscription)
+            source = self._source
+            if source is None or self._subscriptions:
+                return
+            self._source = None
+        source.hang_up()
+
+    def close(self) -> None:
+        """Call no callback any more."""
+        for subscription in tuple(self._subscriptions):
+            self.end(subscription)
+
+    def _run(self, source: Source, after: int) -> None:
+        try:
+            while True:
+                generations, after = source.news(after)
+                for generation in generations:
+                    for subscription in tuple(self._subscriptions):
+                        subscription.tell(generation)
+        except SharedRPCError as error:
+            self._ended(source, error)
+        finally:
+            source.close()
+
+    def _ended(self, source: Source, error: SharedRPCError) -> None:
+        with self._lock:
+            if self._source is not source:  # nobody is subscribed any more, or others are, anew
+                return
+            self._source = None
+            ended, self._subscriptions = self._subscriptions, []
+        _log.warning(
+            "%d callbacks of on_refresh are told nothing any more, because the connection ended: %s. Subscribe them again when "
+            "the server is back",
+            len(ended),
+            error,
+        )
+        for subscription in ended:
+            subscription.active = False

@@ -1,0 +1,74 @@
+"""Waiting for a word of shared memory to change, and ordering what is written around it: futex(2)."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+from shared_rpc.errors import CapabilityError
+
+__all__ = ["fence", "supported", "wait", "wake"]
+
+#: The number of the system call, by machine (asm/unistd.h).
+_NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_WAIT, _WAKE, _PRIVATE = 0, 1, 128
+_ALL = 0x7FFFFFFF
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+#: A word of this process alone, on which nobody waits.
+_nobodys = ctypes.c_uint32()
+
+
+def supported() -> None:
+    """Return if this machine is known here.
+
+    :raises CapabilityError: if not.
+    """
+    if _NUMBER is None:
+        raise CapabilityError(f"revisions need futex(2), whose number is not known here for {platform.machine()!r} machines")
+
+
+def wait(address: int, word: int, seconds: float) -> None:
+    """Wait until the 32-bit word at ``address`` is not ``word``, for ``seconds`` at most; it may end for no reason.
+
+    Other threads go on meanwhile.
+    """
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    _call(address, _WAIT, word & 0xFFFFFFFF, ctypes.byref(limit))
+
+
+def wake(address: int) -> None:
+    """Wake all who wait for that word, in whichever process. A full memory barrier, as :func:`fence`."""
+    _call(address, _WAKE, _ALL, None)
+
+
+def fence() -> None:
+    """What this thread has read and written before is done before what it reads and writes after.
+
+    Waking has to see who began to wait, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
+    kernel/futex). Neither Python nor ctypes has another one.
+    """
+    _call(ctypes.addressof(_nobodys), _WAKE | _PRIVATE, 1, None)
+
+
+def _call(address: int, operation: int, value: int, limit: object) -> int:
+    return int(
+        _syscall(
+            ctypes.c_long(_NUMBER or 0),
+            ctypes.c_void_p(address),
+            ctypes.c_int(operation),
+            ctypes.c_uint32(value),
+            limit,
+            None,
+            ctypes.c_uint32(0),
+        )
+    )

@@ -1,0 +1,305 @@
+"""Revisions: how often memory was written in place, in a page that all who map the memory map as well.
+
+The page holds a number of 64 bits, as a seqlock does. It is even while nobody writes, odd while somebody does; an update adds
+two. Whoever writes holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with the process, however that ends. So an
+odd number without a lock is an update that was begun and never ended.
+
+::
+
+    offset  size
+    0       8     the revision
+    8       4     the pid of who wrote last, or writes now, in its own pid namespace
+
+Order, on every machine: what the writer wrote before it set an even revision, the work on the GPU included, is there for
+whoever has read that revision.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
+from shared_rpc.memory import futex
+from shared_rpc.memory.devices import torch_device
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.segments import Segment, SegmentInfo, backend_for
+
+__all__ = ["SLICE", "Page", "Update", "new_page", "read_only"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+#: Seconds after which one who waits looks whether the writer is still there.
+SLICE = 0.05
+#: struct flock of 64-bit Linux: type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def new_page() -> Segment:
+    """A page of revision 0, which the caller owns."""
+    futex.supported()
+    return HOST.create(HOST.granularity)
+
+
+def read_only(page: Segment) -> Segment:
+    """A descriptor of the same page for those who only read, which the caller owns."""
+    info = SegmentInfo(page.info.id, page.info.nbytes, page.info.device, "read", page.info.mechanism)
+    return Segment(info, os.open(f"/proc/self/fd/{page.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+
+
+class Page:
+    """An object's revision, as this process sees it. Thread-safe. It stays mapped for as long as this object lives.
+
+    :param page: its segment, which belongs to this object now.
+    :param memory: a segment of the object's for each device and mechanism.
+    :param object_id: whose it is, for errors.
+    """
+
+    def __init__(self, page: Segment, memory: Sequence[SegmentInfo], object_id: str) -> None:
+        self.object_id = object_id
+        self.access = page.info.access
+        self._memory = tuple(info for info in memory if info.device != "cpu")
+        with page:
+            futex.supported()
+            self._fd = os.dup(page.fileno())
+            try:
+                self._address = HOST.map(self._fd, page.info.nbytes, page.info.access)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        weakref.finalize(self, _close, self._address, page.info.nbytes, self._fd).atexit = False
+        self._inode = os.fstat(self._fd).st_ino
+        self._revision = ctypes.c_uint64.from_address(self._address)
+        self._pid = ctypes.c_uint32.from_address(self._address + 8)
+
+    @property
+    def revision(self) -> int:
+        """The revision now. What is read after this is at least as new."""
+        revision = int(self._revision.value)
+        futex.fence()
+        return revision
+
+    def wait(self, revision: int, until: float) -> int:
+        """Wait until the revision is even, and not less than that: what it is then.
+
+        :param until: when to give up, in terms of time.monotonic().
+        :raises DeadlineExceeded: then.
+        :raises UpdateInterrupted: if who writes has gone.
+        """
+        while (seen := self.wait_slice(revision, until)) is None:
+            continue
+        return seen
+
+    def wait_slice(self, revision: int, until: float) -> int | None:
+        """:meth:`wait`, for a moment: None if it has to go on."""
+        seen = self.revision
+        if seen % 2:
+            self._check_writer(seen)
+        elif seen >= revision:
+            return seen
+        left = until - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"object {self.object_id} is at revision {seen}, and {revision} was waited for")
+        futex.wait(self._address, seen, min(left, SLICE))
+        return None
+
+    def _check_writer(self, seen: int) -> None:
+        self._refuse_own_update("wait for")
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))
+        if answer[0] != fcntl.F_UNLCK or self.revision != seen:
+            return
+        pid = int(self._pid.value)
+        raise UpdateInterrupted(
+            f"an update of object {self.object_id} by pid {pid} began with revision {seen} and did not end: the process was "
+            f"killed, or its block raised. The memory is partly old and partly new: update it again, or refresh it",
+            revision=seen,
+            pid=pid,
+        )
+
+    def read(self, function: Callable[[V], T], value: V, until: float) -> T:
+        """``function(value)``, from memory that nobody wrote to meanwhile; it is called again where somebody did.
+
+        What it queues on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
+        """
+        while True:
+            before = self.wait(0, until)
+            try:
+                result = function(value)
+                self._wait_for_streams()
+            except Exception:
+                # It may have met what was half-written.
+                if self._unchanged(before):
+                    raise
+            else:
+                if self._unchanged(before):
+                    return result
+            if time.monotonic() >= until:
+                raise DeadlineExceeded(
+                    f"object {self.object_id} was updated each time it was read, until there was no time left"
+                )
+
+    def _unchanged(self, before: int) -> bool:
+        futex.fence()
+        return self.revision == before
+
+    def _wait_for_streams(self) -> None:
+        for info in self._memory:
+            import torch
+
+            if torch.cuda.is_current_stream_capturing():
+                raise CapabilityError("a consistent read waits for the GPU, so it cannot be captured into a CUDA graph")
+            stream = torch.cuda.current_stream(torch_device(info.device)).cuda_stream
+            backend_for(info.device, info.mechanism).wait(stream)
+
+    @contextmanager
+    def update(self, until: float) -> Iterator[None]:
+        """Around what writes to the memory. One at a time: another one's end is waited for.
+
+        If the block raises, the update is left as interrupted.
+
+        :param until: when to give up waiting, in terms of time.monotonic().
+        :raises DeadlineExceeded: then.
+        :raises CapabilityError: if the object is shared for reading only; and at the end, if the GPU cannot be waited for now.
+        :raises ConfigurationError: in the update itself.
+        """
+        thread = threading.get_ident()
+        while (update := self.try_begin(thread)) is None:
+            self.wait_for_writer(until)
+        try:
+            yield
+            update.commit()
+        finally:
+            update.end()
+
+    def try_begin(self, thread: int | None = None) -> Update | None:
+        """Begin an update; None while there is one.
+
+        :param thread: the one whose update it is; None for a coroutine's, beside which others of its thread go on.
+        """
+        if self.access == "read":
+            raise CapabilityError(
+                f"object {self.object_id} is shared with access='read': only the server's process can update it"
+            )
+        if thread is not None:
+            self._refuse_own_update("update")
+        lock = _Lock(self._fd)
+        if not lock.taken:
+            return None
+        if thread is not None:
+            _updating[self._inode] = thread
+        revision = self.revision
+        update = Update(self, lock, revision + 1 if revision % 2 == 0 else revision + 2)
+        self._pid.value = os.getpid()
+        self._revision.value = update.revision
+        futex.fence()
+        return update
+
+    def _refuse_own_update(self, what: str) -> None:
+        if _updating.get(self._inode) == threading.get_ident():
+            raise ConfigurationError(
+                f"this thread is updating object {self.object_id}, and would wait for itself: {what} it after that"
+            )
+
+    def wait_for_writer(self, until: float) -> None:
+        """A moment, or until whoever writes has ended."""
+        left = until - time.monotonic()
+        seen = self.revision
+        if left <= 0:
+            raise DeadlineExceeded(
+                f"object {self.object_id} is being updated by pid {self._pid.value}, whose update did not end in time"
+            )
+        futex.wait(self._address, seen, min(left, SLICE if seen % 2 else 0.001))
+
+
+class Update:
+    """An update under way. ``revision`` is the odd one that stands for it."""
+
+    def __init__(self, page: Page, lock: _Lock, revision: int) -> None:
+        self.revision = revision
+        self._page = page
+        self._lock = lock
+        self._process = os.getpid()
+
+    def commit(self) -> None:
+        """All is written: wait for the GPU, and make it the next revision.
+
+        :raises CapabilityError: if it cannot be waited for, because a CUDA graph is being captured, or its context is broken.
+        """
+        if os.getpid() != self._process:  # a child that was forked in the block
+            return
+        for info in self._page._memory:
+            if not backend_for(info.device, info.mechanism).synchronize():
+                raise CapabilityError(
+                    f"the update of object {self._page.object_id} cannot end: GPU {info.device} cannot be waited for, because "
+                    f"a CUDA graph is being captured, or its context is broken. Update it again after the capture"
+                )
+        futex.fence()
+        self._page._revision.value = self.revision + 1
+
+    def end(self) -> None:
+        """Let others write; without :meth:`commit` before, this update is one that was interrupted.
+
+        In a child that was forked in the block there is no lock, and nothing happens.
+        """
+        _updating.pop(self._page._inode, None)
+        self._lock.release()
+        futex.wake(self._page._address)
+
+
+class _Lock:
+    """A description of the page of its own: locks are between descriptions, and end with the last copy of one."""
+
+    def __init__(self, page: int) -> None:
+        try:
+            self._fd = os.open(f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise CapabilityError(f"an update needs a second descriptor of its object's page, by /proc: {error}") from error
+        _locks.add(self)
+        self.taken = False
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            self.taken = True
+        except (BlockingIOError, PermissionError):
+            self.close()
+
+    def release(self) -> None:
+        """Also of the copies that a process which is just being started may have."""
+        if self._fd >= 0:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of this process's copy alone."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+#: The threads that update something now, by the inode of its page.
+_updating: dict[int, int] = {}
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+def _close(address: int, nbytes: int, fd: int) -> None:
+    HOST.unmap(address, nbytes)
+    os.close(fd)
+
+
+def _after_fork() -> None:
+    # A child's copy would keep the lock of a parent that is killed.
+    for lock in list(_locks):
+        lock.close()
+    _updating.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

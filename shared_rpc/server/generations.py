@@ -1,0 +1,171 @@
+"""Generations of objects: which one is current, who is told when another one is, and what is left of earlier ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+
+from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.wire.generations import Generation
+from shared_rpc.wire.specs import EndpointSpec
+
+__all__ = ["Generations", "refreshable"]
+
+#: Keys whose latest generation is remembered for those who ask what is new: who asks too rarely misses the oldest ones.
+_REMEMBERED = 4096
+
+#: What is new since a position, and the position after it.
+Answer = Callable[[list[Generation], int], None]
+
+
+def refreshable(spec: EndpointSpec, key: str | None) -> str:
+    """The key of a call that is to be refreshed.
+
+    :raises ConfigurationError: if it has none.
+    """
+    if key is not None:
+        return key
+    why = (
+        "its results are not cached (cache=False)"
+        if not spec.cache
+        else "a call with a tensor or a module among its arguments is not cached: give the endpoint a cache_format_key"
+    )
+    raise ConfigurationError(f"endpoint {spec.name!r} has nothing to refresh: {why}")
+
+
+class Generations:
+    """What the server knows of the generations of its cached objects. On its loop only.
+
+    Those who want to know what is new ask again and again, from a position on. So there is nothing to buffer for one who
+    is slow: it gets the latest generation of each key, when it asks.
+
+    :param release: gives leases back: session, object ids.
+    :param reclaim: gives memory back that only a value of the executor held.
+    """
+
+    def __init__(
+        self,
+        server_id: str,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        release: Callable[[str, Iterable[str]], object],
+        reclaim: Callable[[], None],
+    ) -> None:
+        self._server_id = server_id
+        self._objects = objects
+        self._leases = leases
+        self._release = release
+        self._reclaim = reclaim
+        #: The latest generation of each key and its position, the latest last.
+        self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
+        self._position = 0
+        self._waiting: list[tuple[Waiter, int, Answer]] = []
+        #: What those are told who wait when the server has stopped.
+        self._gone: Failure | None = None
+
+    def announce(self, stored: StoredObject) -> None:
+        """An object is the current one of its key now. The first of a key is no news: nobody has an earlier one."""
+        if stored.generation == 1:
+            return
+        generation = self.of(stored)
+        self._position += 1
+        self._latest.pop(generation.cache_key, None)
+        self._latest[generation.cache_key] = self._position, generation
+        if len(self._latest) > _REMEMBERED:
+            self._latest.popitem(last=False)
+        waiting, self._waiting = self._waiting, []
+        for _, after, answer in waiting:
+            answer(self._since(after), self._position)
+
+    def wait(self, waiter: Waiter, after: int, answer: Answer) -> None:
+        """Call ``answer`` once, with what became current after a position; at once if ``after`` is negative."""
+        if self._gone is not None:
+            tell(waiter, self._gone)
+            return
+        news = self._since(after) if after >= 0 else []
+        if news or after < 0 or after > self._position:  # a position of an earlier server
+            answer(news, self._position)
+        else:
+            self._waiting.append((waiter, after, answer))
+
+    def leave(self, waiter: Waiter) -> None:
+        """The waiter does not want to know any more."""
+        self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
+
+    def stop(self, failure: Failure) -> None:
+        """Tell all who wait, and who will, that there is no more news."""
+        self._gone = failure
+        waiting, self._waiting = self._waiting, []
+        for waiter, _, _ in waiting:
+            tell(waiter, failure)
+
+    def of(self, stored: StoredObject) -> Generation:
+        """What there is to tell of an object with a key."""
+        assert stored.cache_key is not None, "what has no key has no generations"
+        return Generation(
+            endpoint=stored.endpoint,
+            cache_key=stored.cache_key,
+            object_id=stored.object_id,
+            generation=stored.generation,
+            previous_id=stored.previous_id,
+            nbytes=stored.record.nbytes,
+            device=stored.record.device,
+            server_id=self._server_id,
+            created_at=stored.created_at,
+        )
+
+    def made(self, endpoint: str, delivery: Delivery) -> Generation:
+        """What a refresh has brought. To be asked when it is delivered.
+
+        :raises RefreshError: if its call was invalidated while it was being built.
+        """
+        stored = delivery.stored
+        if stored is None or not stored.listed:
+            raise RefreshError(
+                f"{endpoint}() was invalidated while its next generation was being built, so that was not made current: the "
+                f"next call builds it anew, and so does refresh()"
+            )
+        return self.of(stored)
+
+    def hand_latest(self, waiter: Waiter, object_id: str) -> None:
+        """Hand out what is current of an object's key now, at once, with a lease.
+
+        :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
+        """
+        stored = self._objects.get(object_id)
+        if stored is None:
+            raise StaleHandleError(f"the server {self._server_id} owns no object {object_id[:100]}", reason="object_gone")
+        current = self._objects.lookup(stored.cache_key) if stored.cache_key is not None else stored
+        if current is None:
+            raise StaleHandleError(
+                f"no generation of {stored.cache_key} is current: it was invalidated, and not called since: call it again",
+                reason="invalidated",
+            )
+        self._leases.grant(waiter.session, current.object_id)
+        tell(waiter, Delivery(current.record, current.live, current, True))
+
+    def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
+        """Free what no process holds of a superseded object, or of an endpoint's; those that are left: processes hold them.
+
+        What only a task's unfetched result held is freed too.
+        """
+        superseded = [
+            stored
+            for stored in self._objects
+            if not stored.current and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
+        ]
+        for stored in superseded:
+            for session in self._leases.holders(stored.object_id):
+                if session.startswith("task "):
+                    self._release(session, [stored.object_id])
+        self._reclaim()
+        return [stored for stored in superseded if self._objects.get(stored.object_id) is not None]
+
+    def _since(self, after: int) -> list[Generation]:
+        news = takewhile(lambda entry: entry[0] > after, reversed(self._latest.values()))
+        return [generation for _, generation in news][::-1]

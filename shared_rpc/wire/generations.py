@@ -1,0 +1,99 @@
+"""Generations and revisions of objects: what is told of them, and the messages that ask.
+
+Their numbers are in :mod:`shared_rpc.wire.catalogue`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.wire.messages import Call, Message
+
+__all__ = [
+    "AwaitRefreshes",
+    "Generation",
+    "GetLatest",
+    "GetRevision",
+    "Refresh",
+    "Refreshed",
+    "Refreshes",
+    "Retire",
+    "RevisionPage",
+]
+
+
+class Generation(msgspec.Struct, frozen=True, gc=False):
+    """An object that became the current one of its cache key.
+
+    ``object_id`` is its own, ``previous_id`` that of the object which was current just before, ``""`` if none was.
+    ``generation`` counts the builds of the key, from 1. ``nbytes`` are bytes, ``created_at`` is in Unix seconds.
+    """
+
+    endpoint: str
+    cache_key: str
+    object_id: str
+    generation: int
+    previous_id: str
+    nbytes: int
+    device: str
+    server_id: str
+    created_at: float
+
+
+class Refresh(Call):
+    """Build the next generation of a call's object, or join the run that does; the answer is :class:`Refreshed`."""
+
+
+class Refreshed(Message):
+    """The generation that is current now."""
+
+    generation: Generation
+
+
+class AwaitRefreshes(Message):
+    """Ask for :class:`Refreshes` since position ``after``, as soon as there are any; with -1 for the position now, at once."""
+
+    after: int = -1
+
+
+class Refreshes(Message):
+    """What became current, the latest generation of each key alone, in the order it did; and the position after them.
+
+    A position means something to the server with that id alone.
+    """
+
+    generations: list[Generation]
+    after: int
+    server_id: str
+
+
+class GetLatest(Message):
+    """Ask for the :class:`~shared_rpc.wire.messages.Result` of what is current now of an object's key, with a lease."""
+
+    object_id: str
+
+
+class Retire(Message):
+    """Free what nobody holds of superseded objects, those of an endpoint or one of an id.
+
+    The answer is :class:`~shared_rpc.wire.messages.FactsList`, about those that are left.
+    """
+
+    target: str
+
+
+class GetRevision(Message):
+    """Ask for the :class:`RevisionPage` of an object."""
+
+    object_id: str
+
+
+class RevisionPage(Message):
+    """Where an object's revision is: a segment of one page, whose descriptor comes with the frame.
+
+    ``memory`` has a segment of the object's for each device and mechanism: what a writer has to wait for.
+    """
+
+    page: SegmentInfo
+    memory: list[SegmentInfo]
