@@ -419,6 +419,7 @@ def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
         "leases": 1,
         "created_at": 1000.0,
         "last_accessed_at": 1000.0,
+        "stale": False,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any
 
 from shared_rpc.client.lane import Lane
@@ -19,7 +20,7 @@ __all__ = ["OWN_TIMEOUT", "BaseClient"]
 OWN_TIMEOUT = -1.0
 
 
-class BaseClient:
+class BaseClient(ABC):
     """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`."""
 
     def __init__(
@@ -46,6 +47,7 @@ class BaseClient:
         preload_codec()
         _clients.add(self)
 
+    @abstractmethod
     def _begin(self) -> None:
         """Be ready to connect."""
 
@@ -53,9 +55,9 @@ class BaseClient:
         """What a new session uses for short-lived memory."""
         return Lane(self._pool_options, self._give_chunks_back)
 
+    @abstractmethod
     def _give_chunks_back(self, chunks: list[int]) -> None:
         """Tell the server of chunks of its pool; from another thread."""
-        raise NotImplementedError
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: what was there is its parent's, but for having been closed.

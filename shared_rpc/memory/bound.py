@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -78,7 +79,7 @@ class _Use:
     copies: list[int] = field(default_factory=list)
 
 
-class BoundBackend:
+class BoundBackend(ABC):
     """The contract of :class:`~shared_rpc.memory.segments.Backend` over memory that dies with its maker.
 
     A subclass says how memory is made, freed, opened and closed. None of these is called while another one runs.
@@ -99,31 +100,31 @@ class BoundBackend:
         self._by_address: dict[int, _Use] = {}
         _backends.add(self)
 
+    @abstractmethod
     def make(self, nbytes: int, token: bytes) -> Memory:
         """New zeroed memory of that size, complete when this returns.
 
         :raises CapabilityError: if it is not to be had.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def free(self, token: bytes, memory: Memory) -> None:
         """Give back what :meth:`make` made."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, voucher: Voucher) -> Memory:
         """Open memory of another process, alive or not.
 
         :raises CapabilityError: if the driver refuses.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, memory: Memory) -> None:
         """Undo :meth:`open`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def synchronize(self) -> bool:
         """See :class:`~shared_rpc.memory.segments.Backend`."""
-        raise NotImplementedError
 
     @property
     def desk(self) -> str:
