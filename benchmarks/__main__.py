@@ -119,6 +119,22 @@ def mechanisms(
     run(mebibytes=_numbers(megabytes), rounds=rounds, calls=calls, path=json)
 
 
+@app.command()
+def recovery(
+    device: Device = "auto",
+    shape: Shape = None,
+    attaches: Annotated[int, typer.Option(help="Attaches across the kill.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Attaches a second.")] = 200.0,
+    processes: Annotated[int | None, typer.Option(help="Processes that attach; half a core each, up to 4.")] = None,
+    restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
+    json: Json = None,
+) -> None:
+    """A broker whose worker is killed: attaches meanwhile, the next worker, and what the broker itself takes."""
+    from benchmarks.recovery import run
+
+    run(device=device, shape=shape, attaches=attaches, rate=rate, processes=processes, restarts=restarts, path=json)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",") if number.strip()]

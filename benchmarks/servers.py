@@ -43,7 +43,7 @@ class Servers:
         ordered = sorted(self.cores)
         middle = len(ordered) // 2
         # With a single core there is nothing to divide.
-        self._clients, self._servers = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
+        self._clients, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
         os.sched_setaffinity(0, self._clients)
         self._stack.callback(os.sched_setaffinity, 0, self.cores)
         # A socket address has room for 107 bytes: a short prefix.
@@ -80,5 +80,5 @@ class Servers:
         return self._stack.enter_context(Process(module, cores or self._clients, **config))
 
     def _ready(self, module: str, address: str, **config: Any) -> Started:
-        process = self._stack.enter_context(Process(module, self._servers, **config))
+        process = self._stack.enter_context(Process(module, self.server_cores, **config))
         return Started(process, address, process.read())

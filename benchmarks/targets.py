@@ -50,6 +50,11 @@ GOALS = {
     "ls": Goal("≤ 0.2 s", 0.2),
     "idle": Goal("≤ 1.5 x of none", 1.5),
     "one_copy": Goal("one copy: < 5 % of it each", 0.05, below=True),
+    "attach_gap": Goal("none", 0),
+    "attach_p99": Goal("≤ 2 x before", 2.0),
+    "worker": Goal("≤ import + 0.3 s", 0.3),
+    "broker": Goal("≤ 40 MiB", 40 * _MIB),
+    "broker_gpu": Goal("none: no GPU memory", 0),
     "killed": Goal("as before", 0),
     # Python's allocator keeps some of what the connections needed, for the next ones.
     "given_back": Goal("all given back", 0),

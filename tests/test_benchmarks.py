@@ -35,6 +35,7 @@ SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
+    "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --restarts 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -186,6 +187,17 @@ def test_shared_tensor_takes_part_or_is_noted_as_left_out(results: Callable[[str
     assert (Peer.name in run.row("ping, p50")["values"]) == (missing() is None)
     assert Peer.name not in run.row("direct call, 4 KiB tensor, cached")["values"]
     assert len(left_out) == 1 and left_out[0] in run.printed
+
+
+def test_recovery_finds_every_attach_well(results: Callable[[str], Run]) -> None:
+    """Before and after the kill; what the dead worker built computes the same, and the broker has nothing of torch."""
+    run = results("recovery")
+    failed = run.row("40 attaches at 40 a second")
+    assert (failed["values"]["shared_rpc"], failed["errors"]) == (0, [])
+    assert min(failed["before"], failed["after"]) > 0
+    assert run.row("forward pass")["met"]
+    assert run.row("… libraries")["met"]
+    assert run.row("from SIGKILL")["values"]["shared_rpc"] > 0
 
 
 def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> None:

@@ -27,6 +27,8 @@ _log = logging.getLogger("shared_rpc.broker")
 _LIMIT, _WINDOW = 5, 30.0
 #: Seconds that workers have to end by themselves when the broker stops.
 _GRACE = 0.6
+#: Seconds. A worker that ends earlier than that does not look well.
+_SHORT = 10.0
 #: Seconds before the first and at most before any restart.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
@@ -66,6 +68,8 @@ class Supervisor:
         self.restarts = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
         self._last: WorkerCrashed | None = None
+        #: Workers one after the other that did not live long.
+        self._short_lives = 0
         self._stopped_until = 0.0
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
         self._reloading = anyio.Lock()
@@ -158,17 +162,18 @@ class Supervisor:
                 group.remove(worker)
         if crashed:
             _log.error("%s", crash)
-            self._count_crash(crash)
+            self._count_crash(worker, crash)
         self._watcher.lost(worker, crash)
         self._settle(worker, worker.refusal or crash)
         self._watcher.changed()
         if crashed:
             await self._restart(worker.number)
 
-    def _count_crash(self, crash: WorkerCrashed) -> None:
+    def _count_crash(self, worker: Worker, crash: WorkerCrashed) -> None:
         now = time.monotonic()
         self._crashes.append(now)
         self._last = crash
+        self._short_lives = self._short_lives + 1 if now - worker.started < _SHORT else 0
         if len(self._crashes) == _LIMIT and now - self._crashes[0] < _WINDOW:
             self._stopped_until = now + _WINDOW
             self._crashes.clear()
@@ -176,7 +181,7 @@ class Supervisor:
 
     async def _restart(self, number: int) -> None:
         """One for one that ended, after a pause; unless a reload comes first."""
-        pause = min(_FIRST_PAUSE * 2.0 ** max(len(self._crashes) - 1, 0), _LONGEST_PAUSE)
+        pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
         await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
         if number in {worker.number for worker in self.workers} or self._stopping:
             return

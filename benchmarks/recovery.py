@@ -1,0 +1,240 @@
+"""The worker of a broker is killed: who attaches meanwhile, how soon there is another one, and what the broker itself takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import Process, environ
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers
+from benchmarks.stats import Sample
+from benchmarks.targets import GOALS
+from shared_rpc import Client
+
+__all__ = ["run"]
+
+OURS = "shared_rpc"
+#: Seconds that anything here may take.
+_PATIENCE = 120.0
+#: Workers that may be killed one after the other.
+_QUICK = 2
+
+APP = """
+import torch
+from benchmarks.workload import Workload
+from shared_rpc import Provider
+
+workload = Workload({device!r})
+provider = Provider(device={device!r})
+provider.share(managed=True)(workload.model)
+
+
+@provider.share
+def numbered(number):
+    return torch.full((1024,), float(number), device={device!r})
+"""
+
+
+def run(
+    *, device: str, shape: str | None, attaches: int, rate: float, processes: int | None, restarts: int, path: Path | None
+) -> None:
+    """Measure, print, write."""
+    import torch
+
+    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    shape = shape or ("llama-3-8b" if chosen == "cuda" else "small")
+    report = Report("recovery", f"The worker is killed ({shape} on {chosen})", [OURS])
+    with Servers(chosen) as servers:
+        clients = processes or max(1, min(4, len(servers.cores) // 2))
+        (servers.folder / "app.py").write_text(APP.format(device=chosen))
+        call = ["model", shape]
+        config: dict[str, Any] = {"socket": f"{servers.base_path}-bench.sock", "device": chosen, "call": call}
+        attaching = [servers.client("recovery_client", **config) for _ in range(clients)]
+        for process in attaching:
+            process.read()
+        before = attaching[0].ask(used=True)["used"]
+        with _broker(servers) as broker, Client(socket_path=config["socket"], timeout=_PATIENCE) as client:
+            with client.call(*call) as handle:
+                nbytes = handle.get_object_info()["nbytes"]
+            _kill_rows(report, client, attaching, attaches, rate)
+            _digest_rows(report, servers, client, config, attaching, before, nbytes, chosen)
+            _ready_rows(report, servers, client, restarts)
+            _broker_rows(report, client, broker, chosen)
+    report.finish(path)
+
+
+@contextmanager
+def _broker(servers: Servers) -> Iterator[subprocess.Popen[str]]:
+    """``shared-rpc serve``, where the servers of a run are."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, servers.server_cores)
+    try:
+        broker = subprocess.Popen(
+            [sys.executable, "-m", "shared_rpc.cli", "serve", "app.py", "--socket", f"{servers.base_path}-bench.sock"],
+            cwd=servers.folder,
+            env=environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    finally:
+        os.sched_setaffinity(0, own)
+    assert broker.stdout is not None, "stdout is a pipe"
+    if "serving" not in broker.stdout.readline():
+        raise RuntimeError(
+            f"the broker ended with exit code {broker.wait()}: run 'shared-rpc serve' on {servers.folder}/app.py"
+        )
+    try:
+        yield broker
+    finally:
+        broker.terminate()
+        broker.wait(_PATIENCE)
+
+
+def _kill_rows(report: Report, client: Client, attaching: list[Process], attaches: int, rate: float) -> None:
+    """Attaches from several processes; halfway the worker is killed."""
+    each, share = attaches // len(attaching), rate / len(attaching)
+    for process in attaching:
+        process.ask(attaches=10, rate=50)  # what is loaded with the first one
+    for process in attaching:
+        process.tell(attaches=each, rate=share)
+    time.sleep(attaches / rate / 2)
+    worker = client.get_server_info()["workers"][0]["pid"]
+    os.kill(worker, signal.SIGKILL)
+    killed = time.time()
+    answers = [process.read() for process in attaching]
+    early: list[float] = []
+    late: list[float] = []
+    errors: list[str] = []
+    for answer in answers:
+        errors += answer["errors"]
+        for offset, seconds in answer["times"]:
+            (early if answer["began"] + offset < killed else late).append(seconds)
+    before, after = Sample([early]), Sample([late])
+    report.add(
+        Row(
+            f"{attaches:,} attaches at {rate:g} a second, worker killed halfway: failed",
+            {OURS: float(len(errors))},
+            unit="number",
+            goal=GOALS["attach_gap"],
+            judged=float(len(errors)),
+            extra={"errors": errors[:10], "before": len(early), "after": len(late)},
+        )
+    )
+    report.add(Row("… p50 before the kill", {OURS: before.p50}, samples={OURS: before}))
+    report.add(Row("… p50 from the kill on", {OURS: after.p50}, samples={OURS: after}))
+    report.add(Row("… p99 before the kill", {OURS: before.p99}))
+    ratio = after.p99 / before.p99
+    report.add(Row("… p99 from the kill on", {OURS: after.p99}, goal=GOALS["attach_p99"], judged=ratio, judged_unit="ratio"))
+    _another(client, worker)
+
+
+def _another(client: Client, earlier: int) -> float:
+    """Wait for a worker that is ready and not the earlier one: when it was there."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        workers = client.get_server_info()["workers"]
+        if any(worker["state"] == "ready" and worker["pid"] != earlier for worker in workers):
+            return time.perf_counter()
+        time.sleep(0.001)
+    raise RuntimeError("no worker came in place of the one that was killed")
+
+
+def _digest_rows(
+    report: Report,
+    servers: Servers,
+    client: Client,
+    config: dict[str, Any],
+    attaching: list[Process],
+    before: int,
+    nbytes: int,
+    device: str,
+) -> None:
+    """What a dead worker built computes as it did: the same bits, in a process that came after it."""
+    first = attaching[0].ask(digest=True)["digest"]
+    worker = client.get_server_info()["workers"][0]["pid"]
+    os.kill(worker, signal.SIGKILL)
+    late = servers.client("recovery_client", **config)
+    late.read()
+    same = late.ask(digest=True)["digest"] == first
+    report.add(
+        Row(
+            "forward pass of a process that attached after its maker's death: differing bits",
+            {OURS: 0.0 if same else 1.0},
+            unit="number",
+            goal=GOALS["killed"],
+            judged=0.0 if same else 1.0,
+        )
+    )
+    late.close()
+    _another(client, worker)
+    if device == "cuda":
+        # Its own context, and that of the process that came late, are gone; what the forward passes allocated is not.
+        held = attaching[1].ask(used=True)["used"] - before
+        report.add(Row("GPU memory in use beyond before, with the model alone", {OURS: float(held)}, unit="bytes"))
+        report.add(Row("… the model", {OURS: float(nbytes)}, unit="bytes"))
+
+
+def _ready_rows(report: Report, servers: Servers, client: Client, restarts: int) -> None:
+    """How soon there is another worker, beside what importing the app takes in a new process."""
+    words = [sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='app')"]
+    imports, ready = [], []
+    for _ in range(restarts):
+        begin = time.perf_counter()
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, servers.server_cores)
+        subprocess.run(words, cwd=servers.folder, env=environ(), check=True)
+        os.sched_setaffinity(0, own)
+        imports.append(time.perf_counter() - begin)
+        worker = client.get_server_info()["workers"][0]["pid"]
+        begin = time.perf_counter()
+        os.kill(worker, signal.SIGKILL)
+        ready.append(_another(client, worker) - begin)
+        if restarts > _QUICK:
+            time.sleep(10)  # a few crashes in a short time are taken for a loop
+    report.add(Row("a process that imports the app, from start to end", {OURS: statistics.median(imports)}))
+    beyond = statistics.median(ready) - statistics.median(imports)
+    report.add(
+        Row("from SIGKILL to a new worker that is ready", {OURS: statistics.median(ready)}, goal=GOALS["worker"], judged=beyond)
+    )
+
+
+def _broker_rows(report: Report, client: Client, broker: subprocess.Popen[str], device: str) -> None:
+    """What holding a hundred objects costs."""
+    for number in range(99):
+        client.call("numbered", number)
+    status = Path(f"/proc/{broker.pid}/status").read_text()
+    resident = float(int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) << 10)
+    objects = client.get_server_info()["objects"]
+    report.add(
+        Row(
+            f"memory of the broker with {objects} objects",
+            {OURS: resident},
+            unit="bytes",
+            goal=GOALS["broker"],
+            judged=resident,
+        )
+    )
+    links = [os.readlink(entry) for entry in Path(f"/proc/{broker.pid}/fd").iterdir()]
+    maps = Path(f"/proc/{broker.pid}/maps").read_text()
+    opened = sum("/dev/nvidia" in link for link in links) if device == "cpu" else sum("nvidiactl" in link for link in links)
+    traces = float(sum(name in maps for name in ("libcuda", "libtorch", "/dev/nvidia")))
+    report.add(
+        Row(
+            "… libraries of CUDA or torch, and devices, that it has mapped",
+            {OURS: traces},
+            unit="number",
+            goal=GOALS["broker_gpu"],
+            judged=traces,
+            extra={"control_devices": opened},
+        )
+    )
