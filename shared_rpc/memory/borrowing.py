@@ -102,6 +102,10 @@ class Borrower:
                 self._holds[mapping.info.id] = hold
         return hold
 
+    def arena(self, segment_id: str) -> Hold | None:
+        """What keeps an arena mapped that something was borrowed of before."""
+        return self._holds.get(segment_id)
+
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._dropped_bytes += loan.nbytes

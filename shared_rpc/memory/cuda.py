@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ __all__ = [
 _TORCH_POOL = 32
 #: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).
 _OPAQUE = 64
+# As names of this module: looking an enum's members up takes longer than some of the calls.
+_SUCCESS, _NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
+_CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class DriverError(RuntimeError):
@@ -50,7 +54,7 @@ class DriverError(RuntimeError):
 
 def check(result: tuple[Any, ...]) -> Any:
     """The values of a driver call, or :class:`DriverError`."""
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
+    if result[0] != _SUCCESS:
         raise DriverError(result[0])
     return result[1] if len(result) == 2 else result[1:]
 
@@ -161,7 +165,7 @@ class _Event:
     def passed(self) -> bool:
         """Whether the GPU has come so far; also where its context is broken, and will not do any more."""
         with relaxed_captures():  # asking would invalidate the captures of other threads
-            return bool(driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY)
+            return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 
     def __del__(self) -> None:
         driver.cuEventDestroy(self.handle)
@@ -268,6 +272,18 @@ class CudaBackend:
         finally:
             check(driver.cuCtxPopCurrent())
 
+    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
+        """:meth:`wait` for so many seconds at most; whether the work was done in time."""
+        handle, until = driver.CUstream(stream), time.perf_counter() + seconds
+        with self.current(), relaxed_captures():  # asking would invalidate the captures of other threads
+            while True:
+                result = driver.cuStreamQuery(handle)
+                if result[0] != _NOT_READY:
+                    check(result)
+                    return True
+                if time.perf_counter() > until:
+                    return False
+
     def fence(self) -> Callable[[], bool] | None:
         """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
         try:
@@ -282,8 +298,7 @@ class CudaBackend:
 
     @staticmethod
     def _captures(stream: int) -> bool:
-        none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        return bool(check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none)
+        return bool(check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != _CAPTURES_NOT)
 
     def _torch_streams(self) -> tuple[int, ...]:
         """The handles of torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared_rpc.endpoints import Endpoint
 from shared_rpc.errors import ConnectionClosed, SharedRPCError, TaskCancelled
@@ -17,16 +18,22 @@ from shared_rpc.memory.pool import PoolFull
 from shared_rpc.reaper import REAPER
 from shared_rpc.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.threads import Job, WorkerThreads
 
+if TYPE_CHECKING:
+    from shared_rpc.codec import Soon
+
 __all__ = ["InProcessExecutor"]
 
-#: Seconds between two cancellations of a coroutine that goes on.
-_AGAIN = 0.02
+#: Seconds that the loop waits for a result to be copied, before a thread does.
+_PATIENCE = 100e-6
+#: Bytes of a table of so few tensors that they are made on the loop.
+_FEW = 1024
 
 
 class InProcessExecutor:
@@ -59,9 +66,7 @@ class InProcessExecutor:
         self._background = WorkerThreads(limit, self._prepare, next_turn=True)
         self._queued: dict[Invocation, tuple[WorkerThreads, Job]] = {}
         self._runs: dict[Invocation, Run] = {}
-        #: Kept here, because a loop keeps only weak references to its tasks.
-        self._going: set[asyncio.Task[None]] = set()
-        self._coroutines: dict[Invocation, asyncio.Task[Produced | Failure]] = {}
+        self._coroutines = Coroutines()
 
     def _prepare(self) -> None:
         """Make the provider's GPU the current one of this thread: an endpoint's ``"cuda"`` means it, and cuBLAS warns where no
@@ -96,17 +101,13 @@ class InProcessExecutor:
         self._background.close()
 
     async def finish(self) -> None:
-        """See :class:`Executor`. A coroutine that refuses to be cancelled is cancelled again, until it gives in."""
-        while self._going:
-            for task in self._going:
-                task.cancel()
-            await asyncio.wait(self._going, timeout=_AGAIN)
+        """See :class:`Executor`."""
+        await self._coroutines.finish()
 
     def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
         """See :class:`Executor`."""
         endpoint = self._endpoints[invocation.spec.name]
-        loop = asyncio.get_running_loop()
-        reporter = Reporter(loop, invocation.on_progress)
+        reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
         run = Run(invocation.chain, reporter.put)
 
         def begun() -> None:
@@ -125,12 +126,20 @@ class InProcessExecutor:
         threads = self._background if invocation.background else self._threads
         if not endpoint.spec.is_async:
             job = Job(lambda: self._settled(invocation, lambda: self._call(endpoint, invocation, run)), begun, ended)
+        elif not invocation.background and _loads_soon(invocation):
+            begun()
+            loaded = _guarded(lambda: Produced(None, _load(invocation)))
+            if isinstance(loaded, Failure):
+                asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
+            else:
+                self._await(endpoint, invocation, run, loaded, ended)
+            return
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
                 lambda: _guarded(lambda: Produced(None, _load(invocation))),
                 begun,
-                lambda loaded: self._go_on(loop, self._run_async(endpoint, invocation, run, threads, loaded), ended),
+                lambda loaded: self._await(endpoint, invocation, run, loaded, ended),
             )
         self._queued[invocation] = threads, job
         threads.start(job)
@@ -149,56 +158,80 @@ class InProcessExecutor:
         run = self._runs.get(invocation)
         if run is not None:
             run.cancelled = True
-            work = self._coroutines.get(invocation)
-            if work is not None:
-                work.cancel()
+            self._coroutines.cancel(invocation)
 
-    def _go_on(
+    def _await(
         self,
-        loop: asyncio.AbstractEventLoop,
-        work: Coroutine[Any, Any, Produced | Failure],
-        done: Callable[[Produced | Failure], None],
+        endpoint: Endpoint,
+        invocation: Invocation,
+        run: Run,
+        loaded: Produced | Failure,
+        ended: Callable[[Produced | Failure], None],
     ) -> None:
-        async def finish() -> None:
-            try:
-                outcome = await work
-            except asyncio.CancelledError:
-                outcome = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
-            done(outcome)
-
-        task = loop.create_task(finish())
-        self._going.add(task)
-        task.add_done_callback(self._going.discard)
-
-    async def _run_async(
-        self, endpoint: Endpoint, invocation: Invocation, run: Run, threads: WorkerThreads, loaded: Produced | Failure
-    ) -> Produced | Failure:
+        """Run an ``async def`` endpoint with the arguments that were loaded."""
         if isinstance(loaded, Failure):
-            return loaded
+            ended(loaded)
+            return
         if run.cancelled:  # asked while its arguments were loaded
-            return Failure.of(TaskCancelled())
+            ended(Failure.of(TaskCancelled()))
+            return
+
+        def returned(outcome: Failure | list[Any]) -> None:
+            if isinstance(outcome, Failure):
+                _let_go(invocation, outcome)
+                ended(outcome)
+            else:
+                self._deliver(endpoint, invocation, outcome, ended)
+
         args, kwargs = loaded.live
-        CURRENT_RUN.set(run)
+        del loaded
         self._prepare()
-        # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = asyncio.create_task(_awaited(functools.partial(endpoint.function, *args, **kwargs), run))
-        self._coroutines[invocation] = work
-        try:
-            outcome = await work
-        except asyncio.CancelledError:
-            if not work.cancelled():
-                raise
-            return Failure.of(TaskCancelled())  # asked before its first step
-        finally:
-            del self._coroutines[invocation]
-        if isinstance(outcome, Failure):
+        self._coroutines.start(invocation, run, functools.partial(endpoint.function, *args, **kwargs), returned)
+
+    def _deliver(
+        self,
+        endpoint: Endpoint,
+        invocation: Invocation,
+        value: list[Any],
+        ended: Callable[[Produced | Failure], None],
+    ) -> None:
+        """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
+        outcome = self._publish_soon(endpoint, invocation, value[0])
+        if isinstance(outcome, (Produced, Failure)):
+            value.clear()
             _let_go(invocation, outcome)
-            return outcome
-        value = outcome.live
-        del args, kwargs, loaded, outcome
-        return await threads.run(
-            lambda: self._settled(invocation, lambda: self._publish(endpoint, invocation, value)), _nothing
-        )
+            ended(outcome)
+            # Whoever waits has the result by now.
+            lane = self._lanes.find(invocation.session)
+            if lane is not None:
+                lane.settle()
+            return
+
+        def publish() -> Produced:
+            if outcome is not None:
+                return Produced(outcome.wait(), None)
+            return self._publish(endpoint, invocation, value.pop())
+
+        threads = self._background if invocation.background else self._threads
+        threads.start(Job(lambda: self._settled(invocation, publish), _nothing, ended))
+
+    def _publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced | Failure | Soon | None:
+        """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
+        lane = self._lanes.find(invocation.session) if invocation.pooled and self._shares else None
+        if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
+            return None
+        from shared_rpc.codec import Soon, publish_soon
+
+        try:
+            soon = publish_soon(value, self._device, endpoint.spec.name, lane.results)
+            record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
+            if record is None:
+                return soon if isinstance(soon, Soon) else None
+            return Produced(record, None)
+        except PoolFull:
+            return None
+        except Exception as error:
+            return _failure(error)
 
     def abandon(self, invocation: Invocation) -> bool:
         """See :class:`Executor`."""
@@ -274,6 +307,17 @@ def _let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
         outcome.clear_frames()
 
 
+def _loads_soon(invocation: Invocation) -> bool:
+    """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
+    arguments = invocation.arguments
+    return isinstance(arguments, tuple) or (
+        "shared_rpc.codec" in sys.modules  # with torch
+        and not arguments.skeletons
+        and len(arguments.table) < _FEW
+        and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)
+    )
+
+
 def _nothing() -> None:
     pass
 
@@ -289,23 +333,13 @@ def _load(invocation: Invocation) -> tuple[Any, Any]:
         invocation.arguments.close()
 
 
-async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run) -> Produced | Failure:
-    """:func:`_guarded` for what is awaited. SystemExit would end the loop, and every waiter would hang."""
-    try:
-        return Produced(None, await begin())
-    except SharedRPCError as error:
-        return Failure.of(error)
-    except asyncio.CancelledError as error:
-        return Failure.of(TaskCancelled()) if run.cancelled else Failure.raised(error)
-    except BaseException as error:
-        return Failure.raised(error)
-
-
 def _guarded(work: Callable[[], Produced]) -> Produced | Failure:
     """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
     try:
         return work()
-    except SharedRPCError as error:
-        return Failure.of(error)
     except BaseException as error:
-        return Failure.raised(error)
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)
