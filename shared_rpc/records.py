@@ -96,7 +96,7 @@ class Record:
             segment.close()
 
 
-@dataclass
+@dataclass(slots=True)
 class Arguments:
     """A call's arguments as plain data (see :mod:`shared_rpc.wire.values`), with the memory they refer to.
 

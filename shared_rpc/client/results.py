@@ -54,7 +54,8 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
     if lane is None:
         segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
         return Result(message, frame.payload, segments)
-    lane.arguments.give(message.freed)
+    if message.freed:
+        lane.arguments.give(message.freed)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 

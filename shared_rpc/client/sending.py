@@ -13,7 +13,7 @@ from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
-from shared_rpc.records import Arguments
+from shared_rpc.records import EMPTY_TABLE, Arguments
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.values import encode, lower_call
 
@@ -64,24 +64,11 @@ def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what:
     freed = lane.to_give_back() if lane is not None else []
     request: Request | None = None
     try:
-        message = kind(
-            endpoint,
-            *encoded(arguments),
-            table=msgspec.Raw(arguments.table),
-            segments=[segment.info for segment in arguments.segments],
-            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-            kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
-            arenas=list(arguments.arenas),
-            chunks=list(arguments.chunks),
-            held=list(arguments.held),
-            freed=freed,
-            pooled=lane is not None,
-        )
-        arenas = {number: arguments.segments[number] for number in arguments.arenas}
-        fds = tuple(
-            segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
-        )
-        request = Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+        if not arguments.segments and not arguments.skeletons:
+            table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
+            request = Request(kind(endpoint, *encoded(arguments), table, freed=freed, pooled=lane is not None), what, lane=lane)
+        else:
+            request = _with_memory(kind, endpoint, arguments, what, lane, freed)
         reply: Reply = yield request
         return reply
     finally:
@@ -92,6 +79,33 @@ def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what:
                 lane.borrower.put_back(freed)
             elif request.starved:
                 lane.hungry -= 1
+
+
+#: The table of a call without memory.
+_NO_TENSORS = msgspec.Raw(EMPTY_TABLE)
+
+
+def _with_memory(
+    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None, freed: list[int]
+) -> Request:
+    message = kind(
+        endpoint,
+        *encoded(arguments),
+        table=msgspec.Raw(arguments.table),
+        segments=[segment.info for segment in arguments.segments],
+        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+        kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
+        arenas=list(arguments.arenas),
+        chunks=list(arguments.chunks),
+        held=list(arguments.held),
+        freed=freed,
+        pooled=lane is not None,
+    )
+    arenas = {number: arguments.segments[number] for number in arguments.arenas}
+    fds = tuple(
+        segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
+    )
+    return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
 
 
 def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:

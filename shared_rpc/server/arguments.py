@@ -39,6 +39,10 @@ class ArgumentReader:
         """The arguments of a call. They own the frame's descriptors from here on."""
         if message.freed:
             self._lane.give(message.freed)
+        if not (
+            message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
+        ) and not (frame.fds or frame.payload):
+            return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table))
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
         arguments.loans = dict.fromkeys(message.chunks, self._lane.borrower) if message.chunks else {}

@@ -58,7 +58,7 @@ class Limits:
 _LIMITS = Limits()
 
 
-@dataclass
+@dataclass(slots=True)
 class Frame:
     """One message. Its descriptors belong to the frame until somebody takes them out of the list."""
 
