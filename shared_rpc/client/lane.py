@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.memory.borrowing import Borrower
-from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.reaper import REAPER
 from shared_rpc.wire import messages as m
@@ -16,6 +16,10 @@ __all__ = ["Lane", "LaneClosed"]
 
 #: Seconds after which chunks are given back that no request has taken along.
 _IDLE = 0.05
+
+
+def _nothing() -> None:
+    """A chunk of this process's own is free when somebody looks for room."""
 
 
 class LaneClosed(Exception):
@@ -31,6 +35,8 @@ class Lane:
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
         self.borrower = Borrower(self._chunk_dropped)
+        #: Chunks of the pool for arguments that came back as results.
+        self.own = Borrower(_nothing)
         self._flush = flush
         #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
         self._spare: dict[str, Segment] = {}
@@ -42,7 +48,38 @@ class Lane:
     def to_give_back(self) -> list[int]:
         """The chunks that this process has done with. A safe point; who asks must tell the server of them."""
         self.borrower.settle()
+        self._settle_own()
         return self.borrower.returned()
+
+    def _settle_own(self) -> int:
+        self.own.settle()
+        returned = self.own.returned()
+        return self.arguments.give(returned) if returned else 0
+
+    def reclaim(self) -> bool:
+        """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
+        self.own.wait()
+        return self._settle_own() > 0
+
+    @property
+    def returnable(self) -> bool:
+        """Whether results may stay in the pool for arguments: a part of it is left to those who wait for the server."""
+        limit = self.arguments.options.limit
+        return self.arguments.taken <= limit - limit // 4
+
+    def own_chunks(self, message: m.Result, sent: Sequence[int]) -> list[Chunk]:
+        """The chunks that a call took, was ``sent`` with, and has its result in.
+
+        :raises ProtocolError: if the server names others.
+        """
+        if not message.own:
+            return []
+        if len(message.own) > 1 or message.own[0] not in sent:
+            raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which the call had not")
+        chunk = self.arguments.find(message.own[0])
+        if chunk is None:
+            raise ConnectionClosed("this client was closed before it took the result")
+        return [chunk]
 
     def starved(self) -> m.Free:
         """What to tell a server that needs memory; waits for the GPU."""
@@ -67,8 +104,11 @@ class Lane:
                 found.append(spare.duplicate() if spare is not None else Segment(info, -1))
         return found
 
-    def discard(self, message: m.Message, frame: Frame) -> None:
-        """A reply came, and nobody takes it: what it says of memory counts all the same."""
+    def discard(self, message: m.Message, frame: Frame, sent: Sequence[int]) -> None:
+        """A reply came, and nobody takes it: what it says of memory counts all the same.
+
+        :param sent: the chunks of the call that it answers.
+        """
         if isinstance(message, m.Free):
             self.arguments.give(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
@@ -76,6 +116,7 @@ class Lane:
         for segment in self.segments(message.segments, message.kept, message.arenas, frame.take_fds()):
             segment.close()
         self.arguments.give(message.freed)
+        self.arguments.give(set(message.own).intersection(sent))
         self.borrower.unused(message.chunks)
 
     def _chunk_dropped(self) -> None:
@@ -105,6 +146,7 @@ class Lane:
         """The session ended. The memory goes when neither side has a tensor over it."""
         self.closed = True
         self.borrower.close()
+        self.own.close()
         for segment in self._spare.values():
             segment.close()
         self._spare.clear()

@@ -37,8 +37,8 @@ def send(
     server: str,
     what: str,
     lanes: Lanes,
-) -> Operation[tuple[Reply, Lane | None]]:
-    """Send a call of a kind: the reply, and the pools that were used for it.
+) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+    """Send a call of a kind: the reply, the pools that were used for it, and the chunks of them that it took.
 
     :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
     :param lanes: where the current pools are.
@@ -48,7 +48,7 @@ def send(
         lane = lanes()
         try:
             arguments = yield from lower(args, kwargs, device, server, lane, what)
-            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane
+            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane, arguments.chunks
         except (LaneClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
@@ -57,6 +57,8 @@ def send(
                 raise
         except PoolFull as full:
             assert lane is not None, "there is a pool"
+            if (yield Work(lane.reclaim)):
+                continue
             yield from _await_room(lane, what, str(full))
 
 
@@ -100,6 +102,7 @@ def _with_memory(
         held=list(arguments.held),
         freed=freed,
         pooled=lane is not None,
+        returnable=lane is not None and bool(arguments.chunks) and lane.returnable,
     )
     arenas = {number: arguments.segments[number] for number in arguments.arenas}
     fds = tuple(

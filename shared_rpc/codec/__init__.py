@@ -2,7 +2,7 @@
 
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
 from shared_rpc.codec.payload import check_result
-from shared_rpc.codec.results import Soon, decode_result, publish, publish_soon
+from shared_rpc.codec.results import Soon, decode_result, publish, publish_back, publish_soon, take_back
 from shared_rpc.codec.skeleton import dump_exception
 
 __all__ = [
@@ -14,5 +14,7 @@ __all__ = [
     "encode_arguments",
     "lower_arguments",
     "publish",
+    "publish_back",
     "publish_soon",
+    "take_back",
 ]

@@ -35,7 +35,7 @@ def encode_arguments(
     :raises PoolFull: if the pool has no room now.
     """
     if pool is not None:
-        single = _encode_single(args, kwargs, kind, pool, purpose)
+        single = _encode_single(args, kwargs, kind, server, pool, purpose)
         if single is not None:
             return single
     scan = Scan(kind)
@@ -73,13 +73,15 @@ def encode_arguments(
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 
 
-def _encode_single(args: Sequence[Any], kwargs: dict[str, Any], kind: str, pool: Pool, purpose: str) -> Arguments | None:
+def _encode_single(
+    args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str, pool: Pool, purpose: str
+) -> Arguments | None:
     """:func:`encode_arguments` for one plain tensor beside scalars; None for anything else."""
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None
     lowered = lower_call(args, kwargs, lambda value, path: TensorRef(0))
-    copied = copy_single(rest[0], kind, pool, purpose)
+    copied = copy_single(rest[0], kind, pool, purpose, server)
     if copied is None:
         return None
     try:

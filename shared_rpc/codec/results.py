@@ -16,7 +16,7 @@ from shared_rpc.codec import collector
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.placement import Placement, copy, move
-from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
+from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
@@ -28,7 +28,7 @@ from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.records import EMPTY_TABLE, Record
 
-__all__ = ["Soon", "decode_result", "publish", "publish_soon"]
+__all__ = ["Soon", "decode_result", "publish", "publish_back", "publish_soon", "take_back"]
 
 #: The skeleton of no result.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
@@ -116,8 +116,17 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool) -> Record |
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     if type(value) is not torch.Tensor:
         return None
-    copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", _SMALL)
+    copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", limit=_SMALL)
     return Soon(value, copied, pool) if copied is not None else None
+
+
+def publish_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> Record | None:
+    """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`hand_back`."""
+    found = hand_back(value, borrower, seconds)
+    if found is None:
+        return None
+    table, chunk, nbytes, device = found
+    return Record(FIRST[0], table, (), nbytes, device, own=(chunk,))
 
 
 def _waited(copied: Copied, pool: Pool) -> Record:

@@ -5,7 +5,8 @@ What is not so plain goes the general way, which gives the same record: whoever 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,17 +16,22 @@ import torch
 from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.borrowing import Borrower, keep
 from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["FIRST", "Copied", "copy_single", "rebuild_single"]
+__all__ = ["FIRST", "Copied", "copy_single", "hand_back", "rebuild_single", "take_back"]
 
 #: The skeletons of a value that is tensor 0 of its table and nothing else.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
+
+#: Bytes. It takes less time to copy fewer than to find out whether somebody uses them.
+_WORTH = 1 << 16
+#: Seconds in which a GPU that has nothing else to do comes to a mark.
+_PATIENCE = 100e-6
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -44,8 +50,7 @@ class Copied:
         mapping = chunk.arena.mapping
         assert mapping.segment is not None, "an arena can be sent"
         self._backend = mapping.backend
-        device = tensor.device
-        self._stream = int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+        self._stream = _stream(tensor.device)
         entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
         self.table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
         self._backend.copy(mapping.address + chunk.offset, tensor.data_ptr(), nbytes, self._stream)
@@ -65,10 +70,39 @@ class Copied:
         return self._backend.wait_briefly(seconds, self._stream)
 
 
-def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit: int | None = None) -> Copied | None:
+def _plain(tensor: torch.Tensor) -> bool:
+    return not (
+        tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or named(tensor)
+        or tensor.__dict__
+    )
+
+
+def _is_known(tensor: torch.Tensor, reader: str) -> bool:
+    """Whether the reader may be told where it lies: see :meth:`Placement.stays`."""
+    found = MAPPINGS.find(tensor.data_ptr())
+    return found is not None and not (found[0].pooled and (not reader or found[0].owner != reader))
+
+
+_capturing = torch.cuda.is_current_stream_capturing
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+
+
+def copy_single(
+    tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, reader: str = "", limit: int | None = None
+) -> Copied | None:
     """Copy a tensor into a pool; None for one that has to go the general way, errors included.
 
     :param kind: the type of device that it must be on.
+    :param reader: the id of the server that is to read it, ``""`` for anybody.
     :param limit: bytes of which there may be at most; None for as many as the pool takes.
     :raises PoolFull: if the pool has no room now.
     """
@@ -78,16 +112,10 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit
         or (limit is not None and nbytes > limit)
         or not pool.options.takes(aligned(nbytes))
         or tensor.device.type != kind
-        or tensor.layout is not torch.strided
-        or tensor.requires_grad
-        or tensor.is_quantized
+        or not _plain(tensor)
         or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or named(tensor)
-        or tensor.__dict__
-        or MAPPINGS.find(tensor.data_ptr()) is not None
-        or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
+        or _is_known(tensor, reader)
+        or (kind == "cuda" and _capturing())
     ):
         return None
     (chunk,) = pool.take(id_of(tensor.device), (nbytes,), purpose)
@@ -96,6 +124,80 @@ def copy_single(tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, limit
     except BaseException:
         pool.give((chunk.number,))
         raise
+
+
+def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> tuple[bytes, int, int, str] | None:
+    """Take apart a tensor that fills a chunk of its reader's own, and let go of the chunk: its bytes need no copy.
+
+    None where they do: somebody else in this process uses them, or its GPU may.
+
+    :param value: the tensor, which nobody else may have; it is taken out where this returns something.
+    :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
+    :returns: the table, with the offset in the reader's arena; the chunk's number; the tensor's bytes and its device's id.
+    """
+    tensor = value[0]
+    if type(tensor) is not torch.Tensor or tensor.nbytes < _WORTH or not _plain(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    loan = borrower.loan_of(storage)
+    # It stays mapped whatever becomes of the session.
+    hold = borrower.arena(loan.mapping.info.id) if loan is not None else None
+    nbytes, device = tensor.nbytes, tensor.device
+    if loan is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
+        return None
+    backend, stream, address = loan.backend, _stream(device), storage.data_ptr()
+    if seconds is None:
+        backend.wait(stream)
+    elif not backend.wait_briefly(seconds, stream):
+        return None
+    entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+    del tensor, storage
+    pin = borrower.retrieve(loan, value)
+    if pin is None and _passes(backend.fence()):
+        table = TensorTable((), (StorageEntry(0, address - hold.mapping.address, nbytes, 0, loan.number),), (entry,))
+        return _encode(table), loan.number, nbytes, hold.mapping.info.device
+    storage = make_storage(hold.mapping, address - hold.mapping.address, nbytes, device)
+    if pin is not None:
+        keep(storage, pin)
+    else:
+        borrower.lend(loan.number, loan.nbytes, hold.mapping, (storage,))
+    value.append(make_tensor(entry, storage))
+    return None
+
+
+def _passes(passed: Callable[[], bool] | None) -> bool:
+    """Whether the GPU comes to a mark soon: work on streams that nobody waits for may still read the chunk."""
+    if passed is None:
+        return False
+    until = time.perf_counter() + _PATIENCE
+    while not passed():
+        if time.perf_counter() > until:
+            return False
+    return True
+
+
+def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:
+    """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
+
+    :param borrower: to whom the chunk is given back.
+    :raises CodecError: if the table says anything else.
+    """
+    found = read_table(table)
+    fits = skeleton in FIRST and len(found.storages) == len(found.tensors) == 1
+    place = found.storages[0] if fits else None
+    end = chunk.offset + chunk.nbytes
+    if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
+        borrower.unused((chunk.number,))
+        raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
+    mapping = chunk.arena.mapping
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        device = torch_device(mapping.info.device)
+        storage = make_storage(mapping, place.offset, place.nbytes, device)
+        borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
+        try:
+            return make_tensor(found.tensors[0], storage)
+        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def rebuild_single(

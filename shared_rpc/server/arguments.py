@@ -45,6 +45,7 @@ class ArgumentReader:
             return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table))
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+        arguments.returnable = message.returnable and message.pooled
         arguments.loans = dict.fromkeys(message.chunks, self._lane.borrower) if message.chunks else {}
         try:
             # First what came: the client will not send an arena again, whatever becomes of this call.

@@ -30,14 +30,16 @@ class Coroutines:
         #: Whether a start is under way: what ends at once may start another run.
         self._starting = False
 
-    def start(self, name: object, run: Run, begin: Callable[[], Awaitable[Any]], ended: Ended) -> None:
+    def start(self, name: object, run: Run, begin: list[Callable[[], Awaitable[Any]]], ended: Ended) -> None:
         """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns. Nothing that it raises is raised.
+
+        :param begin: what to await, with its arguments; it is taken out.
 
         From Python 3.12 on its first step is taken here, and what needs no second one costs no turn of the loop.
         """
         value: list[Any] = []
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = _awaited(begin, run, value)
+        work = _awaited(begin.pop(), run, value)
         loop = asyncio.get_running_loop()
         if self._starting:
             self._watch(name, loop.create_task(work), value, ended)

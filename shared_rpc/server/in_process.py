@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -184,9 +184,12 @@ class InProcessExecutor:
                 self._deliver(endpoint, invocation, outcome, ended)
 
         args, kwargs = loaded.live
-        del loaded
+        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
+        # Who else has the arguments decides whether they can go back as they are.
+        loaded.live = None
+        del args, kwargs
         self._prepare()
-        self._coroutines.start(invocation, run, functools.partial(endpoint.function, *args, **kwargs), returned)
+        self._coroutines.start(invocation, run, begin, returned)
 
     def _deliver(
         self,
@@ -196,7 +199,7 @@ class InProcessExecutor:
         ended: Callable[[Produced | Failure], None],
     ) -> None:
         """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
-        outcome = self._publish_soon(endpoint, invocation, value[0])
+        outcome = self._publish_soon(endpoint, invocation, value)
         if isinstance(outcome, (Produced, Failure)):
             value.clear()
             _let_go(invocation, outcome)
@@ -210,20 +213,24 @@ class InProcessExecutor:
         def publish() -> Produced:
             if outcome is not None:
                 return Produced(outcome.wait(), None)
-            return self._publish(endpoint, invocation, value.pop())
+            return self._publish(endpoint, invocation, value)
 
         threads = self._background if invocation.background else self._threads
         threads.start(Job(lambda: self._settled(invocation, publish), _nothing, ended))
 
-    def _publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced | Failure | Soon | None:
+    def _publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: list[Any]) -> Produced | Failure | Soon | None:
         """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
         lane = self._lanes.find(invocation.session) if invocation.pooled and self._shares else None
         if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
             return None
-        from shared_rpc.codec import Soon, publish_soon
+        from shared_rpc.codec import Soon, publish_back, publish_soon
 
         try:
-            soon = publish_soon(value, self._device, endpoint.spec.name, lane.results)
+            if _returnable(invocation):
+                record = publish_back(value, lane.borrower, _PATIENCE)
+                if record is not None:
+                    return Produced(record, None)
+            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results)
             record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
                 return soon if isinstance(soon, Soon) else None
@@ -243,6 +250,7 @@ class InProcessExecutor:
         lane = self._lanes.find(invocation.session)
         if lane is not None:
             lane.give(record.chunks)
+            lane.borrower.unused(record.own)
 
     def _park(
         self,
@@ -254,7 +262,7 @@ class InProcessExecutor:
         """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
 
         def publish() -> Produced:
-            return self._publish(endpoint, invocation, starving.live)
+            return self._publish(endpoint, invocation, [starving.live])
 
         job = Job(lambda: self._settled(invocation, publish), _nothing, ended)
         lane = self._lanes.find(invocation.session)
@@ -276,20 +284,26 @@ class InProcessExecutor:
         args, kwargs = _load(invocation)
         token = CURRENT_RUN.set(run)
         try:
-            value = endpoint.function(*args, **kwargs)
+            value = [endpoint.function(*args, **kwargs)]
         finally:
             CURRENT_RUN.reset(token)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
         return self._publish(endpoint, invocation, value)
 
-    def _publish(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced:
-        from shared_rpc.codec import check_result, publish
+    def _publish(self, endpoint: Endpoint, invocation: Invocation, only: list[Any]) -> Produced:
+        """:param only: the value, which nobody else in the library has."""
+        from shared_rpc.codec import check_result, publish, publish_back
 
+        lane = self._lanes.find(invocation.session) if invocation.pooled else None
+        if lane is not None and self._shares and _returnable(invocation):
+            record = publish_back(only, lane.borrower)
+            if record is not None:
+                return Produced(record, None)
+        value = only.pop()
         if not invocation.publish or not self._shares:
             nbytes = check_result(value, endpoint.spec.name, self._kind)
             return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        lane = self._lanes.find(invocation.session) if invocation.pooled else None
         if lane is None:
             return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
         for again in (True, False):
@@ -305,6 +319,15 @@ def _let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
     """A caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
         outcome.clear_frames()
+
+
+def _returnable(invocation: Invocation) -> bool:
+    """Whether the result may lie where the caller has put the arguments."""
+    return (
+        isinstance(invocation.arguments, Arguments)
+        and invocation.arguments.returnable
+        and invocation.spec.access == "read_write"
+    )
 
 
 def _loads_soon(invocation: Invocation) -> bool:

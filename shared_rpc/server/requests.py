@@ -197,6 +197,7 @@ class Requests:
             kept=kept,
             arenas=list(record.arenas),
             chunks=list(record.chunks),
+            own=list(record.own),
             freed=lane.freed() if lane is not None and waiter is not None and waiter.pooled else [],
         )
         fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
@@ -205,7 +206,7 @@ class Requests:
             self._sent.update(message.segments[number].id for number in record.arenas)
         elif lane is not None:
             lane.give(record.chunks)
-            lane.borrower.unused(message.freed)
+            lane.borrower.unused((*message.freed, *record.own))
         if not sent and outcome.managed and self._connection.session is not None:
             self._core.release(self._connection.session_id, [message.object_id])
         return sent

@@ -66,7 +66,7 @@ class Call(Message):
 
     Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
-    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool.
+    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
     """
 
     endpoint: str
@@ -81,6 +81,7 @@ class Call(Message):
     held: list[int] = []
     freed: list[int] = []
     pooled: bool = False
+    returnable: bool = False
 
 
 class Result(Message):
@@ -90,6 +91,8 @@ class Result(Message):
     Segments with the numbers ``arenas`` are of the server's pool for this session; the descriptors of those that are
     ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
     client's pool that the server gives back.
+
+    Chunks ``own`` are of those that the call took: the result lies in them, and the server has done with them.
     """
 
     object_id: str
@@ -102,6 +105,7 @@ class Result(Message):
     arenas: list[int] = []
     chunks: list[int] = []
     freed: list[int] = []
+    own: list[int] = []
 
 
 class Cancel(Message):
