@@ -107,7 +107,7 @@ class Arguments:
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
     are read, ``loans`` tells to whom each chunk is to be given back.
 
-    ``returnable``: whether the result may lie in these chunks, which are the caller's again then.
+    ``returnable``: whether the result may lie in these chunks.
     """
 
     args: list[Any]

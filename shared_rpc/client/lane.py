@@ -46,20 +46,25 @@ class Lane:
         self.closed = False
 
     def to_give_back(self) -> list[int]:
-        """The chunks that this process has done with. A safe point; who asks must tell the server of them."""
-        self.borrower.settle()
-        self._settle_own()
+        """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
+        self.settle(look=True)
         return self.borrower.returned()
 
-    def _settle_own(self) -> int:
-        self.own.settle()
+    def settle(self, *, look: bool = False) -> bool:
+        """See which chunks this process has done with: a safe point, best while there is nothing to do but to wait.
+
+        :param look: see :meth:`Borrower.settle`.
+        :returns: whether there is more room for arguments.
+        """
+        self.borrower.settle(look=look)
+        self.own.settle(look=look)
         returned = self.own.returned()
-        return self.arguments.give(returned) if returned else 0
+        return bool(returned) and self.arguments.give(returned) > 0
 
     def reclaim(self) -> bool:
         """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
         self.own.wait()
-        return self._settle_own() > 0
+        return self.settle(look=True)
 
     @property
     def returnable(self) -> bool:
@@ -67,19 +72,20 @@ class Lane:
         limit = self.arguments.options.limit
         return self.arguments.taken <= limit - limit // 4
 
-    def own_chunks(self, message: m.Result, sent: Sequence[int]) -> list[Chunk]:
-        """The chunks that a call took, was ``sent`` with, and has its result in.
+    def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
+        """The chunk of its own that a call has its result in.
 
-        :raises ProtocolError: if the server names others.
+        :param held: those that it has held for that. The others are given back.
+        :raises ProtocolError: if the server names another.
         """
-        if not message.own:
-            return []
-        if len(message.own) > 1 or message.own[0] not in sent:
+        if len(message.own) != 1 or message.own[0] not in held:
+            self.arguments.give(held)
             raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which the call had not")
         chunk = self.arguments.find(message.own[0])
+        self.arguments.give([number for number in held if number != message.own[0]])
         if chunk is None:
             raise ConnectionClosed("this client was closed before it took the result")
-        return [chunk]
+        return chunk
 
     def starved(self) -> m.Free:
         """What to tell a server that needs memory; waits for the GPU."""
@@ -104,11 +110,8 @@ class Lane:
                 found.append(spare.duplicate() if spare is not None else Segment(info, -1))
         return found
 
-    def discard(self, message: m.Message, frame: Frame, sent: Sequence[int]) -> None:
-        """A reply came, and nobody takes it: what it says of memory counts all the same.
-
-        :param sent: the chunks of the call that it answers.
-        """
+    def discard(self, message: m.Message, frame: Frame) -> None:
+        """A reply came, and nobody takes it: what it says of memory counts all the same."""
         if isinstance(message, m.Free):
             self.arguments.give(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
@@ -116,7 +119,6 @@ class Lane:
         for segment in self.segments(message.segments, message.kept, message.arenas, frame.take_fds()):
             segment.close()
         self.arguments.give(message.freed)
-        self.arguments.give(set(message.own).intersection(sent))
         self.borrower.unused(message.chunks)
 
     def _chunk_dropped(self) -> None:

@@ -97,8 +97,8 @@ def fetch(
     :param lanes: the pools of the current session, None to do without.
     """
     what = f"{endpoint}()"
-    reply, lane, sent = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
-    return result_of(what, reply, lane, sent)
+    reply, lane, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
+    return result_of(what, reply, lane, held)
 
 
 def call(

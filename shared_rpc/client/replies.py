@@ -44,7 +44,7 @@ def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.
     try:
         message = decode_message(frame)
         if request is not None and request.lane is not None:
-            request.lane.discard(message, frame, request.message.chunks if isinstance(request.message, m.Call) else ())
+            request.lane.discard(message, frame)
     except ProtocolError:
         return None
     finally:

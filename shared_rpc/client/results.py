@@ -44,10 +44,11 @@ class Result:
         self.close()
 
 
-def result_of(what: str, reply: Reply, lane: Lane | None = None, sent: Sequence[int] = ()) -> Result:
+def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Result:
     """The result in a reply, whose descriptors it owns.
 
-    :param sent: the chunks of the client's pool that went with the call.
+    :param held: chunks of the client's pool that went with the call and were held for it: it has that hold of the one that it
+        lies in, and the others are given back.
     :raises ProtocolError: if there is none.
     """
     message, frame = reply.message, reply.frame
@@ -66,7 +67,7 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, sent: Sequence[
         lane.arguments.give(message.freed)
     if message.own:
         frame.close()
-        (chunk,) = lane.own_chunks(message, sent)
+        chunk = lane.own_chunk(message, held)
         return Result(message, frame.payload, [], {chunk.number: lane.own}, chunk)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))

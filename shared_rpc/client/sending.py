@@ -38,7 +38,8 @@ def send(
     what: str,
     lanes: Lanes,
 ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
-    """Send a call of a kind: the reply, the pools that were used for it, and the chunks of them that it took.
+    """Send a call of a kind: the reply, the pools that were used for it, and the chunks of its own that its result lies in, or
+    one of them, for :func:`~shared_rpc.client.results.result_of`.
 
     :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
     :param lanes: where the current pools are.
@@ -48,7 +49,8 @@ def send(
         lane = lanes()
         try:
             arguments = yield from lower(args, kwargs, device, server, lane, what)
-            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane, arguments.chunks
+            reply, held = yield from _send_lowered(kind, endpoint, arguments, what, lane)
+            return reply, lane, held
         except (LaneClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
@@ -62,7 +64,10 @@ def send(
             yield from _await_room(lane, what, str(full))
 
 
-def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None) -> Operation[Reply]:
+def _send_lowered(
+    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None
+) -> Operation[tuple[Reply, list[int]]]:
+    held: list[int] = []
     freed = lane.to_give_back() if lane is not None else []
     request: Request | None = None
     try:
@@ -70,12 +75,20 @@ def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what:
             table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
             request = Request(kind(endpoint, *encoded(arguments), table, freed=freed, pooled=lane is not None), what, lane=lane)
         else:
-            request = _with_memory(kind, endpoint, arguments, what, lane, freed)
+            if lane is not None and lane.returnable:
+                # For as long as the call, and its result if that stays there: the server may give the chunks back before.
+                held = [chunk.number for chunk in lane.arguments.hold(arguments.chunks)]
+            request = _with_memory(kind, endpoint, arguments, what, lane, freed, returnable=bool(held))
         reply: Reply = yield request
-        return reply
+        if isinstance(reply.message, m.Result) and reply.message.own:
+            kept, held = held, []
+            return reply, kept
+        return reply, []
     finally:
         arguments.close()
         if lane is not None:
+            if held:
+                lane.arguments.give(held)
             if request is None or not request.sent:
                 lane.arguments.give(arguments.chunks)
                 lane.borrower.put_back(freed)
@@ -88,7 +101,14 @@ _NO_TENSORS = msgspec.Raw(EMPTY_TABLE)
 
 
 def _with_memory(
-    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None, freed: list[int]
+    kind: type[m.Call],
+    endpoint: str,
+    arguments: Arguments,
+    what: str,
+    lane: Lane | None,
+    freed: list[int],
+    *,
+    returnable: bool,
 ) -> Request:
     message = kind(
         endpoint,
@@ -102,7 +122,7 @@ def _with_memory(
         held=list(arguments.held),
         freed=freed,
         pooled=lane is not None,
-        returnable=lane is not None and bool(arguments.chunks) and lane.returnable,
+        returnable=returnable,
     )
     arenas = {number: arguments.segments[number] for number in arguments.arenas}
     fds = tuple(

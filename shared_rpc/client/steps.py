@@ -60,6 +60,11 @@ class Request:
         self.sent = True
         sent.update(segment.info.id for segment in self.arenas.values())
 
+    def meanwhile(self) -> None:
+        """What there is to do while the server works."""
+        if self.lane is not None:
+            self.lane.settle()
+
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message

@@ -5,8 +5,7 @@ What is not so plain goes the general way, which gives the same record: whoever 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,11 +26,6 @@ __all__ = ["FIRST", "Copied", "copy_single", "hand_back", "rebuild_single", "tak
 
 #: The skeletons of a value that is tensor 0 of its table and nothing else.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
-
-#: Bytes. It takes less time to copy fewer than to find out whether somebody uses them.
-_WORTH = 1 << 16
-#: Seconds in which a GPU that has nothing else to do comes to a mark.
-_PATIENCE = 100e-6
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -127,16 +121,16 @@ def copy_single(
 
 
 def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> tuple[bytes, int, int, str] | None:
-    """Take apart a tensor that fills a chunk of its reader's own, and let go of the chunk: its bytes need no copy.
+    """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
 
-    None where they do: somebody else in this process uses them, or its GPU may.
+    None where somebody else in this process has a tensor over the chunk, and could write to what the reader takes for a value.
 
-    :param value: the tensor, which nobody else may have; it is taken out where this returns something.
+    :param value: the tensor, which is not there any more where this returns something, and may be another one where not.
     :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
     :returns: the table, with the offset in the reader's arena; the chunk's number; the tensor's bytes and its device's id.
     """
     tensor = value[0]
-    if type(tensor) is not torch.Tensor or tensor.nbytes < _WORTH or not _plain(tensor):
+    if type(tensor) is not torch.Tensor or not _plain(tensor):
         return None
     storage = tensor.untyped_storage()
     loan = borrower.loan_of(storage)
@@ -145,35 +139,23 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
     nbytes, device = tensor.nbytes, tensor.device
     if loan is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
-    backend, stream, address = loan.backend, _stream(device), storage.data_ptr()
+    stream, offset = _stream(device), storage.data_ptr() - hold.mapping.address
     if seconds is None:
-        backend.wait(stream)
-    elif not backend.wait_briefly(seconds, stream):
+        loan.backend.wait(stream)
+    elif not loan.backend.wait_briefly(seconds, stream):
         return None
     entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+    # What keeps the chunk goes with its last user: if this is not the last, there is something left.
     del tensor, storage
-    pin = borrower.retrieve(loan, value)
-    if pin is None and _passes(backend.fence()):
-        table = TensorTable((), (StorageEntry(0, address - hold.mapping.address, nbytes, 0, loan.number),), (entry,))
+    value.clear()
+    pin = loan()
+    if pin is None:
+        table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, loan.number),), (entry,))
         return _encode(table), loan.number, nbytes, hold.mapping.info.device
-    storage = make_storage(hold.mapping, address - hold.mapping.address, nbytes, device)
-    if pin is not None:
-        keep(storage, pin)
-    else:
-        borrower.lend(loan.number, loan.nbytes, hold.mapping, (storage,))
+    storage = make_storage(hold.mapping, offset, nbytes, device)
+    keep(storage, pin)
     value.append(make_tensor(entry, storage))
     return None
-
-
-def _passes(passed: Callable[[], bool] | None) -> bool:
-    """Whether the GPU comes to a mark soon: work on streams that nobody waits for may still read the chunk."""
-    if passed is None:
-        return False
-    until = time.perf_counter() + _PATIENCE
-    while not passed():
-        if time.perf_counter() > until:
-            return False
-    return True
 
 
 def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:

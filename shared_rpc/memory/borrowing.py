@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
@@ -42,7 +41,7 @@ _HELD = "_shared_rpc_chunk"
 
 
 def keep(user: object, pin: object) -> None:
-    """Have an object keep a chunk that :meth:`Borrower.retrieve` found in use."""
+    """Have one more object keep a chunk, by what its :class:`Loan` gave."""
     setattr(user, _HELD, pin)
 
 
@@ -53,15 +52,17 @@ def chunk_of(user: object) -> int:
 
 
 class Loan(weakref.ref[_Pin]):
-    """A pin's end, and the chunk it is about; ``nbytes`` of it are used. ``retrieved``: its end is nobody's business."""
+    """A pin's end, and the chunk it is about, of which ``nbytes`` are used.
 
-    __slots__ = ("backend", "mapping", "nbytes", "number", "retrieved")
+    Called, it gives what keeps the chunk, see :func:`keep`; None once nothing does.
+    """
+
+    __slots__ = ("backend", "mapping", "nbytes", "number")
 
     number: int
     nbytes: int
     backend: Backend
     mapping: Mapping
-    retrieved: bool
 
     # A weak reference takes its attributes after it is made; see Borrower.lend().
 
@@ -98,7 +99,7 @@ class Borrower:
             raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
         pin = _Pin(self._hold(mapping), number)
         loan = Loan(pin, self._pin_gone)
-        loan.number, loan.nbytes, loan.backend, loan.mapping, loan.retrieved = number, nbytes, mapping.backend, mapping, False
+        loan.number, loan.nbytes, loan.backend, loan.mapping = number, nbytes, mapping.backend, mapping
         pin.loan = loan
         self._loans.add(loan)
         self._cheap = self._cheap and mapping.backend.unmaps_in_background
@@ -119,8 +120,6 @@ class Borrower:
 
     def _pin_gone(self, loan: Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
-        if loan.retrieved:
-            return
         self._dropped_bytes += loan.nbytes
         self._dropped.append(loan)
         self._notify()
@@ -129,21 +128,6 @@ class Borrower:
         """The loan by which an object uses a chunk, if it does."""
         pin = getattr(user, _HELD, None)
         return pin.loan if isinstance(pin, _Pin) and pin.loan in self._loans else None
-
-    def retrieve(self, loan: Loan, users: list[Any]) -> object | None:
-        """End a loan, if nobody uses it but the caller, who answers for the chunk from then on.
-
-        :param users: all that the caller has of the chunk's users, in a list that is emptied: else it counts as one itself.
-        :returns: None, or where others use the chunk something that keeps it, see :func:`keep`: the loan goes on then.
-        """
-        loan.retrieved = True
-        users.clear()
-        pin = loan()
-        if pin is None:
-            self._loans.discard(loan)
-        else:
-            loan.retrieved = False
-        return pin
 
     def unused(self, numbers: Iterable[int]) -> None:
         """Give back chunks that came, and that nothing here has used."""
@@ -155,12 +139,17 @@ class Borrower:
         with self._lock:
             self._returned.extend(numbers)
 
-    def settle(self, *, background: bool = False) -> None:
+    def settle(self, *, background: bool = False, look: bool = False) -> None:
         """A safe point: see which chunks nobody uses any more. Does not wait.
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
+        :param look: only look, because there is no time to mark a GPU's work.
         """
-        if self._dropped and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES):
+        if (
+            self._dropped
+            and (self._cheap or not look)
+            and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES)
+        ):
             with self._lock:
                 gone: dict[Backend, list[Loan]] = {}
                 self._dropped_bytes = 0

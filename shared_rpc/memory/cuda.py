@@ -183,7 +183,7 @@ class CudaBackend:
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
         self.ordinal = ordinal_of(uuid)
-        self._pool: tuple[int, ...] = ()
+        self._pool: tuple[Any, ...] = ()
         self._device = check(driver.cuDeviceGet(self.ordinal))
 
     @functools.cached_property
@@ -249,7 +249,7 @@ class CudaBackend:
         """
         try:
             with self.current():
-                if any(self._captures(stream) for stream in self._torch_streams()):
+                if self._capturing():
                     return False
                 check(driver.cuCtxSynchronize())
         except DriverError:
@@ -288,7 +288,7 @@ class CudaBackend:
         """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
         try:
             with self.current():
-                if any(self._captures(stream) for stream in self._torch_streams()):
+                if self._capturing():
                     return None
                 event = _Event()
                 check(driver.cuCtxRecordEvent(self._context, event.handle))
@@ -296,25 +296,33 @@ class CudaBackend:
             return None  # an older driver, older bindings, or a broken context
         return event.passed
 
-    @staticmethod
-    def _captures(stream: int) -> bool:
-        return bool(check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != _CAPTURES_NOT)
+    def _capturing(self) -> bool:
+        """Whether one of torch's streams is being captured. Over a hundred calls: as little as can be is done for each."""
+        captured = driver.cuStreamIsCapturing
+        for stream in self._torch_streams():
+            code, status = captured(stream)
+            if status != _CAPTURES_NOT or code != _SUCCESS:
+                check((code,))
+                return True
+        return False
 
-    def _torch_streams(self) -> tuple[int, ...]:
-        """The handles of torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+    def _torch_streams(self) -> tuple[Any, ...]:
+        """torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ()
         if not self._pool:
-            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was.
+            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was. Priorities that
+            # it does not tell apart share their streams.
             lowest, highest = torch.cuda.Stream.priority_range()
-            self._pool = tuple(
+            handles = dict.fromkeys(
                 torch.cuda.Stream(self.ordinal, priority=priority).cuda_stream
                 for priority in range(highest, lowest + 1)
                 for _ in range(_TORCH_POOL)
             )
+            self._pool = tuple(driver.CUstream(handle) for handle in handles)
         current = torch.cuda.current_stream(self.ordinal).cuda_stream
-        return (*self._pool, current) if current else self._pool
+        return (*self._pool, driver.CUstream(current)) if current else self._pool
 
     def view(self, address: int, nbytes: int) -> DeviceBytes:
         """The bytes as a CUDA array."""

@@ -36,6 +36,10 @@ _PATIENCE = 100e-6
 _FEW = 1024
 
 
+def _nothing() -> None:
+    pass
+
+
 class InProcessExecutor:
     """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
 
@@ -125,7 +129,7 @@ class InProcessExecutor:
 
         threads = self._background if invocation.background else self._threads
         if not endpoint.spec.is_async:
-            job = Job(lambda: self._settled(invocation, lambda: self._call(endpoint, invocation, run)), begun, ended)
+            job = self._job(invocation, lambda: self._call(endpoint, invocation, run), ended, begun)
         elif not invocation.background and _loads_soon(invocation):
             begun()
             loaded = _guarded(lambda: Produced(None, _load(invocation)))
@@ -204,10 +208,7 @@ class InProcessExecutor:
             value.clear()
             _let_go(invocation, outcome)
             ended(outcome)
-            # Whoever waits has the result by now.
-            lane = self._lanes.find(invocation.session)
-            if lane is not None:
-                lane.settle()
+            self._settle(invocation)
             return
 
         def publish() -> Produced:
@@ -216,7 +217,7 @@ class InProcessExecutor:
             return self._publish(endpoint, invocation, value)
 
         threads = self._background if invocation.background else self._threads
-        threads.start(Job(lambda: self._settled(invocation, publish), _nothing, ended))
+        threads.start(self._job(invocation, publish, ended))
 
     def _publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: list[Any]) -> Produced | Failure | Soon | None:
         """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
@@ -250,7 +251,6 @@ class InProcessExecutor:
         lane = self._lanes.find(invocation.session)
         if lane is not None:
             lane.give(record.chunks)
-            lane.borrower.unused(record.own)
 
     def _park(
         self,
@@ -264,7 +264,7 @@ class InProcessExecutor:
         def publish() -> Produced:
             return self._publish(endpoint, invocation, [starving.live])
 
-        job = Job(lambda: self._settled(invocation, publish), _nothing, ended)
+        job = self._job(invocation, publish, ended)
         lane = self._lanes.find(invocation.session)
         if lane is None:
             ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
@@ -272,13 +272,27 @@ class InProcessExecutor:
         lane.park(invocation, lambda: self._threads.start(job), starving.frees)
         invocation.on_starved(starving.why)
 
-    def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
-        outcome = _guarded(work)
-        _let_go(invocation, outcome)
+    def _job(
+        self,
+        invocation: Invocation,
+        work: Callable[[], Produced],
+        ended: Callable[[Produced | Failure], None],
+        begun: Callable[[], None] = _nothing,
+    ) -> Job:
+        """What is done in a thread of a run that ends with it."""
+
+        def guarded() -> Produced | Failure:
+            outcome = _guarded(work)
+            _let_go(invocation, outcome)
+            return outcome
+
+        return Job(guarded, begun, ended, lambda: self._settle(invocation))
+
+    def _settle(self, invocation: Invocation) -> None:
+        """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
         lane = self._lanes.find(invocation.session)
         if lane is not None:
             lane.settle()
-        return outcome
 
     def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
         args, kwargs = _load(invocation)
@@ -339,10 +353,6 @@ def _loads_soon(invocation: Invocation) -> bool:
         and len(arguments.table) < _FEW
         and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)
     )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _load(invocation: Invocation) -> tuple[Any, Any]:

@@ -206,7 +206,7 @@ class Requests:
             self._sent.update(message.segments[number].id for number in record.arenas)
         elif lane is not None:
             lane.give(record.chunks)
-            lane.borrower.unused((*message.freed, *record.own))
+            lane.borrower.unused(message.freed)
         if not sent and outcome.managed and self._connection.session is not None:
             self._core.release(self._connection.session_id, [message.object_id])
         return sent

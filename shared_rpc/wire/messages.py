@@ -92,7 +92,8 @@ class Result(Message):
     ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
     client's pool that the server gives back.
 
-    Chunks ``own`` are of those that the call took: the result lies in them, and the server has done with them.
+    Chunks ``own`` are of those that the call took: the result lies in them, and nobody else. The server gives them back like
+    any other, when its GPU has done with them.
     """
 
     object_id: str
