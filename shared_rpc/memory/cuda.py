@@ -275,14 +275,16 @@ class CudaBackend:
     def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
         """:meth:`wait` for so many seconds at most; whether the work was done in time."""
         handle, until = driver.CUstream(stream), time.perf_counter() + seconds
-        with self.current(), relaxed_captures():  # asking would invalidate the captures of other threads
-            while True:
-                result = driver.cuStreamQuery(handle)
-                if result[0] != _NOT_READY:
-                    check(result)
-                    return True
-                if time.perf_counter() > until:
-                    return False
+        check(driver.cuCtxPushCurrent(self._context))
+        try:
+            with relaxed_captures():  # asking would invalidate the captures of other threads
+                while (result := driver.cuStreamQuery(handle))[0] == _NOT_READY:
+                    if time.perf_counter() > until:
+                        return False
+            check(result)
+            return True
+        finally:
+            check(driver.cuCtxPopCurrent())
 
     def fence(self) -> Callable[[], bool] | None:
         """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""

@@ -5,35 +5,26 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import ConnectionClosed, SharedRPCError, TaskCancelled
+from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import PoolFull
 from shared_rpc.reaper import REAPER
-from shared_rpc.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.records import Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.lanes import Lanes
 from shared_rpc.server.outcomes import Failure, Produced, Starving
+from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.threads import Job, WorkerThreads
 
-if TYPE_CHECKING:
-    from shared_rpc.codec import Soon
-
 __all__ = ["InProcessExecutor"]
-
-#: Seconds that the loop waits for a result to be copied, before a thread does.
-_PATIENCE = 100e-6
-#: Bytes of a table of so few tensors that they are made on the loop.
-_FEW = 1024
 
 
 def _nothing() -> None:
@@ -61,9 +52,9 @@ class InProcessExecutor:
     ) -> None:
         self._endpoints = endpoints
         self._lanes = lanes
+        self._publisher = Publisher(device, lanes, shares=shares)
         self._device = device
         self._kind = device_kind(device)
-        self._shares = shares
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
         #: As many again for tasks: a few that take minutes must not hold up every call.
@@ -130,9 +121,9 @@ class InProcessExecutor:
         threads = self._background if invocation.background else self._threads
         if not endpoint.spec.is_async:
             job = self._job(invocation, lambda: self._call(endpoint, invocation, run), ended, begun)
-        elif not invocation.background and _loads_soon(invocation):
+        elif not invocation.background and loads_soon(invocation):
             begun()
-            loaded = _guarded(lambda: Produced(None, _load(invocation)))
+            loaded = guarded(lambda: Produced(None, load(invocation)))
             if isinstance(loaded, Failure):
                 asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
             else:
@@ -141,7 +132,7 @@ class InProcessExecutor:
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
-                lambda: _guarded(lambda: Produced(None, _load(invocation))),
+                lambda: guarded(lambda: Produced(None, load(invocation))),
                 begun,
                 lambda loaded: self._await(endpoint, invocation, run, loaded, ended),
             )
@@ -182,7 +173,7 @@ class InProcessExecutor:
 
         def returned(outcome: Failure | list[Any]) -> None:
             if isinstance(outcome, Failure):
-                _let_go(invocation, outcome)
+                let_go(invocation, outcome)
                 ended(outcome)
             else:
                 self._deliver(endpoint, invocation, outcome, ended)
@@ -203,10 +194,10 @@ class InProcessExecutor:
         ended: Callable[[Produced | Failure], None],
     ) -> None:
         """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
-        outcome = self._publish_soon(endpoint, invocation, value)
+        outcome = self._publisher.publish_soon(endpoint, invocation, value)
         if isinstance(outcome, (Produced, Failure)):
             value.clear()
-            _let_go(invocation, outcome)
+            let_go(invocation, outcome)
             ended(outcome)
             self._settle(invocation)
             return
@@ -214,32 +205,10 @@ class InProcessExecutor:
         def publish() -> Produced:
             if outcome is not None:
                 return Produced(outcome.wait(), None)
-            return self._publish(endpoint, invocation, value)
+            return self._publisher.publish(endpoint, invocation, value)
 
         threads = self._background if invocation.background else self._threads
-        threads.start(self._job(invocation, publish, ended))
-
-    def _publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: list[Any]) -> Produced | Failure | Soon | None:
-        """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
-        lane = self._lanes.find(invocation.session) if invocation.pooled and self._shares else None
-        if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
-            return None
-        from shared_rpc.codec import Soon, publish_back, publish_soon
-
-        try:
-            if _returnable(invocation):
-                record = publish_back(value, lane.borrower, _PATIENCE)
-                if record is not None:
-                    return Produced(record, None)
-            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results)
-            record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
-            if record is None:
-                return soon if isinstance(soon, Soon) else None
-            return Produced(record, None)
-        except PoolFull:
-            return None
-        except Exception as error:
-            return _failure(error)
+        threads.start(self._job(invocation, self._publisher.elsewhere(publish), ended))
 
     def abandon(self, invocation: Invocation) -> bool:
         """See :class:`Executor`."""
@@ -262,7 +231,7 @@ class InProcessExecutor:
         """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
 
         def publish() -> Produced:
-            return self._publish(endpoint, invocation, [starving.live])
+            return self._publisher.publish(endpoint, invocation, [starving.live])
 
         job = self._job(invocation, publish, ended)
         lane = self._lanes.find(invocation.session)
@@ -281,12 +250,12 @@ class InProcessExecutor:
     ) -> Job:
         """What is done in a thread of a run that ends with it."""
 
-        def guarded() -> Produced | Failure:
-            outcome = _guarded(work)
-            _let_go(invocation, outcome)
+        def settled() -> Produced | Failure:
+            outcome = guarded(work)
+            let_go(invocation, outcome)
             return outcome
 
-        return Job(guarded, begun, ended, lambda: self._settle(invocation))
+        return Job(settled, begun, ended, lambda: self._settle(invocation))
 
     def _settle(self, invocation: Invocation) -> None:
         """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
@@ -295,7 +264,7 @@ class InProcessExecutor:
             lane.settle()
 
     def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
-        args, kwargs = _load(invocation)
+        args, kwargs = load(invocation)
         token = CURRENT_RUN.set(run)
         try:
             value = [endpoint.function(*args, **kwargs)]
@@ -303,76 +272,4 @@ class InProcessExecutor:
             CURRENT_RUN.reset(token)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
-        return self._publish(endpoint, invocation, value)
-
-    def _publish(self, endpoint: Endpoint, invocation: Invocation, only: list[Any]) -> Produced:
-        """:param only: the value, which nobody else in the library has."""
-        from shared_rpc.codec import check_result, publish, publish_back
-
-        lane = self._lanes.find(invocation.session) if invocation.pooled else None
-        if lane is not None and self._shares and _returnable(invocation):
-            record = publish_back(only, lane.borrower)
-            if record is not None:
-                return Produced(record, None)
-        value = only.pop()
-        if not invocation.publish or not self._shares:
-            nbytes = check_result(value, endpoint.spec.name, self._kind)
-            return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        if lane is None:
-            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
-        for again in (True, False):
-            try:
-                return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
-            except PoolFull as full:
-                if not (again and lane.reclaim()):
-                    return Starving(None, value, str(full), full.frees)
-        raise AssertionError("it was published, or it starves")
-
-
-def _let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
-    """A caller in another process gets a traceback as text, and its memory back at once."""
-    if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
-        outcome.clear_frames()
-
-
-def _returnable(invocation: Invocation) -> bool:
-    """Whether the result may lie where the caller has put the arguments."""
-    return (
-        isinstance(invocation.arguments, Arguments)
-        and invocation.arguments.returnable
-        and invocation.spec.access == "read_write"
-    )
-
-
-def _loads_soon(invocation: Invocation) -> bool:
-    """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
-    arguments = invocation.arguments
-    return isinstance(arguments, tuple) or (
-        "shared_rpc.codec" in sys.modules  # with torch
-        and not arguments.skeletons
-        and len(arguments.table) < _FEW
-        and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)
-    )
-
-
-def _load(invocation: Invocation) -> tuple[Any, Any]:
-    if isinstance(invocation.arguments, tuple):
-        return invocation.arguments
-    from shared_rpc.codec import decode_arguments
-
-    try:
-        return decode_arguments(invocation.arguments)
-    finally:
-        invocation.arguments.close()
-
-
-def _guarded(work: Callable[[], Produced]) -> Produced | Failure:
-    """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
-    try:
-        return work()
-    except BaseException as error:
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> Failure:
-    return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)
+        return self._publisher.publish(endpoint, invocation, value)
