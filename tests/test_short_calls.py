@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -481,6 +482,15 @@ def test_a_caller_that_left_gets_its_chunk_back(
         return first not in lane(client).arguments._chunks
 
     eventually(clean)
+
+
+def test_a_busy_client_needs_one_connection(client: Client, device: str) -> None:
+    """What it has done with goes back with its calls, for as long as it makes some."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < 0.5:
+        client.call("full", 1.0)
+        client.call("echo", torch.ones(8, device=device))
+    assert len(client._pool._connections) == 1
 
 
 def test_it_outlives_its_client(server: Server, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
@@ -14,7 +15,7 @@ from shared_rpc.wire.frames import Frame
 
 __all__ = ["Lane", "LaneClosed"]
 
-#: Seconds after which chunks are given back that no request has taken along.
+#: Seconds without a request after which chunks are given back that no request has taken along.
 _IDLE = 0.05
 
 
@@ -41,12 +42,15 @@ class Lane:
         #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
+        #: When a request last took along what is to be given back (time.monotonic()).
+        self._asked = 0.0
         #: Calls whose results wait for memory in the server.
         self.hungry = 0
         self.closed = False
 
     def to_give_back(self) -> list[int]:
         """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
+        self._asked = time.monotonic()
         self.settle(look=True)
         return self.borrower.returned()
 
@@ -130,6 +134,10 @@ class Lane:
             REAPER.submit(self._flush_now, after=_IDLE)
 
     def _flush_now(self) -> None:
+        if not self.hungry and not self.closed and time.monotonic() - self._asked < _IDLE:
+            # The next request is about to take them along, and this would need another connection.
+            REAPER.submit(self._flush_now, after=_IDLE)
+            return
         self._flushing = False
         if self.closed:
             return
