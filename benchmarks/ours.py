@@ -73,6 +73,8 @@ def main() -> None:
         provider.share(managed=True)(function)
     provider.share(workload.small)
     provider.share(cache=False)(workload.fresh)
+    provider.share(cache=False)(workload.fresh_on_loop)
+    provider.share(cache=False)(workload.echo_on_loop)
     provider.share(cache=False)(workload.plus_one)
     provider.share(cache=False)(workload.echo)
     provider.share(cache=False)(workload.nothing)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.concurrency import concurrent_calls, finished_tasks, trivial_tasks
 from benchmarks.echo import Echo
@@ -135,6 +136,7 @@ class _Turns:
         on_gpu = device == "cuda"
         row("direct call, 4 KiB tensor, cached", lambda subject: subject.call("small"), GOALS["small_tensor"], judge=on_gpu)
         row("direct call, 4 KiB tensor, new", lambda subject: subject.call("fresh"), GOALS["small_tensor"], judge=on_gpu)
+        row("the same by an async def endpoint", _on_loop("fresh"), GOALS["small_tensor"], judge=on_gpu)
         if peer is not None:
             peer.attach("kept")  # one reference that stays, or every release would have it built anew
         row("managed call and release, 4 KiB", lambda subject: subject.attach("kept").release())
@@ -157,6 +159,18 @@ class _Turns:
             judge=on_gpu and mebibytes == 64,
             slow=True,
         )
+        row(
+            "the same echo by an async def endpoint",
+            _on_loop("echo", argument),
+            GOALS["large_argument"],
+            judge=on_gpu and mebibytes == 64,
+            slow=True,
+        )
+
+
+def _on_loop(endpoint: str, *args: Any) -> Callable[[Subject], object]:
+    """A call of the endpoint's ``async def`` twin, on the side that has one."""
+    return lambda subject: subject.call(f"{endpoint}_on_loop" if subject.name == Ours.name else endpoint, *args)
 
 
 def _cold_starts(report: Report, base_path: str, processes: int) -> None:

@@ -23,6 +23,8 @@ _TURN, _NOTICE = 0.5, 0.1
 _PATIENCE = 10.0
 #: Calls of each process before the first turn.
 _WARM_UP = 20
+#: An endpoint that one side has, and what the other side has instead.
+_ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
 #: A process that completes less than this share of the others' median is told of.
 _FAIR = 0.25
 
@@ -38,7 +40,7 @@ def throughput(
     callers = [servers.client("throughput", device=device, addresses=addresses) for _ in range(processes)]
     for caller in callers:
         caller.read()
-    for endpoint, text in (("small", "cached"), ("fresh", "new")):
+    for endpoint, text in (("small", "cached"), ("fresh", "new"), (_ON_LOOP, "new, async def")):
         turns: dict[str, list[list[int]]] = {name: [] for name in addresses}
         for _ in range(rounds):
             for name, counts in turns.items():
@@ -110,12 +112,13 @@ def main() -> None:
     for name, address in config["addresses"].items():
         subjects[name] = Ours(address) if name == Ours.name else Peer(address, config["device"], timeout=_PATIENCE)
         with suppress(Exception):  # its turns will tell
-            for endpoint in ("small", "fresh"):
+            for endpoint in ("small", "fresh", *([_ON_LOOP] if name == Ours.name else [])):
                 for _ in range(_WARM_UP):
                     subjects[name].call(endpoint)
     say(ready=True)
     while (command := next_command()) is not None:
-        say(**_calls(subjects[command["who"]], command["endpoint"], command["begin"]))
+        who, endpoint = command["who"], command["endpoint"]
+        say(**_calls(subjects[who], _INSTEAD if endpoint == _ON_LOOP and who != Ours.name else endpoint, command["begin"]))
     for subject in subjects.values():
         subject.close()
 

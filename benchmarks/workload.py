@@ -55,6 +55,14 @@ class Workload:
         """A small tensor, a new one every time. Direct, not cached."""
         return torch.ones(SMALL, device=self.device)
 
+    async def fresh_on_loop(self) -> torch.Tensor:
+        """:meth:`fresh` without a thread, where the server has that. Direct, not cached."""
+        return self.fresh()
+
+    async def echo_on_loop(self, tensor: torch.Tensor) -> torch.Tensor:
+        """:meth:`echo` without a thread. Direct, not cached."""
+        return tensor
+
     def plus_one(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like the argument, a new one every time. Direct, not cached."""
         return tensor + 1

@@ -22,7 +22,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFo
 from shared_rpc.wire.specs import EndpointSpec, Parameter
 from shared_rpc.wire.values import DtypeRef, canonical, lower
 
-__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe"]
+__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "key_of"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 #: Characters of an unknown name that an error shows.
@@ -191,6 +191,27 @@ def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
         raise TypeError(f"{spec.name}(): {error}") from None
     bound.apply_defaults()
     return bound.arguments
+
+
+@functools.lru_cache(maxsize=1024)
+def _positions(parameters: tuple[Parameter, ...]) -> tuple[int, int]:
+    """How few and how many arguments by position suffice where there are none by name; ``(1, 0)`` if that is not so simple."""
+    plain = (int(inspect.Parameter.POSITIONAL_ONLY), int(inspect.Parameter.POSITIONAL_OR_KEYWORD))
+    if any(parameter.kind not in plain for parameter in parameters):
+        return 1, 0
+    return sum(parameter.required for parameter in parameters), len(parameters)
+
+
+def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """:func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
+
+    :raises TypeError: if they do not fit the endpoint's signature.
+    """
+    if not spec.cache and not kwargs:
+        least, most = _positions(spec.parameters)
+        if least <= len(args) <= most:
+            return None
+    return cache_key(spec, bind(spec, args, kwargs))
 
 
 def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:

@@ -74,9 +74,10 @@ class Record:
     :param device: the id of the device they are on; by default that of the first segment, or the host.
     :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, who gives them back.
     :param arenas: the numbers of the segments that belong to the pool.
+    :param own: the numbers of chunks of the reader's own pool that it lies in, see :attr:`Arguments.returnable`.
     """
 
-    __slots__ = ("arenas", "chunks", "device", "nbytes", "segments", "skeleton", "table")
+    __slots__ = ("arenas", "chunks", "device", "nbytes", "own", "segments", "skeleton", "table")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Record:
         device: str | None = None,
         chunks: Sequence[int] = (),
         arenas: Collection[int] = (),
+        own: Sequence[int] = (),
     ) -> None:
         self.skeleton = skeleton
         self.table = table
@@ -94,6 +96,7 @@ class Record:
         self.nbytes = nbytes
         self.chunks = chunks
         self.arenas = arenas
+        self.own = own
         self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
 
     def close(self) -> None:
@@ -102,13 +105,15 @@ class Record:
             segment.close()
 
 
-@dataclass
+@dataclass(slots=True)
 class Arguments:
     """A call's arguments as plain data (see :mod:`shared_rpc.wire.values`), with the memory they refer to.
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
     are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
+
+    ``returnable``: whether the result may lie in these chunks.
     """
 
     args: list[Any]
@@ -119,6 +124,7 @@ class Arguments:
     arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
     held: Sequence[int] = ()
+    returnable: bool = False
     loans: dict[int, Lender] = field(default_factory=dict)
 
     def take_loans(self) -> dict[int, Lender]:

@@ -140,6 +140,7 @@ def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str]
     for name in (
         "direct call, 4 KiB tensor, cached",
         "direct call, 4 KiB tensor, new",
+        "the same by an async def endpoint",
         "direct call, takes and returns 4 KiB, new",
         "managed call and release",
         "echo of a",
@@ -151,7 +152,7 @@ def test_rpc_counts_the_calls_of_processes_that_call_at_once(results: Callable[[
     """Every process gets some done in every turn; beside nobody there is no ratio to judge."""
     run = results("rpc")
 
-    for text in ("cached", "new"):
+    for text in ("cached", "new", "new, async def"):
         row = run.row(f"2 processes, 4 KiB tensor, {text}: calls/s")
         turns = row["calls"][Ours.name]
         assert len(turns) == 2 and all(len(counts) == 2 and min(counts) > 0 for counts in turns)

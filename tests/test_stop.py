@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -200,7 +200,7 @@ def test_an_endpoint_that_does_not_end(
 def test_an_endpoint_that_stops_its_server(
     provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], is_async: bool
 ) -> None:
-    """It does not wait for itself."""
+    """It does not wait for itself. One on the loop ends before the server does, and may be answered."""
 
     def end() -> None:
         server.stop()
@@ -210,7 +210,7 @@ def test_an_endpoint_that_stops_its_server(
 
     provider.share("end")(end_async if is_async else end)
     server = serve()
-    with pytest.raises(ConnectionClosed):
+    with suppress(ConnectionClosed) if is_async else pytest.raises(ConnectionClosed):
         connect().call("end")
     eventually(lambda: not server.running and not server.busy)
 

@@ -323,6 +323,7 @@ def _message(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.
         chunks=list(arguments.chunks) if lane is not None else [],
         held=list(arguments.held) if lane is not None else [],
         pooled=invocation.pooled and lane is not None,
+        returnable=arguments.returnable and lane is not None,
         chain=sorted(invocation.chain),
         key=run.executor.key,
         session=invocation.session,
@@ -345,6 +346,7 @@ def _outcome(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
             message.device,
             message.chunks,
             frozenset(message.arenas),
+            own=message.own,
         ),
         None,
     )

@@ -127,6 +127,7 @@ class Channel:
         try:
             with anyio.CancelScope(deadline=deadline):
                 await self._flush()
+                request.meanwhile()
                 frame = await self._answer(exchange, request)
             if frame is None:
                 frame = await self._take_back(number, exchange, request)

@@ -140,6 +140,7 @@ class Connection:
         self._usable = False
         try:
             self._send(deadline)
+            request.meanwhile()
             frame = self._await_reply(number, deadline, request)
         except _TooLate:
             frame = self._give_up(request, number)

@@ -20,7 +20,7 @@ __all__ = ["latest", "news", "refresh", "retire", "revision_page"]
 def refresh(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str) -> Operation[g.Generation]:
     """Build the next generation of a call's object, without taking it; for the parameters see ``operations.call``."""
     what = f"refresh({endpoint!r})"
-    reply, _ = yield from send(g.Refresh, endpoint, args, kwargs, device, server, what, no_lane)
+    reply, _, _ = yield from send(g.Refresh, endpoint, args, kwargs, device, server, what, no_lane)
     reply.frame.close()
     if not isinstance(reply.message, g.Refreshed):
         raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.memory.borrowing import Borrower
-from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.reaper import REAPER
 from shared_rpc.wire import messages as m
@@ -15,10 +15,14 @@ from shared_rpc.wire.frames import Frame
 
 __all__ = ["Lane", "LaneClosed"]
 
-#: Seconds after which chunks are given back that no request has taken along.
+#: Seconds without a request after which chunks are given back that no request has taken along.
 _IDLE = 0.05
 #: Seconds without a request after which the GPU is asked for chunks that wait for it alone: the next request would ask, too.
 _SILENCE = 1.0
+
+
+def _nothing() -> None:
+    """A chunk of this process's own is free when somebody looks for room."""
 
 
 class LaneClosed(Exception):
@@ -34,23 +38,64 @@ class Lane:
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
         self.borrower = Borrower(self._chunk_dropped)
+        #: Chunks of the pool for arguments that came back as results.
+        self.own = Borrower(_nothing)
         self._flush = flush
         #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
-        #: Whether the GPU will be asked, and when a request has asked it last (time.monotonic()).
+        #: Whether the GPU will be asked, after a silence.
         self._listening = False
-        self._asked_at = 0.0
+        #: When a request last took along what is to be given back (time.monotonic()).
+        self._asked = 0.0
         #: Calls whose results wait for memory in the server.
         self.hungry = 0
         self.closed = False
 
     def to_give_back(self) -> list[int]:
-        """The chunks that this process has done with. A safe point; who asks must tell the server of them."""
-        self.borrower.settle()
+        """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
+        self._asked = time.monotonic()
+        self.settle(look=True)
+        return self.borrower.returned()
+
+    def settle(self, *, look: bool = False) -> bool:
+        """See which chunks this process has done with: a safe point, best while there is nothing to do but to wait.
+
+        :param look: see :meth:`Borrower.settle`.
+        :returns: whether there is more room for arguments.
+        """
+        self.borrower.settle(look=look)
+        self.own.settle(look=look)
         if self.borrower.has_fenced:
             self._listen()
-        return self.borrower.returned()
+        returned = self.own.returned()
+        return bool(returned) and self.arguments.give(returned) > 0
+
+    def reclaim(self) -> bool:
+        """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
+        self.own.wait()
+        return self.settle(look=True)
+
+    @property
+    def returnable(self) -> bool:
+        """Whether results may stay in the pool for arguments: a part of it is left to those who wait for the server."""
+        limit = self.arguments.options.limit
+        return self.arguments.taken <= limit - limit // 4
+
+    def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
+        """The chunk of its own that a call has its result in.
+
+        :param held: those that it has held for that. The others are given back.
+        :raises ProtocolError: if the server names another.
+        """
+        if len(message.own) != 1 or message.own[0] not in held:
+            self.arguments.give(held)
+            raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which the call had not")
+        chunk = self.arguments.find(message.own[0])
+        self.arguments.give([number for number in held if number != message.own[0]])
+        if chunk is None:
+            raise ConnectionClosed("this client was closed before it took the result")
+        return chunk
 
     def starved(self) -> m.Free:
         """What to tell a server that needs memory; waits for the GPU."""
@@ -95,14 +140,13 @@ class Lane:
             REAPER.submit(self._flush_now, after=_IDLE)
 
     def _listen(self) -> None:
-        self._asked_at = time.monotonic()
         if not self._listening:
             self._listening = True
             REAPER.start()
             REAPER.submit(self._end_silence, after=_SILENCE)
 
     def _end_silence(self) -> None:
-        left = self._asked_at + _SILENCE - time.monotonic()
+        left = self._asked + _SILENCE - time.monotonic()
         if left > 0:
             REAPER.submit(self._end_silence, after=left)
             return
@@ -112,6 +156,10 @@ class Lane:
             self._listen()
 
     def _flush_now(self) -> None:
+        if not self.hungry and not self.closed and time.monotonic() - self._asked < _IDLE:
+            # The next request is about to take them along, and this would need another connection.
+            REAPER.submit(self._flush_now, after=_IDLE)
+            return
         self._flushing = False
         if self.closed:
             return
@@ -130,6 +178,7 @@ class Lane:
         """The session ended. The memory goes when neither side has a tensor over it."""
         self.closed = True
         self.borrower.close()
+        self.own.close()
         for segment in self._spare.values():
             segment.close()
         self._spare.clear()

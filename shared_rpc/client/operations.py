@@ -104,8 +104,8 @@ def fetch(
     :param lanes: the pools of the current session, None to do without.
     """
     what = f"{endpoint}()"
-    reply, lane = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
-    return result_of(what, reply, lane)
+    reply, lane, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
+    return result_of(what, reply, lane, held)
 
 
 def call(
@@ -127,7 +127,7 @@ def call(
 def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "") -> Operation[str]:
     """Make a task of a call: its id."""
     what = f"submit({endpoint!r})"
-    reply, _ = yield from send(m.Submit, endpoint, args, kwargs, device, server, what, no_lane)
+    reply, _, _ = yield from send(m.Submit, endpoint, args, kwargs, device, server, what, no_lane)
     reply.frame.close()
     if not isinstance(reply.message, m.TaskIs):
         raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")

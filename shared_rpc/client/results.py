@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
 from shared_rpc.wire import messages as m
 
@@ -25,6 +26,8 @@ class Result:
     skeleton: bytes
     segments: list[Segment]
     loans: dict[int, Borrower] = field(default_factory=dict)
+    #: Of the client's own pool, in place of segments.
+    chunk: Chunk | None = None
 
     def close(self) -> None:
         """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
@@ -41,20 +44,31 @@ class Result:
         self.close()
 
 
-def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
+def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Result:
     """The result in a reply, whose descriptors it owns.
 
+    :param held: chunks of the client's pool that went with the call and were held for it: it has that hold of the one that it
+        lies in, and the others are given back.
     :raises ProtocolError: if there is none.
     """
     message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
-    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + kept or (kept and lane is None):
+    if (
+        not isinstance(message, m.Result)
+        or len(message.segments) != len(frame.fds) + kept
+        or (lane is None and (kept or message.own))
+    ):
         frame.close()
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
     if lane is None:
         segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
         return Result(message, frame.payload, segments)
-    lane.arguments.give(message.freed)
+    if message.freed:
+        lane.arguments.give(message.freed)
+    if message.own:
+        frame.close()
+        chunk = lane.own_chunk(message, held)
+        return Result(message, frame.payload, [], {chunk.number: lane.own}, chunk)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
@@ -86,11 +100,13 @@ def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[
 
 
 def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
-    from shared_rpc.codec import decode_result
+    from shared_rpc.codec import decode_result, take_back
 
     with result:
         loans, result.loans = result.loans, {}
         message = result.message
+        if result.chunk is not None:
+            return take_back(result.skeleton, message.table, result.chunk, loans[result.chunk.number])
         value = decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew

@@ -13,7 +13,7 @@ from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
-from shared_rpc.records import Arguments
+from shared_rpc.records import EMPTY_TABLE, Arguments
 from shared_rpc.running import CALLED_BY
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.values import encode, lower_call
@@ -38,8 +38,9 @@ def send(
     server: str,
     what: str,
     lanes: Lanes,
-) -> Operation[tuple[Reply, Lane | None]]:
-    """Send a call of a kind: the reply, and the pools that were used for it.
+) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+    """Send a call of a kind: the reply, the pools that were used for it, and the chunks of its own that its result lies in, or
+    one of them, for :func:`~shared_rpc.client.results.result_of`.
 
     :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
     :param lanes: where the current pools are.
@@ -49,7 +50,8 @@ def send(
         lane = lanes()
         try:
             arguments = yield from lower(args, kwargs, device, server, lane, what)
-            return (yield from _send_lowered(kind, endpoint, arguments, what, lane)), lane
+            reply, held = yield from _send_lowered(kind, endpoint, arguments, what, lane)
+            return reply, lane, held
         except (LaneClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
@@ -58,42 +60,80 @@ def send(
                 raise
         except PoolFull as full:
             assert lane is not None, "there is a pool"
+            if (yield Work(lane.reclaim)):
+                continue
             yield from _await_room(lane, what, str(full))
 
 
-def _send_lowered(kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None) -> Operation[Reply]:
+def _send_lowered(
+    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None
+) -> Operation[tuple[Reply, list[int]]]:
+    held: list[int] = []
     freed = lane.to_give_back() if lane is not None else []
     request: Request | None = None
     try:
-        message = kind(
-            endpoint,
-            *encoded(arguments),
-            table=msgspec.Raw(arguments.table),
-            segments=[segment.info for segment in arguments.segments],
-            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-            kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
-            arenas=list(arguments.arenas),
-            chunks=list(arguments.chunks),
-            held=list(arguments.held),
-            freed=freed,
-            pooled=lane is not None,
-            chain=sorted(CALLED_BY.get()),
-        )
-        arenas = {number: arguments.segments[number] for number in arguments.arenas}
-        fds = tuple(
-            segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
-        )
-        request = Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+        if not arguments.segments and not arguments.skeletons:
+            table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
+            message = kind(
+                endpoint, *encoded(arguments), table, freed=freed, pooled=lane is not None, chain=sorted(CALLED_BY.get())
+            )
+            request = Request(message, what, lane=lane)
+        else:
+            if lane is not None and lane.returnable:
+                # For as long as the call, and its result if that stays there: the server may give the chunks back before.
+                held = [chunk.number for chunk in lane.arguments.hold(arguments.chunks)]
+            request = _with_memory(kind, endpoint, arguments, what, lane, freed, returnable=bool(held))
         reply: Reply = yield request
-        return reply
+        if isinstance(reply.message, m.Result) and reply.message.own:
+            kept, held = held, []
+            return reply, kept
+        return reply, []
     finally:
         arguments.close()
         if lane is not None:
+            if held:
+                lane.arguments.give(held)
             if request is None or not request.sent:
                 lane.arguments.give(arguments.chunks)
                 lane.borrower.put_back(freed)
             elif request.starved:
                 lane.hungry -= 1
+
+
+#: The table of a call without memory.
+_NO_TENSORS = msgspec.Raw(EMPTY_TABLE)
+
+
+def _with_memory(
+    kind: type[m.Call],
+    endpoint: str,
+    arguments: Arguments,
+    what: str,
+    lane: Lane | None,
+    freed: list[int],
+    *,
+    returnable: bool,
+) -> Request:
+    message = kind(
+        endpoint,
+        *encoded(arguments),
+        table=msgspec.Raw(arguments.table),
+        segments=[segment.info for segment in arguments.segments],
+        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+        kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
+        arenas=list(arguments.arenas),
+        chunks=list(arguments.chunks),
+        held=list(arguments.held),
+        freed=freed,
+        pooled=lane is not None,
+        chain=sorted(CALLED_BY.get()),
+        returnable=returnable,
+    )
+    arenas = {number: arguments.segments[number] for number in arguments.arenas}
+    fds = tuple(
+        segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
+    )
+    return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
 
 
 def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:

@@ -64,6 +64,11 @@ class Request:
         """What an answer that comes after all has to be known by."""
         return Request(self.message, self.what, lane=self.lane)
 
+    def meanwhile(self) -> None:
+        """What there is to do while the server works."""
+        if self.lane is not None:
+            self.lane.settle()
+
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message

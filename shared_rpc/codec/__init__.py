@@ -2,10 +2,11 @@
 
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
 from shared_rpc.codec.payload import check_result
-from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.codec.results import Soon, decode_result, publish, publish_back, publish_soon, take_back
 from shared_rpc.codec.skeleton import dump_exception
 
 __all__ = [
+    "Soon",
     "check_result",
     "decode_arguments",
     "decode_result",
@@ -13,4 +14,7 @@ __all__ = [
     "encode_arguments",
     "lower_arguments",
     "publish",
+    "publish_back",
+    "publish_soon",
+    "take_back",
 ]

@@ -10,6 +10,7 @@ import torch
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_devices
 from shared_rpc.codec.placement import copy
+from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
@@ -34,6 +35,10 @@ def encode_arguments(
     :raises CapabilityError: for an argument that cannot travel, naming it.
     :raises PoolFull: if the pool has no room now.
     """
+    if pool is not None:
+        single = _encode_single(args, kwargs, kind, server, pool, purpose)
+        if single is not None:
+            return single
     scan = Scan(kind)
     skeletons: list[bytes] = []
 
@@ -66,6 +71,28 @@ def encode_arguments(
     )
 
 
+_SCALARS = (int, float, bool, str, bytes, complex, type(None))
+
+
+def _encode_single(
+    args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str, pool: Pool, purpose: str
+) -> Arguments | None:
+    """:func:`encode_arguments` for one plain tensor beside scalars; None for anything else."""
+    rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
+    if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
+        return None
+    lowered = lower_call(args, kwargs, lambda value, path: TensorRef(0))
+    copied = copy_single(rest[0], kind, pool, purpose, server)
+    if copied is None:
+        return None
+    try:
+        copied.wait()
+    except BaseException:
+        copied.give_up(pool)
+        raise
+    return Arguments(*lowered, copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
+
+
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call within this process, as far as they are plain data; tensors and modules stay as they are.
 
@@ -91,6 +118,12 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
+    if len(arguments.loans) == 1 and not arguments.skeletons:
+        single = rebuild_single(
+            arguments.table, arguments.segments, cast("dict[int, Borrower]", arguments.loans), arguments.arenas
+        )
+        if single is not None:
+            return _lifted(arguments, [single], [])
     with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
         tensors = tensors_of(read_table(arguments.table), mappings, cast("dict[int, Borrower]", arguments.take_loans()))
         return _lifted(arguments, *tensors)

@@ -16,6 +16,7 @@ from shared_rpc.codec import collector
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.placement import Placement, copy, move
+from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
@@ -27,10 +28,13 @@ from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.records import EMPTY_TABLE, Record
 
-__all__ = ["decode_result", "publish"]
+__all__ = ["Soon", "decode_result", "publish", "publish_back", "publish_soon", "take_back"]
 
 #: The skeleton of no result.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
+
+#: Bytes of a tensor that is copied at once.
+_SMALL = 1 << 20
 
 #: Bytes of a table and a skeleton that make too few objects for the garbage collector to be in the way.
 _FEW = 4096
@@ -63,6 +67,10 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     if value is None:
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
+    if pool is not None and access == "read_write" and type(value) is torch.Tensor:
+        copied = copy_single(value, kind, pool, f"results of {endpoint}()")
+        if copied is not None:
+            return _waited(copied, pool)
     check_result(value, endpoint, kind)
     scan = Scan(kind)
     path = f"endpoint {endpoint!r}: result"
@@ -75,6 +83,64 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     MAPPINGS.drain()
     with _publishing, collector.paused():
         return _record(dump(value, scan, path), move(scan, access), device)
+
+
+class Soon:
+    """A small result that is being copied into a pool; see :func:`publish_soon`."""
+
+    def __init__(self, value: torch.Tensor, copied: Copied, pool: Pool) -> None:
+        #: Its memory is read until then.
+        self._value = value
+        self._copied = copied
+        self._pool = pool
+
+    def take(self, seconds: float) -> Record | None:
+        """The record, None if the GPU has not come so far in that time."""
+        try:
+            return _copy_record(self._copied) if self._copied.wait_briefly(seconds) else None
+        except BaseException:
+            self._copied.give_up(self._pool)
+            raise
+
+    def wait(self) -> Record:
+        """The record, when the GPU has come so far."""
+        return _waited(self._copied, self._pool)
+
+
+def publish_soon(value: Any, device: str, endpoint: str, pool: Pool) -> Record | Soon | None:
+    """:func:`publish` into a pool where that is a matter of microseconds, for a thread that has no more; else None.
+
+    :raises PoolFull: if the pool has no room now.
+    """
+    if value is None:
+        return Record(_NONE, EMPTY_TABLE, (), 0, device)
+    if type(value) is not torch.Tensor:
+        return None
+    copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", limit=_SMALL)
+    return Soon(value, copied, pool) if copied is not None else None
+
+
+def publish_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> Record | None:
+    """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`hand_back`."""
+    found = hand_back(value, borrower, seconds)
+    if found is None:
+        return None
+    table, chunk, nbytes, device = found
+    return Record(FIRST[0], table, (), nbytes, device, own=(chunk,))
+
+
+def _waited(copied: Copied, pool: Pool) -> Record:
+    try:
+        copied.wait()
+    except BaseException:
+        copied.give_up(pool)
+        raise
+    return _copy_record(copied)
+
+
+def _copy_record(copied: Copied) -> Record:
+    device = copied.segment.info.device
+    return Record(FIRST[0], copied.table, (copied.segment,), copied.nbytes, device, (copied.chunk.number,), (0,))
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
@@ -99,15 +165,24 @@ def decode_result(
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
-        return _load(skeleton, [], [])
+        return _load(skeleton, [], []) if skeleton != _NONE else None
+    if loans and skeleton in FIRST:
+        single = rebuild_single(table, segments, loans, arenas, owner, trusted=True)
+        if single is not None:
+            _settle()
+            return single
     quick = len(table) + len(skeleton) < _FEW
     with MAPPINGS.attach(segments, owner=owner, pooled=arenas) as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
         value = _load(skeleton, tensors, storages)
-    # A safe point for what earlier results left behind; after this one, which may lie in the same segments.
+    _settle()
+    return value
+
+
+def _settle() -> None:
+    """A safe point for what earlier results left behind; after a new one, which may lie in the same segments."""
     if MAPPINGS.has_unused:
         MAPPINGS.drain()
-    return value
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:

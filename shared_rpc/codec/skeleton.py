@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from shared_rpc import by_value
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.payload import wrong_device
+from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.records import TensorEntry
@@ -85,12 +86,7 @@ class Scan:
         if number is not None:
             return number
         self._check_tensor(tensor)
-        plain = (
-            type(tensor) in _PLAIN
-            and tensor.layout is torch.strided
-            and not tensor.is_quantized
-            and not any(getattr(tensor, "names", ()))
-        )
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized and not named(tensor)
         if not plain or tensor.__dict__:
             self._meet(tensor)
             return None

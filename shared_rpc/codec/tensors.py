@@ -16,9 +16,18 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["bytes_at", "make_storage", "make_tensor", "read_table", "tensors_of"]
+__all__ = ["bytes_at", "make_storage", "make_tensor", "make_trusted", "named", "read_table", "tensors_of"]
 
 _tables = msgspec.msgpack.Decoder(TensorTable)
+
+
+#: Named tensors were an experiment, which newer releases of torch end; asking for what is not there takes long.
+_NAMES = hasattr(torch.Tensor, "names")
+
+
+def named(tensor: torch.Tensor) -> bool:
+    """Whether the dimensions of a tensor have names, which a table has no place for."""
+    return _NAMES and any(getattr(tensor, "names"))  # noqa: B009  not in every release
 
 
 def read_table(table: bytes | msgspec.Raw) -> TensorTable:
@@ -53,7 +62,8 @@ def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tens
 _construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
 
 
-def _make_trusted(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
+def make_trusted(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
+    """:func:`make_tensor` for an entry that fits its storage."""
     device = storage.device
     if _construct is None or device.type != "cuda":
         return make_tensor(entry, storage)
@@ -90,7 +100,7 @@ def tensors_of(
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
-    make = _make_trusted if trusted else make_tensor
+    make = make_trusted if trusted else make_tensor
     # Built under inference mode they could not be used outside it. Entering a mode takes as long as making a tensor.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         try:

@@ -17,7 +17,7 @@ from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
 from shared_rpc.memory.segments import Backend
 from shared_rpc.reaper import REAPER
 
-__all__ = ["Borrower", "chunk_of"]
+__all__ = ["Borrower", "Loan", "chunk_of", "keep"]
 
 #: Before the work on a GPU is marked, every stream of torch is asked whether a CUDA graph is being captured on it: so it is
 #: done for that many chunks, or bytes, together.
@@ -27,7 +27,9 @@ _BATCH, _BATCH_BYTES = 32, 16 << 20
 class _Pin:
     """What the tensors over one chunk hold."""
 
-    __slots__ = ("__weakref__", "hold", "number")
+    __slots__ = ("__weakref__", "hold", "loan", "number")
+
+    loan: Loan
 
     def __init__(self, hold: Hold, number: int) -> None:
         self.hold = hold
@@ -38,20 +40,29 @@ class _Pin:
 _HELD = "_shared_rpc_chunk"
 
 
+def keep(user: object, pin: object) -> None:
+    """Have one more object keep a chunk, by what its :class:`Loan` gave."""
+    setattr(user, _HELD, pin)
+
+
 def chunk_of(user: object) -> int:
     """The number of the chunk that an object was lent, 0 for none."""
     pin = getattr(user, _HELD, None)
     return pin.number if isinstance(pin, _Pin) else 0
 
 
-class _Loan(weakref.ref[_Pin]):
-    """A pin's end, and the chunk it is about."""
+class Loan(weakref.ref[_Pin]):
+    """A pin's end, and the chunk it is about, of which ``nbytes`` are used.
 
-    __slots__ = ("backend", "nbytes", "number")
+    Called, it gives what keeps the chunk, see :func:`keep`; None once nothing does.
+    """
+
+    __slots__ = ("backend", "mapping", "nbytes", "number")
 
     number: int
     nbytes: int
     backend: Backend
+    mapping: Mapping
 
     # A weak reference takes its attributes after it is made; see Borrower.lend().
 
@@ -67,8 +78,8 @@ class Borrower:
         self._lock = threading.Lock()
         self._closed = False
         self._holds: dict[str, Hold] = {}
-        self._loans: set[_Loan] = set()
-        self._dropped: deque[_Loan] = deque()
+        self._loans: set[Loan] = set()
+        self._dropped: deque[Loan] = deque()
         #: About how many bytes that are; threads may disturb each other's count.
         self._dropped_bytes = 0
         #: Whether none of them lie on a GPU.
@@ -87,8 +98,9 @@ class Borrower:
         if not mapping.pooled:
             raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
         pin = _Pin(self._hold(mapping), number)
-        loan = _Loan(pin, self._pin_gone)
-        loan.number, loan.nbytes, loan.backend = number, nbytes, mapping.backend
+        loan = Loan(pin, self._pin_gone)
+        loan.number, loan.nbytes, loan.backend, loan.mapping = number, nbytes, mapping.backend, mapping
+        pin.loan = loan
         self._loans.add(loan)
         self._cheap = self._cheap and mapping.backend.unmaps_in_background
         for user in users:
@@ -102,11 +114,20 @@ class Borrower:
                 self._holds[mapping.info.id] = hold
         return hold
 
-    def _pin_gone(self, loan: _Loan) -> None:
+    def arena(self, segment_id: str) -> Hold | None:
+        """What keeps an arena mapped that something was borrowed of before."""
+        return self._holds.get(segment_id)
+
+    def _pin_gone(self, loan: Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._dropped_bytes += loan.nbytes
         self._dropped.append(loan)
         self._notify()
+
+    def loan_of(self, user: object) -> Loan | None:
+        """The loan by which an object uses a chunk, if it does."""
+        pin = getattr(user, _HELD, None)
+        return pin.loan if isinstance(pin, _Pin) and pin.loan in self._loans else None
 
     def unused(self, numbers: Iterable[int]) -> None:
         """Give back chunks that came, and that nothing here has used."""
@@ -118,14 +139,19 @@ class Borrower:
         with self._lock:
             self._returned.extend(numbers)
 
-    def settle(self, *, background: bool = False) -> None:
+    def settle(self, *, background: bool = False, look: bool = False) -> None:
         """A safe point: see which chunks nobody uses any more. Does not wait.
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
+        :param look: only look, because there is no time to mark a GPU's work.
         """
-        if self._dropped and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES):
+        if (
+            self._dropped
+            and (self._cheap or not look)
+            and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES)
+        ):
             with self._lock:
-                gone: dict[Backend, list[_Loan]] = {}
+                gone: dict[Backend, list[Loan]] = {}
                 self._dropped_bytes = 0
                 for _ in range(len(self._dropped)):
                     loan = self._dropped.popleft()
@@ -142,7 +168,7 @@ class Borrower:
                 else:
                     self._fenced.append((passed, numbers))
 
-    def _fence(self, backend: Backend, loans: list[_Loan], background: bool) -> None:
+    def _fence(self, backend: Backend, loans: list[Loan], background: bool) -> None:
         passed = backend.fence() if backend.unmaps_in_background or not background else None
         if passed is None:
             self._dropped_bytes += sum(loan.nbytes for loan in loans)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ __all__ = [
 _TORCH_POOL = 32
 #: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).
 _OPAQUE = 64
+# As names of this module: looking an enum's members up takes longer than some of the calls.
+_SUCCESS, _NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
+_CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class DriverError(RuntimeError):
@@ -50,7 +54,7 @@ class DriverError(RuntimeError):
 
 def check(result: tuple[Any, ...]) -> Any:
     """The values of a driver call, or :class:`DriverError`."""
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
+    if result[0] != _SUCCESS:
         raise DriverError(result[0])
     return result[1] if len(result) == 2 else result[1:]
 
@@ -161,7 +165,7 @@ class _Event:
     def passed(self) -> bool:
         """Whether the GPU has come so far; also where its context is broken, and will not do any more."""
         with relaxed_captures():  # asking would invalidate the captures of other threads
-            return bool(driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY)
+            return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 
     def __del__(self) -> None:
         driver.cuEventDestroy(self.handle)
@@ -179,7 +183,7 @@ class CudaBackend:
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
         self.ordinal = ordinal_of(uuid)
-        self._pool: tuple[int, ...] = ()
+        self._pool: tuple[Any, ...] = ()
         self._device = check(driver.cuDeviceGet(self.ordinal))
 
     @functools.cached_property
@@ -245,7 +249,7 @@ class CudaBackend:
         """
         try:
             with self.current():
-                if any(self._captures(stream) for stream in self._torch_streams()):
+                if self._capturing():
                     return False
                 check(driver.cuCtxSynchronize())
         except DriverError:
@@ -268,11 +272,25 @@ class CudaBackend:
         finally:
             check(driver.cuCtxPopCurrent())
 
+    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
+        """:meth:`wait` for so many seconds at most; whether the work was done in time."""
+        handle, until = driver.CUstream(stream), time.perf_counter() + seconds
+        check(driver.cuCtxPushCurrent(self._context))
+        try:
+            with relaxed_captures():  # asking would invalidate the captures of other threads
+                while (result := driver.cuStreamQuery(handle))[0] == _NOT_READY:
+                    if time.perf_counter() > until:
+                        return False
+            check(result)
+            return True
+        finally:
+            check(driver.cuCtxPopCurrent())
+
     def fence(self) -> Callable[[], bool] | None:
         """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
         try:
             with self.current():
-                if any(self._captures(stream) for stream in self._torch_streams()):
+                if self._capturing():
                     return None
                 event = _Event()
                 check(driver.cuCtxRecordEvent(self._context, event.handle))
@@ -280,26 +298,33 @@ class CudaBackend:
             return None  # an older driver, older bindings, or a broken context
         return event.passed
 
-    @staticmethod
-    def _captures(stream: int) -> bool:
-        none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        return bool(check(driver.cuStreamIsCapturing(driver.CUstream(stream))) != none)
+    def _capturing(self) -> bool:
+        """Whether one of torch's streams is being captured. Over a hundred calls: as little as can be is done for each."""
+        captured = driver.cuStreamIsCapturing
+        for stream in self._torch_streams():
+            code, status = captured(stream)
+            if status != _CAPTURES_NOT or code != _SUCCESS:
+                check((code,))
+                return True
+        return False
 
-    def _torch_streams(self) -> tuple[int, ...]:
-        """The handles of torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+    def _torch_streams(self) -> tuple[Any, ...]:
+        """torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ()
         if not self._pool:
-            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was.
+            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was. Priorities that
+            # it does not tell apart share their streams.
             lowest, highest = torch.cuda.Stream.priority_range()
-            self._pool = tuple(
+            handles = dict.fromkeys(
                 torch.cuda.Stream(self.ordinal, priority=priority).cuda_stream
                 for priority in range(highest, lowest + 1)
                 for _ in range(_TORCH_POOL)
             )
+            self._pool = tuple(driver.CUstream(handle) for handle in handles)
         current = torch.cuda.current_stream(self.ordinal).cuda_stream
-        return (*self._pool, current) if current else self._pool
+        return (*self._pool, driver.CUstream(current)) if current else self._pool
 
     def view(self, address: int, nbytes: int) -> DeviceBytes:
         """The bytes as a CUDA array."""

@@ -141,6 +141,10 @@ class MappingTable:
         finally:
             self._unpin(mappings)
 
+    def knows(self, info: SegmentInfo) -> bool:
+        """Whether a segment is mapped, with the access that its info names."""
+        return (info.id, info.access) in self._mappings
+
     def disown(self, segment_ids: Iterable[str]) -> int:
         """Their server does not keep these segments any more; how many of them it did, as far as was known here."""
         gone = set(segment_ids)

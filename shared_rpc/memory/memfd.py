@@ -91,6 +91,10 @@ class MemfdBackend:
     def wait(self, stream: int = 0) -> None:
         """Nothing is queued on the host."""
 
+    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
+        """Nothing is queued on the host."""
+        return True
+
     def fence(self) -> Callable[[], bool]:
         """Nothing is queued on the host."""
         return _done

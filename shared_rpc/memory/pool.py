@@ -94,6 +94,8 @@ class Pool:
         #: Numbers of different pools differ, so that one that comes to the wrong session frees nothing there.
         self._numbers = itertools.count(secrets.randbits(42) << 20)
         self._closed = False
+        #: Bytes of all chunks in use.
+        self.taken = 0
         #: Counts the chunks that became free: whether it is worth trying again.
         self.frees = 0
 
@@ -130,6 +132,7 @@ class Pool:
         assert offset is not None, "a new arena has room for what it is made for"
         chunk = Chunk(next(self._numbers), arena, offset, nbytes, purpose)
         self._chunks[chunk.number] = chunk
+        self.taken += nbytes
         return chunk
 
     def _grow(self, arenas: list[Arena], device: str, nbytes: int) -> Arena:
@@ -180,7 +183,12 @@ class Pool:
 
     def _free(self, chunk: Chunk) -> None:
         del self._chunks[chunk.number]
+        self.taken -= chunk.nbytes
         chunk.arena.extents.give(chunk.offset, chunk.nbytes)
+
+    def find(self, number: int) -> Chunk | None:
+        """A chunk that is in use; who has it keeps it mapped."""
+        return self._chunks.get(number)
 
     def segment(self, segment_id: str) -> Segment | None:
         """The segment of an arena, which stays the pool's."""

@@ -152,6 +152,9 @@ class Backend(Protocol):
     def wait(self, stream: int = 0) -> None:
         """Wait for a stream's work."""
 
+    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
+        """:meth:`wait` for so many seconds at most; whether the work was done in time."""
+
     def fence(self) -> Callable[[], bool] | None:
         """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.
 

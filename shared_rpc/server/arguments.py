@@ -38,9 +38,14 @@ class ArgumentReader:
         """The arguments of a call. They own the frame's descriptors from here on."""
         if message.freed:
             self._lane.give(message.freed)
+        if not (
+            message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
+        ) and not (frame.fds or frame.payload):
+            return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table))
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
         arguments.chunks, arguments.held = message.chunks, message.held
+        arguments.returnable = message.returnable and message.pooled
         arguments.loans = self._lane.lent(message.chunks) if message.chunks else {}
         try:
             # First what came: the client will not send an arena again, whatever becomes of this call.

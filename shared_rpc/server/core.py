@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from shared_rpc.endpoints import Registry, bind, cache_key, check_chain
+from shared_rpc.endpoints import Registry, check_chain, key_of
 from shared_rpc.errors import ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
@@ -229,7 +229,7 @@ class Core:
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
         spec = self.registry.get(endpoint)
-        key = cache_key(spec, bind(spec, args, kwargs))
+        key = key_of(spec, args, kwargs)
         if key is None:
             return 0
         self.runs.calls.detach(key=key)
@@ -313,7 +313,7 @@ class Core:
         if self.stopped:
             raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
         spec = self.registry.get(endpoint)
-        key = cache_key(spec, bind(spec, *lowered))
+        key = key_of(spec, *lowered)
         check_chain(spec, key, chain)
         return spec, key
 

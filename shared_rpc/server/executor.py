@@ -15,7 +15,7 @@ from shared_rpc.wire.tasks import Progress
 __all__ = ["Executor", "Invocation"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Invocation:
     """One run to do. ``arguments`` are lowered, or the live ``(args, kwargs)`` of a caller in this process.
 

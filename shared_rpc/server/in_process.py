@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from shared_rpc.endpoints import Endpoint
-from shared_rpc.errors import ConnectionClosed, SharedRPCError, TaskCancelled
+from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.pool import PoolFull
 from shared_rpc.reaper import REAPER
-from shared_rpc.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.records import Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving
+from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.session_lanes import Lanes
 from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["InProcessExecutor"]
 
-#: Seconds between two cancellations of a coroutine that goes on.
-_AGAIN = 0.02
+
+def _nothing() -> None:
+    pass
 
 
 class InProcessExecutor:
@@ -51,18 +53,16 @@ class InProcessExecutor:
     ) -> None:
         self._endpoints = endpoints
         self._lanes = lanes
+        self._publisher = Publisher(device, lanes, shares=shares)
         self._device = device
         self._kind = device_kind(device)
-        self._shares = shares
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
         #: As many again for tasks: a few that take minutes must not hold up every call.
         self._background = WorkerThreads(limit, self._prepare, next_turn=True)
         self._queued: dict[Invocation, tuple[WorkerThreads, Job]] = {}
         self._runs: dict[Invocation, Run] = {}
-        #: Kept here, because a loop keeps only weak references to its tasks.
-        self._going: set[asyncio.Task[None]] = set()
-        self._coroutines: dict[Invocation, asyncio.Task[Produced | Failure]] = {}
+        self._coroutines = Coroutines()
 
     def _prepare(self) -> None:
         """Make the provider's GPU the current one of this thread: an endpoint's ``"cuda"`` means it, and cuBLAS warns where no
@@ -101,17 +101,13 @@ class InProcessExecutor:
         self._background.close()
 
     async def finish(self) -> None:
-        """See :class:`Executor`. A coroutine that refuses to be cancelled is cancelled again, until it gives in."""
-        while self._going:
-            for task in self._going:
-                task.cancel()
-            await asyncio.wait(self._going, timeout=_AGAIN)
+        """See :class:`Executor`."""
+        await self._coroutines.finish()
 
     def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
         """See :class:`Executor`."""
         endpoint = self._endpoints[invocation.spec.name]
-        loop = asyncio.get_running_loop()
-        reporter = Reporter(loop, invocation.on_progress)
+        reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
         run = Run(invocation.chain, reporter.put)
 
         def begun() -> None:
@@ -129,13 +125,21 @@ class InProcessExecutor:
 
         threads = self._background if invocation.background else self._threads
         if not endpoint.spec.is_async:
-            job = Job(lambda: self._settled(invocation, lambda: self._call(endpoint, invocation, run)), begun, ended)
+            job = self._job(invocation, lambda: self._call(endpoint, invocation, run), ended, begun)
+        elif not invocation.background and loads_soon(invocation):
+            begun()
+            loaded = guarded(lambda: Produced(None, load(invocation)))
+            if isinstance(loaded, Failure):
+                asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
+            else:
+                self._await(endpoint, invocation, run, loaded, ended)
+            return
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
-                lambda: _guarded(lambda: Produced(None, _load(invocation))),
+                lambda: guarded(lambda: Produced(None, load(invocation))),
                 begun,
-                lambda loaded: self._go_on(loop, self._run_async(endpoint, invocation, run, threads, loaded), ended),
+                lambda loaded: self._await(endpoint, invocation, run, loaded, ended),
             )
         self._queued[invocation] = threads, job
         threads.start(job)
@@ -156,56 +160,62 @@ class InProcessExecutor:
         run = self._runs.get(invocation)
         if run is not None:
             run.cancelled = True
-            work = self._coroutines.get(invocation)
-            if work is not None:
-                work.cancel()
+            self._coroutines.cancel(invocation)
 
-    def _go_on(
+    def _await(
         self,
-        loop: asyncio.AbstractEventLoop,
-        work: Coroutine[Any, Any, Produced | Failure],
-        done: Callable[[Produced | Failure], None],
+        endpoint: Endpoint,
+        invocation: Invocation,
+        run: Run,
+        loaded: Produced | Failure,
+        ended: Callable[[Produced | Failure], None],
     ) -> None:
-        async def finish() -> None:
-            try:
-                outcome = await work
-            except asyncio.CancelledError:
-                outcome = Failure.of(ConnectionClosed("the server was stopped before the call ended"))
-            done(outcome)
-
-        task = loop.create_task(finish())
-        self._going.add(task)
-        task.add_done_callback(self._going.discard)
-
-    async def _run_async(
-        self, endpoint: Endpoint, invocation: Invocation, run: Run, threads: WorkerThreads, loaded: Produced | Failure
-    ) -> Produced | Failure:
+        """Run an ``async def`` endpoint with the arguments that were loaded."""
         if isinstance(loaded, Failure):
-            return loaded
+            ended(loaded)
+            return
         if run.cancelled:  # asked while its arguments were loaded
-            return Failure.of(TaskCancelled())
+            ended(Failure.of(TaskCancelled()))
+            return
+
+        def returned(outcome: Failure | list[Any]) -> None:
+            if isinstance(outcome, Failure):
+                let_go(invocation, outcome)
+                ended(outcome)
+            else:
+                self._deliver(endpoint, invocation, outcome, ended)
+
         args, kwargs = loaded.live
-        CURRENT_RUN.set(run)
+        begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
+        # Who else has the arguments decides whether they can go back as they are.
+        loaded.live = None
+        del args, kwargs
         self._prepare()
-        # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = asyncio.create_task(_awaited(functools.partial(endpoint.function, *args, **kwargs), run))
-        self._coroutines[invocation] = work
-        try:
-            outcome = await work
-        except asyncio.CancelledError:
-            if not work.cancelled():
-                raise
-            return Failure.of(TaskCancelled())  # asked before its first step
-        finally:
-            del self._coroutines[invocation]
-        if isinstance(outcome, Failure):
-            _let_go(invocation, outcome)
-            return outcome
-        value = outcome.live
-        del args, kwargs, loaded, outcome
-        return await threads.run(
-            lambda: self._settled(invocation, lambda: self._publish(endpoint, invocation, value)), _nothing
-        )
+        self._coroutines.start(invocation, run, begin, returned)
+
+    def _deliver(
+        self,
+        endpoint: Endpoint,
+        invocation: Invocation,
+        value: list[Any],
+        ended: Callable[[Produced | Failure], None],
+    ) -> None:
+        """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
+        outcome = self._publisher.publish_soon(endpoint, invocation, value)
+        if isinstance(outcome, (Produced, Failure)):
+            value.clear()
+            let_go(invocation, outcome)
+            ended(outcome)
+            self._settle(invocation)
+            return
+
+        def publish() -> Produced:
+            if outcome is not None:
+                return Produced(outcome.wait(), None)
+            return self._publisher.publish(endpoint, invocation, value)
+
+        threads = self._background if invocation.background else self._threads
+        threads.start(self._job(invocation, self._publisher.elsewhere(publish), ended))
 
     def abandon(self, invocation: Invocation) -> bool:
         """See :class:`Executor`."""
@@ -228,9 +238,9 @@ class InProcessExecutor:
         """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
 
         def publish() -> Produced:
-            return self._publish(endpoint, invocation, starving.live)
+            return self._publisher.publish(endpoint, invocation, [starving.live])
 
-        job = Job(lambda: self._settled(invocation, publish), _nothing, ended)
+        job = self._job(invocation, publish, ended)
         lane = self._lanes.find(invocation.session)
         if lane is None:
             ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
@@ -238,81 +248,35 @@ class InProcessExecutor:
         lane.park(invocation, lambda: self._threads.start(job), starving.frees)
         invocation.on_starved(starving.why)
 
-    def _settled(self, invocation: Invocation, work: Callable[[], Produced]) -> Produced | Failure:
-        outcome = _guarded(work)
-        _let_go(invocation, outcome)
+    def _job(
+        self,
+        invocation: Invocation,
+        work: Callable[[], Produced],
+        ended: Callable[[Produced | Failure], None],
+        begun: Callable[[], None] = _nothing,
+    ) -> Job:
+        """What is done in a thread of a run that ends with it."""
+
+        def settled() -> Produced | Failure:
+            outcome = guarded(work)
+            let_go(invocation, outcome)
+            return outcome
+
+        return Job(settled, begun, ended, lambda: self._settle(invocation))
+
+    def _settle(self, invocation: Invocation) -> None:
+        """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
         lane = self._lanes.find(invocation.session)
         if lane is not None:
             lane.settle()
-        return outcome
 
     def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
-        args, kwargs = _load(invocation)
+        args, kwargs = load(invocation)
         token = CURRENT_RUN.set(run)
         try:
-            value = endpoint.function(*args, **kwargs)
+            value = [endpoint.function(*args, **kwargs)]
         finally:
             CURRENT_RUN.reset(token)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
-        return self._publish(endpoint, invocation, value)
-
-    def _publish(self, endpoint: Endpoint, invocation: Invocation, value: Any) -> Produced:
-        from shared_rpc.codec import check_result, publish
-
-        if not invocation.publish or not self._shares:
-            nbytes = check_result(value, endpoint.spec.name, self._kind)
-            return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        lane = self._lanes.find(invocation.session) if invocation.pooled else None
-        if lane is None:
-            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
-        for again in (True, False):
-            try:
-                return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
-            except PoolFull as full:
-                if not (again and lane.reclaim()):
-                    return Starving(None, value, str(full), full.frees)
-        raise AssertionError("it was published, or it starves")
-
-
-def _let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
-    """A caller in another process gets a traceback as text, and its memory back at once."""
-    if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
-        outcome.clear_frames()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _load(invocation: Invocation) -> tuple[Any, Any]:
-    if isinstance(invocation.arguments, tuple):
-        return invocation.arguments
-    from shared_rpc.codec import decode_arguments
-
-    try:
-        return decode_arguments(invocation.arguments)
-    finally:
-        invocation.arguments.close()
-
-
-async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run) -> Produced | Failure:
-    """:func:`_guarded` for what is awaited. SystemExit would end the loop, and every waiter would hang."""
-    try:
-        return Produced(None, await begin())
-    except SharedRPCError as error:
-        return Failure.of(error)
-    except asyncio.CancelledError as error:
-        return Failure.of(TaskCancelled()) if run.cancelled else Failure.raised(error)
-    except BaseException as error:
-        return Failure.raised(error)
-
-
-def _guarded(work: Callable[[], Produced]) -> Produced | Failure:
-    """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
-    try:
-        return work()
-    except SharedRPCError as error:
-        return Failure.of(error)
-    except BaseException as error:
-        return Failure.raised(error)
+        return self._publisher.publish(endpoint, invocation, value)

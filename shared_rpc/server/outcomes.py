@@ -17,7 +17,7 @@ __all__ = ["Failure", "Produced", "Starving"]
 _EXCEPTION_LIMIT = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Produced:
     """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
 
@@ -25,7 +25,7 @@ class Produced:
     live: Any
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Starving(Produced):
     """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what.
 

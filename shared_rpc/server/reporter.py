@@ -16,6 +16,8 @@ __all__ = ["Reporter"]
 _BURST = 100
 #: Seconds between two reports from then on; one that was held back is told after as long.
 _PERIOD = 0.05
+#: Of all reporters: it is held for less than a microsecond at a time, and making one takes as long.
+_lock = threading.Lock()
 
 
 class Reporter:
@@ -27,19 +29,23 @@ class Reporter:
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[Progress], None]) -> None:
         self._loop = loop
         self._tell = tell
-        self._lock = threading.Lock()
-        self._waiting: deque[Progress] = deque(maxlen=_BURST)
+        # Most runs report nothing: what is needed for that is made with the first report.
+        self._waiting: deque[Progress] | None = None
         self._scheduled = False
         self._allowance = float(_BURST)
-        self._counted = loop.time()
+        self._counted = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def put(self, progress: Progress) -> None:
         """Report; from any thread. After the end of the run, or of the loop, nobody is told."""
-        with self._lock:
+        with _lock:
+            if self._closed:
+                return
+            if self._waiting is None:
+                self._waiting = deque(maxlen=_BURST)
             self._waiting.append(progress)
-            if self._scheduled or self._closed:
+            if self._scheduled:
                 return
             self._scheduled = True
         with suppress(RuntimeError):  # the loop is closed: the server stopped while the endpoint ran
@@ -47,20 +53,24 @@ class Reporter:
 
     def close(self) -> None:
         """The run ended: tell what was held back. On the loop."""
-        with self._lock:
+        with _lock:
             self._closed = True
-            waiting, self._waiting = list(self._waiting), deque(maxlen=0)
+            waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        for progress in waiting[-1:]:
-            self._tell(progress)
+        if waiting:
+            self._tell(waiting[-1])
 
     def _flush(self) -> None:
         now = self._loop.time()
         self._allowance = min(self._allowance + (now - self._counted) / _PERIOD, float(_BURST))
         self._counted = now
         count = int(self._allowance)
-        with self._lock:
+        with _lock:
+            if self._waiting is None:  # the run ended
+                return
             # The newest ones: whoever waits wants to know how far it is, not how far it was.
             told = list(self._waiting)[-count:] if count else []
             if count or not self._waiting:

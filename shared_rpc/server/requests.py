@@ -200,6 +200,7 @@ class Requests(GenerationRequests):
             kept=kept,
             arenas=list(record.arenas),
             chunks=list(record.chunks),
+            own=list(record.own),
             freed=lane.freed() if lane is not None and waiter is not None and waiter.pooled else [],
         )
         fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)

@@ -30,7 +30,7 @@ _log = logging.getLogger("shared_rpc.server")
 CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delivery:
     """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
 
@@ -43,7 +43,7 @@ class Delivery:
     managed: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Waiter:
     """Somebody who waits for an outcome: the session it belongs to, and where the outcome goes.
 

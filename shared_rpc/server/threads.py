@@ -30,14 +30,22 @@ class Job:
     :param work: what to do there; it must not raise.
     :param begun: called on the loop when it has a thread.
     :param done: called on the loop with what ``work`` returned.
+    :param after: what else there is to do in the thread, when the loop has been told; it must not raise either.
     """
 
-    __slots__ = ("begun", "done", "work")
+    __slots__ = ("after", "begun", "done", "work")
 
-    def __init__(self, work: Callable[[], Any], begun: Callable[[], None], done: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        begun: Callable[[], None],
+        done: Callable[[Any], None],
+        after: Callable[[], None] | None = None,
+    ) -> None:
         self.work = work
         self.begun = begun
         self.done = done
+        self.after = after
 
 
 class WorkerThreads:
@@ -133,12 +141,16 @@ class WorkerThreads:
         while (job := self._jobs.get()) is not None:
             self._working.add(threading.get_ident())
             self._results.append((job, job.work()))
+            after = job.after
             # An idle thread must hold neither the arguments nor the result.
             del job
             self._working.discard(threading.get_ident())
             assert self._loop is not None, "a job comes from a loop"
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._take_result)
+            if after is not None:
+                after()
+            del after
             if self._closed:
                 self._discard_results()
 

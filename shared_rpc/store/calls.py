@@ -20,7 +20,7 @@ __all__ = ["CallTable", "Flight"]
 W = TypeVar("W")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Flight(Generic[W]):
     """One run. ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is what it was;
     ``progress`` is what the run said last.

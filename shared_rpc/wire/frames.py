@@ -58,7 +58,7 @@ class Limits:
 _LIMITS = Limits()
 
 
-@dataclass
+@dataclass(slots=True)
 class Frame:
     """One message. Its descriptors belong to the frame until somebody takes them out of the list."""
 
@@ -126,6 +126,8 @@ class FrameDecoder:
         :raises ProtocolError: on a wrong magic or version, a size over the limits, or descriptors that do not match.
         """
         if self._header is None:
+            if not self._buffer:
+                return None
             self._header = self._read_header()
             if self._header is None:
                 return None

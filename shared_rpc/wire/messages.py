@@ -64,7 +64,7 @@ class Call(Message):
 
     Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
-    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool.
+    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
 
     ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.running.Run.chain`.
     """
@@ -82,6 +82,7 @@ class Call(Message):
     freed: list[int] = []
     pooled: bool = False
     chain: list[str] = []
+    returnable: bool = False
 
 
 class Result(Message):
@@ -91,6 +92,9 @@ class Result(Message):
     Segments with the numbers ``arenas`` are of the server's pool for this session; the descriptors of those that are
     ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
     client's pool that the server gives back.
+
+    Chunks ``own`` are of those that the call took: the result lies in them, and nobody else. The server gives them back like
+    any other, when its GPU has done with them.
     """
 
     object_id: str
@@ -103,6 +107,7 @@ class Result(Message):
     arenas: list[int] = []
     chunks: list[int] = []
     freed: list[int] = []
+    own: list[int] = []
 
 
 class Cancel(Message):

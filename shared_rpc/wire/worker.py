@@ -103,7 +103,8 @@ class Hungry(Message):
 class Ran(Message):
     """A run that went well: its record, with the skeleton as payload and the descriptors with the frame.
 
-    ``arenas``, ``chunks`` and ``returned`` are what ``arenas``, ``chunks`` and ``freed`` are in a result for a client.
+    ``arenas``, ``chunks``, ``own`` and ``returned`` are what ``arenas``, ``chunks``, ``own`` and ``freed`` are in a result for
+    a client.
     """
 
     table: msgspec.Raw
@@ -112,6 +113,7 @@ class Ran(Message):
     device: str
     arenas: list[int]
     chunks: list[int]
+    own: list[int]
     returned: list[int]
 
 

@@ -250,6 +250,7 @@ class WorkerHost:
             record.device,
             list(record.arenas),
             list(record.chunks),
+            list(record.own),
             lane.returned() if lane is not None else [],
         )
         try:
@@ -321,7 +322,7 @@ class WorkerHost:
 
 def _arguments(hosted: _Hosted, message: w.Run, frame: Frame) -> Arguments:
     """The arguments of a run. They own the frame's descriptors from here on."""
-    arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+    arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas), returnable=message.returnable)
     kept = frozenset(message.kept)
     sent = deque(frame.take_fds())
     try:

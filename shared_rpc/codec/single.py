@@ -1,0 +1,226 @@
+"""One plain tensor, the most frequent value by far, copied into a pool and rebuilt from it in a few microseconds.
+
+What is not so plain goes the general way, which gives the same record: whoever reads it sees no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import torch
+
+from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
+from shared_rpc.errors import CodecError
+from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.borrowing import Borrower, keep
+from shared_rpc.memory.devices import id_of, torch_device
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Chunk, Pool
+from shared_rpc.memory.segments import Segment
+from shared_rpc.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
+
+__all__ = ["FIRST", "Copied", "copy_single", "hand_back", "rebuild_single", "take_back"]
+
+#: The skeletons of a value that is tensor 0 of its table and nothing else.
+FIRST = (b"I0\nQ.", ONE_TENSOR)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Copied:
+    """A tensor in a chunk of a pool. The copy is queued on the tensor's current stream, see :meth:`wait`.
+
+    ``segment`` is the arena's, with a descriptor of its own that belongs to whoever takes it.
+    """
+
+    __slots__ = ("_backend", "_stream", "chunk", "nbytes", "segment", "table")
+
+    def __init__(self, tensor: torch.Tensor, chunk: Chunk, nbytes: int) -> None:
+        self.chunk = chunk
+        self.nbytes = nbytes
+        mapping = chunk.arena.mapping
+        assert mapping.segment is not None, "an arena can be sent"
+        self._backend = mapping.backend
+        self._stream = _stream(tensor.device)
+        entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
+        self.table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
+        self._backend.copy(mapping.address + chunk.offset, tensor.data_ptr(), nbytes, self._stream)
+        self.segment = mapping.segment.duplicate()
+
+    def wait(self) -> None:
+        """Until the copy is done, and what was queued on its stream before."""
+        self._backend.wait(self._stream)
+
+    def give_up(self, pool: Pool) -> None:
+        """Nobody will have it."""
+        self.segment.close()
+        pool.give((self.chunk.number,))
+
+    def wait_briefly(self, seconds: float) -> bool:
+        """:meth:`wait` for so many seconds at most; whether it was done in time."""
+        return self._backend.wait_briefly(seconds, self._stream)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return not (
+        tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or named(tensor)
+        or tensor.__dict__
+    )
+
+
+def _is_known(tensor: torch.Tensor, reader: str) -> bool:
+    """Whether the reader may be told where it lies: see :meth:`Placement.stays`."""
+    found = MAPPINGS.find(tensor.data_ptr())
+    return found is not None and not (found[0].pooled and (not reader or found[0].owner != reader))
+
+
+_capturing = torch.cuda.is_current_stream_capturing
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
+
+
+def copy_single(
+    tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, reader: str = "", limit: int | None = None
+) -> Copied | None:
+    """Copy a tensor into a pool; None for one that has to go the general way, errors included.
+
+    :param kind: the type of device that it must be on.
+    :param reader: the id of the server that is to read it, ``""`` for anybody.
+    :param limit: bytes of which there may be at most; None for as many as the pool takes.
+    :raises PoolFull: if the pool has no room now.
+    """
+    nbytes = tensor.nbytes
+    if (
+        nbytes == 0
+        or (limit is not None and nbytes > limit)
+        or not pool.options.takes(aligned(nbytes))
+        or tensor.device.type != kind
+        or not _plain(tensor)
+        or not tensor.is_contiguous()
+        or _is_known(tensor, reader)
+        or (kind == "cuda" and _capturing())
+    ):
+        return None
+    (chunk,) = pool.take(id_of(tensor.device), (nbytes,), purpose)
+    try:
+        return Copied(tensor, chunk, nbytes)
+    except BaseException:
+        pool.give((chunk.number,))
+        raise
+
+
+def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> tuple[bytes, int, int, str] | None:
+    """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
+
+    None where somebody else in this process has a tensor over the chunk, and could write to what the reader takes for a value.
+
+    :param value: the tensor, which is not there any more where this returns something, and may be another one where not.
+    :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
+    :returns: the table, with the offset in the reader's arena; the chunk's number; the tensor's bytes and its device's id.
+    """
+    tensor = value[0]
+    if type(tensor) is not torch.Tensor or not _plain(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    loan = borrower.loan_of(storage)
+    # It stays mapped whatever becomes of the session.
+    hold = borrower.arena(loan.mapping.info.id) if loan is not None else None
+    nbytes, device = tensor.nbytes, tensor.device
+    if loan is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
+        return None
+    stream, offset = _stream(device), storage.data_ptr() - hold.mapping.address
+    if seconds is None:
+        loan.backend.wait(stream)
+    elif not loan.backend.wait_briefly(seconds, stream):
+        return None
+    entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+    # What keeps the chunk goes with its last user: if this is not the last, there is something left.
+    del tensor, storage
+    value.clear()
+    pin = loan()
+    if pin is None:
+        table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, loan.number),), (entry,))
+        return _encode(table), loan.number, nbytes, hold.mapping.info.device
+    storage = make_storage(hold.mapping, offset, nbytes, device)
+    keep(storage, pin)
+    value.append(make_tensor(entry, storage))
+    return None
+
+
+def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:
+    """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
+
+    :param borrower: to whom the chunk is given back.
+    :raises CodecError: if the table says anything else.
+    """
+    found = read_table(table)
+    fits = skeleton in FIRST and len(found.storages) == len(found.tensors) == 1
+    place = found.storages[0] if fits else None
+    end = chunk.offset + chunk.nbytes
+    if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
+        borrower.unused((chunk.number,))
+        raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
+    mapping = chunk.arena.mapping
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        device = torch_device(mapping.info.device)
+        storage = make_storage(mapping, place.offset, place.nbytes, device)
+        borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
+        try:
+            return make_tensor(found.tensors[0], storage)
+        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+
+
+def rebuild_single(
+    table: bytes | msgspec.Raw,
+    segments: Sequence[Segment],
+    loans: dict[int, Borrower],
+    arenas: Collection[int],
+    owner: str = "",
+    *,
+    trusted: bool = False,
+) -> torch.Tensor | None:
+    """The tensor that a table says lies in a chunk of an arena that is mapped already; None where that is not all there is.
+
+    For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the loan is taken from ``loans`` if there is a tensor.
+
+    :param owner: the id of the server that keeps the arena, if one does.
+
+    :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
+    """
+    if len(segments) != 1 or len(loans) != 1 or 0 not in arenas:
+        return None
+    found = read_table(table)
+    if len(found.storages) != 1 or len(found.tensors) != 1:
+        return None
+    place, entry = found.storages[0], found.tensors[0]
+    borrower = loans.get(place.chunk)
+    hold = borrower.arena(segments[0].info.id) if borrower is not None else None
+    if borrower is None or hold is None or place.segment != 0 or entry.storage != 0:
+        return None
+    mapping = hold.mapping
+    if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > mapping.info.nbytes:
+        return None
+    mapping.owner = owner or mapping.owner
+    make: Any = make_trusted if trusted else make_tensor
+    # Built under inference mode it could not be used outside it.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
+        del loans[place.chunk]
+        borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
+        try:
+            tensor: torch.Tensor = make(entry, storage)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    return tensor

@@ -1,0 +1,106 @@
+"""``async def`` endpoints: each runs as a task of the server's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from shared_rpc.errors import SharedRPCError, TaskCancelled
+from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.outcomes import Failure
+
+__all__ = ["Coroutines"]
+
+#: Seconds between two cancellations of a coroutine that goes on.
+_AGAIN = 0.02
+
+#: Called with why it failed, or with a list of its value, which is the caller's to empty.
+Ended = Callable[[Failure | list[Any]], None]
+
+
+class Coroutines:
+    """Runs that go on now, by whatever tells them apart. On the loop only."""
+
+    def __init__(self) -> None:
+        #: A loop keeps only weak references to its tasks.
+        self._tasks: dict[object, asyncio.Task[Failure | None]] = {}
+        #: Whether a start is under way: what ends at once may start another run.
+        self._starting = False
+
+    def start(self, name: object, run: Run, begin: list[Callable[[], Awaitable[Any]]], ended: Ended) -> None:
+        """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns. Nothing that it raises is raised.
+
+        :param begin: what to await, with its arguments; it is taken out.
+
+        From Python 3.12 on its first step is taken here, and what needs no second one costs no turn of the loop.
+        """
+        value: list[Any] = []
+        # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
+        work = _awaited(begin.pop(), run, value)
+        loop = asyncio.get_running_loop()
+        if self._starting:
+            self._watch(name, loop.create_task(work), value, ended)
+            return
+        self._starting = True
+        try:
+            task = _eager(work, loop)
+            if task.done():
+                ended(_outcome(task, value))
+            else:
+                self._watch(name, task, value, ended)
+        finally:
+            self._starting = False
+
+    def _watch(self, name: object, task: asyncio.Task[Failure | None], value: list[Any], ended: Ended) -> None:
+        def done(task: asyncio.Task[Failure | None]) -> None:
+            del self._tasks[name]
+            ended(_outcome(task, value))
+
+        self._tasks[name] = task
+        task.add_done_callback(done, context=_OUTSIDE)
+
+    def cancel(self, name: object) -> None:
+        """Cancel a run where it awaits, if it does."""
+        task = self._tasks.get(name)
+        if task is not None:
+            task.cancel()
+
+    async def finish(self) -> None:
+        """Cancel all. One that refuses is cancelled again, until it gives in."""
+        while self._tasks:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.wait(self._tasks.values(), timeout=_AGAIN)
+
+
+#: What follows an endpoint's end is not in its context, where its run is the current one.
+_OUTSIDE = contextvars.Context()
+
+
+def _eager(work: Coroutine[Any, Any, Failure | None], loop: asyncio.AbstractEventLoop) -> asyncio.Task[Failure | None]:
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(work, loop=loop, eager_start=True)
+    return loop.create_task(work)
+
+
+def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | list[Any]:
+    if task.cancelled():
+        return Failure.of(TaskCancelled())  # asked before its first step
+    return task.result() or value
+
+
+async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run, value: list[Any]) -> Failure | None:
+    """Whatever the endpoint raises, as a value. SystemExit would end the loop, and every waiter would hang."""
+    CURRENT_RUN.set(run)
+    try:
+        value.append(await begin())
+    except SharedRPCError as error:
+        return Failure.of(error)
+    except asyncio.CancelledError as error:
+        return Failure.of(TaskCancelled()) if run.cancelled else Failure.raised(error)
+    except BaseException as error:
+        return Failure.raised(error)
+    return None

@@ -1,0 +1,155 @@
+"""What is done around an endpoint: its arguments are loaded, and its result is published."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shared_rpc.endpoints import Endpoint
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import PoolFull
+from shared_rpc.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.server.executor import Invocation
+from shared_rpc.server.lanes import Lane
+from shared_rpc.server.outcomes import Failure, Produced, Starving
+from shared_rpc.server.session_lanes import Lanes
+
+if TYPE_CHECKING:
+    from shared_rpc.codec import Soon
+
+__all__ = ["Publisher", "failure", "guarded", "let_go", "load", "loads_soon"]
+
+#: Seconds that the loop waits for a result to be copied, before a thread does.
+_PATIENCE = 100e-6
+#: Bytes of a table of so few tensors that they are made on the loop.
+_FEW = 1024
+
+
+class Publisher:
+    """Makes records of what endpoints return.
+
+    :param device: the id of the device results must be on.
+    :param shares: whether results are moved into shared memory.
+    """
+
+    def __init__(self, device: str, lanes: Lanes[Lane], *, shares: bool) -> None:
+        self._device = device
+        self._kind = device_kind(device)
+        self._lanes = lanes
+        self._shares = shares
+
+    def publish(self, endpoint: Endpoint, invocation: Invocation, only: list[Any]) -> Produced:
+        """The outcome of a run, in one of its threads.
+
+        :param only: the value, which nobody else in the library has.
+        """
+        from shared_rpc.codec import check_result, publish, publish_back
+
+        lane = self._lanes.find(invocation.session) if invocation.pooled else None
+        if lane is not None and self._shares and returnable(invocation):
+            record = publish_back(only, lane.borrower)
+            if record is not None:
+                return Produced(record, None)
+        value = only.pop()
+        if not invocation.publish or not self._shares:
+            nbytes = check_result(value, endpoint.spec.name, self._kind)
+            return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
+        if lane is None:
+            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
+        for again in (True, False):
+            try:
+                return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
+            except PoolFull as full:
+                if not (again and lane.reclaim()):
+                    return Starving(None, value, str(full), full.frees)
+        raise AssertionError("it was published, or it starves")
+
+    def elsewhere(self, work: Callable[[], Produced]) -> Callable[[], Produced]:
+        """``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
+        if self._kind == "cpu":
+            return work
+        import torch
+
+        stream = torch.cuda.current_stream()
+
+        def on_stream() -> Produced:
+            with torch.cuda.stream(stream):
+                return work()
+
+        return on_stream
+
+    def publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: list[Any]) -> Produced | Failure | Soon | None:
+        """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
+        lane = self._lanes.find(invocation.session) if invocation.pooled and self._shares else None
+        if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
+            return None
+        from shared_rpc.codec import Soon, publish_back, publish_soon
+
+        try:
+            if returnable(invocation):
+                record = publish_back(value, lane.borrower, _PATIENCE)
+                if record is not None:
+                    return Produced(record, None)
+            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results)
+            record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
+            if record is None:
+                return soon if isinstance(soon, Soon) else None
+            return Produced(record, None)
+        except PoolFull:
+            return None
+        except Exception as error:
+            return failure(error)
+
+
+def let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
+    """A caller in another process gets a traceback as text, and its memory back at once."""
+    if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
+        outcome.clear_frames()
+
+
+def returnable(invocation: Invocation) -> bool:
+    """Whether the result may lie where the caller has put the arguments."""
+    return (
+        isinstance(invocation.arguments, Arguments)
+        and invocation.arguments.returnable
+        and invocation.spec.access == "read_write"
+    )
+
+
+def loads_soon(invocation: Invocation) -> bool:
+    """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
+    arguments = invocation.arguments
+    return isinstance(arguments, tuple) or (
+        "shared_rpc.codec" in sys.modules  # with torch
+        and not arguments.skeletons
+        and len(arguments.table) < _FEW
+        and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)
+    )
+
+
+def load(invocation: Invocation) -> tuple[Any, Any]:
+    """The arguments of a run, for its function."""
+    if isinstance(invocation.arguments, tuple):
+        return invocation.arguments
+    from shared_rpc.codec import decode_arguments
+
+    try:
+        return decode_arguments(invocation.arguments)
+    finally:
+        invocation.arguments.close()
+
+
+def guarded(work: Callable[[], Produced]) -> Produced | Failure:
+    """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
+    try:
+        return work()
+    except BaseException as error:
+        return failure(error)
+
+
+def failure(error: BaseException) -> Failure:
+    """The library's own errors as such, any other as one that an endpoint raised."""
+    return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)
