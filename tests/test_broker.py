@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, PoolOptions, errors
-from tests.brokers import BrokerApp, begun, fds_of, is_running, worker_pids
+from tests.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.processes import ROOT, Child, eventually
 
 
@@ -151,6 +151,26 @@ def test_endpoints_that_are_shared_later(app: BrokerApp) -> None:
     assert client.call("another").tolist() == [1, 1]
 
 
+def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
+    """It was shared by a call, and the next worker does not know it: an error, and no further crash."""
+    app.write("""
+        @provider.share(cache=False)
+        def add(name):
+            provider.share(name)(lambda x: x)
+            return torch.zeros(1)
+    """)
+    app.start()
+    client = app.connect()
+    client.call("add", "another")
+    eventually(lambda: "another" in client.list_endpoints())
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    second = another_worker(client, 0)
+    with pytest.raises(errors.EndpointNotFound, match="by a worker that has ended"):
+        client.call("another", torch.ones(10))
+    assert worker_pids(client) == [second]
+
+
 def test_several_providers(app: BrokerApp) -> None:
     """Each has its socket; one worker runs the endpoints of all."""
     other = f"{app.base_path}-other"
@@ -265,6 +285,38 @@ def test_work_that_has_not_begun_is_dropped(
     running.result(20)
     assert client.call("echo", torch.ones(1)) == 1
     assert not begun(tmp_path / "second")()
+
+
+def test_memory_of_a_call_that_was_given_up_comes_back(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Handed over and not begun, or begun and then not wanted: the chunks of its arguments, and those of its result."""
+    app.write("""
+        @provider.share(cache=False)
+        def late(path, x):
+            wait(path)
+            return x + 1
+    """)
+    app.start("--max-workers", "1")
+    client, impatient = app.connect(), app.connect(timeout=0.3)
+    running = threads.submit(client.call, "slow", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    for _ in range(3):
+        with pytest.raises(errors.DeadlineExceeded):
+            impatient.call("echo", torch.ones(5000))
+    (tmp_path / "go").touch()
+    running.result(20)
+    with pytest.raises(errors.DeadlineExceeded):
+        impatient.call("late", str(tmp_path / "late"), torch.ones(5000))
+    (tmp_path / "late").touch()
+
+    def settled() -> bool:
+        impatient.call("plain")
+        lane = impatient._lane()
+        return lane is not None and lane.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
+
+    client.call("plain")
+    eventually(settled)
 
 
 def test_a_pool_that_is_full(app: BrokerApp) -> None:

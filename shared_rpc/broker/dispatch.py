@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,8 @@ class Relayed:
     hungry: bool = False
     #: Whether a worker has ended under it before it had begun.
     again: bool = False
+    #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
+    forgotten: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
@@ -106,6 +108,9 @@ class Dispatcher:
             del self._waiting[run.invocation]
             self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
             return
+        worker.arenas.setdefault(run.invocation.session, set()).update(
+            arguments.segments[number].info.id for number in message.arenas
+        )
         del self._waiting[run.invocation]
         self._sent[run.invocation] = worker.runs[run.number] = run
         run.worker = worker
@@ -139,16 +144,14 @@ class Dispatcher:
         return True
 
     def _forget(self, run: Relayed, message: Message) -> None:
-        """Nobody is to be told how a run ends."""
-        self._settle(run)
+        """Nobody is to be told how a run ends; its worker still has it."""
+        run.forgotten = True
+        self._let_go(run)
         assert run.worker is not None, "it was sent to one"
         run.worker.send(message, run.number)
 
-    def _settle(self, run: Relayed) -> None:
-        """A run is with its worker no more."""
+    def _let_go(self, run: Relayed) -> None:
         self._sent.pop(run.invocation, None)
-        if run.worker is not None:
-            run.worker.runs.pop(run.number, None)
         if run.timer is not None:
             run.timer.cancel()
         # What a worker was given of the client's comes back from there.
@@ -161,9 +164,14 @@ class Dispatcher:
         """A message about a run; False if it is about none."""
         run = worker.runs.get(frame.request_id)
         if isinstance(message, (w.Ran, w.Failed)):
-            self._ended(worker, run, message, frame)
-        elif isinstance(message, (w.Begun, w.Said, w.Hungry)):
             if run is not None:
+                self._ended(worker, run, message, frame)
+        elif isinstance(message, w.Withdrawn):
+            if run is not None:
+                del worker.runs[run.number]
+                run.executor.came_back(run, message.returned)
+        elif isinstance(message, (w.Begun, w.Said, w.Hungry)):
+            if run is not None and not run.forgotten:
                 self._went_on(run, message)
         else:
             return False
@@ -190,19 +198,20 @@ class Dispatcher:
         assert run.worker is not None, "it has begun"
         run.worker.kill(f"{run.invocation.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
-    def _ended(self, worker: Worker, run: Relayed | None, message: w.Ran | w.Failed, frame: Frame) -> None:
+    def _ended(self, worker: Worker, run: Relayed, message: w.Ran | w.Failed, frame: Frame) -> None:
+        del worker.runs[run.number]
         outcome = _outcome(message, frame)
-        if run is None:  # it was withdrawn
-            if isinstance(outcome, Produced) and outcome.record is not None:
-                outcome.record.close()
-            return
+        record = outcome.record if isinstance(outcome, Produced) else None
         lane = run.executor.lanes.find(run.invocation.session)
-        if lane is not None:
-            if isinstance(outcome, Produced) and outcome.record is not None:
-                lane.made(worker, outcome.record)
-            lane.came_back(worker, message.returned)
-        self._settle(run)
-        run.done(outcome)
+        if lane is not None and record is not None:
+            lane.made(worker, record)
+        run.executor.came_back(run, message.returned)
+        if not run.forgotten:
+            self._let_go(run)
+            run.done(outcome)
+        elif record is not None:
+            run.executor.take_back(run.invocation, record)
+            record.close()
 
     def _end(self, run: Relayed, failure: Failure) -> None:
         run.arguments.close()
@@ -211,10 +220,12 @@ class Dispatcher:
     def lost(self, worker: Worker, crash: SharedRPCError) -> None:
         """A worker has ended. What had not begun there is for another one, once: see :meth:`look`."""
         for run in tuple(worker.runs.values()):
-            self._sent.pop(run.invocation)
-            worker.runs.pop(run.number)
+            self._sent.pop(run.invocation, None)
+            del worker.runs[run.number]
             if run.timer is not None:
                 run.timer.cancel()
+            if run.forgotten:
+                continue
             if run.begun or run.again:
                 run.arguments.take_loans()
                 self._end(run, Failure.of(crash))
@@ -229,7 +240,7 @@ class Dispatcher:
         """The broker ends."""
         gone = Failure.of(ConnectionClosed("the broker was stopped before the call ended"))
         for run in (*self._waiting.values(), *self._sent.values()):
-            self._settle(run)
+            self._let_go(run)
             run.done(gone)
         self._waiting.clear()
 
@@ -261,6 +272,12 @@ class WorkerExecutor:
     def facts(self) -> dict[str, Any]:
         """See :class:`Executor`."""
         return {"workers": [worker.facts() for worker in self._workers()]}
+
+    def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
+        """A worker has done with chunks of the client whose run it is."""
+        lane = self.lanes.find(run.invocation.session)
+        if lane is not None and run.worker is not None:
+            lane.came_back(run.worker, chunks)
 
     def lost(self, worker: Worker) -> None:
         """A worker has ended: nobody has anything of its."""
@@ -306,11 +323,10 @@ class WorkerExecutor:
 def _message(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
     """A run as it travels, and the descriptors that go with it."""
     invocation, arguments = run.invocation, run.arguments
-    known = worker.arenas.setdefault(invocation.session, set()) if lane is not None else set()
+    known = worker.arenas.get(invocation.session, set())
     #: Of a session that has ended nothing comes back: its memory is that of any caller.
     arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
     kept = [number for number in arenas if arguments.segments[number].info.id in known]
-    known.update(arguments.segments[number].info.id for number in arenas)
     message = w.Run(
         invocation.spec.name,
         [encode(value) for value in arguments.args],

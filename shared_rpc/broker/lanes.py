@@ -153,6 +153,7 @@ class RelayedLane(SessionLane):
         super().close()
         for worker in self._workers:
             worker.send(w.EndSession(self.key, self.session))
+            worker.arenas.pop(self.session, None)
         for segment, _ in self._segments.values():
             segment.close()
         self._segments.clear()

@@ -69,6 +69,7 @@ _KINDS: dict[int, type[m.Message]] = {
     72: w.Returned,
     73: w.Allocated,
     74: w.Refused,
+    75: w.Withdrawn,
     80: w.Run,
     81: w.Withdraw,
     82: w.Stop,

@@ -37,6 +37,7 @@ __all__ = [
     "Shared",
     "Stop",
     "Withdraw",
+    "Withdrawn",
 ]
 
 
@@ -123,6 +124,12 @@ class Failed(Message):
     code: str
     text: str
     detail: dict[str, str]
+    returned: list[int]
+
+
+class Withdrawn(Message):
+    """A run that was withdrawn, or its result dropped, is done with."""
+
     returned: list[int]
 
 

@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
-from shared_rpc.errors import CapabilityError, ConfigurationError, SegmentNotFound, SharedRPCError, to_wire
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SegmentNotFound, SharedRPCError, to_wire
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -213,12 +213,17 @@ class WorkerHost:
             _log.error("the broker sent a %s", type(message).__name__)
 
     def _run(self, number: int, message: w.Run, frame: Frame) -> None:
-        hosted = self._hosted[message.key]
+        hosted = self._hosted.get(message.key)
+        endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
         try:
-            endpoint = hosted.provider.endpoints[message.endpoint]
+            if hosted is None or endpoint is None:
+                raise EndpointNotFound(
+                    f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "
+                    f"was loaded, by a worker that has ended"
+                )
             arguments = _arguments(hosted, message, frame)
-        except SegmentNotFound as error:
-            self._fail(number, hosted, message.session, Failure.of(error))
+        except SharedRPCError as error:
+            self._fail(number, hosted, message.session, Failure.of(error), unused=message.chunks)
             return
         invocation = Invocation(
             endpoint.spec,
@@ -242,7 +247,6 @@ class WorkerHost:
             return
         record = outcome.record
         assert record is not None, "what goes to a broker is published"
-        lane = hosted.find(invocation.session)
         message = w.Ran(
             msgspec.Raw(record.table),
             [segment.info for segment in record.segments],
@@ -251,11 +255,12 @@ class WorkerHost:
             list(record.arenas),
             list(record.chunks),
             list(record.own),
-            lane.returned() if lane is not None else [],
+            _returned(hosted, invocation.session),
         )
         try:
             self._link.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
         except Exception as error:
+            lane = hosted.find(invocation.session)
             if lane is not None:
                 lane.give(record.chunks)
                 lane.put_back(message.returned)
@@ -264,20 +269,16 @@ class WorkerHost:
         finally:
             record.close()
 
-    def _fail(self, number: int, hosted: _Hosted, session: str, failure: Failure) -> None:
-        lane = hosted.find(session)
-        returned = lane.returned() if lane is not None else []
+    def _fail(self, number: int, hosted: _Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
+        returned = [*_returned(hosted, session), *unused]
         self._link.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
 
     def _interrupt(self, number: int, message: Message, hosted: _Hosted, invocation: Invocation) -> None:
         if isinstance(message, w.Stop):
             hosted.executor.cancel(invocation)
-        elif isinstance(message, w.Drop):
-            if hosted.executor.abandon(invocation):
-                del self._runs[number]
-        elif hosted.executor.withdraw(invocation):
+        elif (hosted.executor.abandon if isinstance(message, w.Drop) else hosted.executor.withdraw)(invocation):
             del self._runs[number]
-            self._return(hosted, invocation.session)
+            self._link.send(w.Withdrawn(_returned(hosted, invocation.session)), number)
 
     def _see_to_session(self, hosted: _Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
         lane = hosted.find(message.session)
@@ -291,8 +292,7 @@ class WorkerHost:
             lane.await_chunks(lambda: self._on_loop(lambda: self._return(hosted, message.session)))
 
     def _return(self, hosted: _Hosted, session: str) -> None:
-        lane = hosted.find(session)
-        chunks = lane.returned() if lane is not None else []
+        chunks = _returned(hosted, session)
         if chunks:
             self._link.send(w.Returned(hosted.key, session, chunks))
 
@@ -318,6 +318,12 @@ class WorkerHost:
                 segment.close()
 
         self._memory.start(Job(attempt, _nothing, done))
+
+
+def _returned(hosted: _Hosted | None, session: str) -> list[int]:
+    """Chunks of the client's that can go back to it."""
+    lane = hosted.find(session) if hosted is not None else None
+    return lane.returned() if lane is not None else []
 
 
 def _arguments(hosted: _Hosted, message: w.Run, frame: Frame) -> Arguments:
