@@ -1,0 +1,190 @@
+"""Runs between broker and workers, message by message: what crosses on the way is not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.worker import Worker
+from shared_rpc.errors import WorkerCrashed
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.records import EMPTY_TABLE, Arguments
+from shared_rpc.server.executor import Invocation
+from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+from shared_rpc.wire.specs import EndpointSpec
+
+KEY, SESSION = "provider", "session"
+
+
+class Peer:
+    """A worker that does nothing by itself: what it was sent, and what the dispatcher keeps of it."""
+
+    state = "ready"
+    pid = 1
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Message, int]] = []
+        self.runs: dict[int, Any] = {}
+        self.arenas: dict[str, set[str]] = {}
+
+    def serves(self, key: str, endpoint: str) -> bool:
+        """It has everything."""
+        return True
+
+    def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """See :class:`Worker`."""
+        self.sent.append((message, number))
+
+    def last(self, kind: type[Message]) -> Any:
+        """The last message, which is of that kind."""
+        assert isinstance(self.sent[-1][0], kind)
+        return self.sent[-1][0]
+
+
+class Setting:
+    """A dispatcher, its workers, and what became of runs."""
+
+    def __init__(self) -> None:
+        self.peers = [Peer()]
+        self.dispatcher = Dispatcher(self.workers, lambda: None, None)
+        self.executor = WorkerExecutor(KEY, self.dispatcher, self.workers)
+        self.lane = self.executor.lanes.of(SESSION)
+        self.outcomes: list[Produced | Failure] = []
+        self.begun = 0
+
+    def workers(self) -> list[Worker]:
+        """All of them."""
+        return cast("list[Worker]", self.peers)
+
+    def start(self, *chunks: int) -> Invocation:
+        """A run with chunks of the client's in its arguments."""
+        arguments = Arguments([], {}, chunks=list(chunks), loans=self.lane.lent(chunks))
+
+        def begin() -> None:
+            self.begun += 1
+
+        invocation = Invocation(
+            EndpointSpec("f"),
+            arguments,
+            publish=True,
+            chain=frozenset(),
+            background=False,
+            session=SESSION,
+            pooled=True,
+            on_starved=lambda why: None,
+            on_begin=begin,
+            on_progress=lambda progress: None,
+        )
+        self.executor.start(invocation, self.outcomes.append)
+        return invocation
+
+    def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
+        """A worker says something about a run."""
+        frame = Frame(0, number, b"", b"", fds or [])
+        self.dispatcher.take(cast("Worker", self.peers[0]), message, frame)
+        frame.close()
+
+
+@pytest.fixture
+def setting() -> Setting:
+    """One worker, and no run."""
+    return Setting()
+
+
+@pytest.fixture
+def ran() -> Callable[..., tuple[w.Ran, list[int]]]:
+    """``ran(chunks, returned)``: a result in chunks of an arena, and its descriptors."""
+
+    def make(chunks: list[int], returned: list[int]) -> tuple[w.Ran, list[int]]:
+        with HOST.create(4096) as segment:
+            fd = segment.duplicate()
+        info = fd.info
+        number, fd._fd = fd.fileno(), -1
+        return w.Ran(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned), [number]
+
+    return make
+
+
+def test_a_result_that_crosses_its_withdrawal(
+    setting: Setting, ran: Callable[..., tuple[w.Ran, list[int]]], no_leaks: None
+) -> None:
+    """The worker had ended it before it heard: nobody is told, the chunks of both pools go back, descriptors are closed."""
+    invocation = setting.start(7, 8)
+    (_, number) = setting.peers[0].sent[-1]
+    assert setting.executor.withdraw(invocation)
+    setting.peers[0].last(w.Withdraw)
+    setting.said(w.Begun(), number)
+    message, fds = ran([100], [7, 8])
+    setting.said(message, number, fds)
+    give = setting.peers[0].last(w.Give)
+    assert (give.session, give.chunks) == (SESSION, [100])
+    assert setting.lane.returned() == [7, 8]
+    assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, {})
+    setting.lane.close()
+
+
+def test_a_withdrawal_in_time(setting: Setting) -> None:
+    """What the worker had borrowed comes with its word on it."""
+    invocation = setting.start(7)
+    (_, number) = setting.peers[0].sent[-1]
+    assert setting.executor.withdraw(invocation)
+    assert setting.lane.returned() == []
+    setting.said(w.Withdrawn([7]), number)
+    assert setting.lane.returned() == [7]
+    assert setting.peers[0].runs == {}
+
+
+def test_what_began_is_not_withdrawn(setting: Setting) -> None:
+    """Others may join it, and its result is worth keeping."""
+    invocation = setting.start()
+    (_, number) = setting.peers[0].sent[-1]
+    setting.said(w.Begun(), number)
+    assert not setting.executor.withdraw(invocation)
+
+
+def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
+    """A run that had not begun takes them along: they are not given back in between."""
+    setting.start(7)
+    first = setting.peers.pop()
+    setting.dispatcher.lost(cast("Worker", first), WorkerCrashed("it was killed"))
+    setting.executor.lost(cast("Worker", first))
+    assert setting.lane.returned() == []
+    setting.peers.append(Peer())
+    setting.dispatcher.look()
+    assert setting.peers[0].last(w.Run).chunks == [7]
+    second = setting.peers.pop()
+    setting.dispatcher.lost(cast("Worker", second), WorkerCrashed("it was killed"))
+    setting.executor.lost(cast("Worker", second))
+    (failure,) = setting.outcomes
+    assert isinstance(failure, Failure) and failure.code == WorkerCrashed.code
+    assert setting.lane.returned() == [7]
+
+
+def test_calls_go_to_the_worker_with_the_least_to_do(setting: Setting) -> None:
+    """Each of three gets two of six."""
+    setting.peers += [Peer(), Peer()]
+    for _ in range(6):
+        setting.start()
+    assert [len(peer.sent) for peer in setting.peers] == [2, 2, 2]
+
+
+def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -> None:
+    """However busy that one is: no other has the chunk."""
+    setting.peers.append(Peer())
+    for _ in range(3):
+        setting.start()
+    busy = setting.peers[0]
+    setting.lane._results[100] = cast("Worker", busy)
+    arguments = Arguments([], {}, held=[100], loans=setting.lane.hold([100]) or {})
+    invocation = Invocation(
+        EndpointSpec("f"), arguments, True, frozenset(), False, SESSION, True, lambda _: None, lambda: None, lambda _: None
+    )
+    setting.executor.start(invocation, setting.outcomes.append)
+    assert busy.last(w.Run).held == [100]
