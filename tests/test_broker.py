@@ -364,6 +364,47 @@ def test_buffers(app: BrokerApp) -> None:
     assert [device["id"] for device in client.list_devices()] == ["cpu"]
 
 
+def test_generations(app: BrokerApp) -> None:
+    """Refreshed by a client or by an endpoint, told to who listens, kept by who holds the old one, updated in place."""
+    app.write("""
+        count = 0
+
+        @provider.share(managed=True)
+        def counted():
+            global count
+            count += 1
+            return torch.full((4,), float(count))
+
+        @provider.share(cache=False)
+        def renew():
+            return torch.tensor(provider.refresh("counted").generation)
+    """)
+    app.start()
+    client = app.connect()
+    told: list[int] = []
+    with client.on_refresh(lambda generation: told.append(generation.generation)):
+        old = client.call("counted")
+        assert client.refresh("counted").generation == 2
+        assert client.call("renew") == 3
+        eventually(lambda: bool(told) and told[-1] == 3)
+    assert (old.value.tolist(), old.is_current()) == ([1] * 4, False)
+    new = old.latest()
+    assert (new.value.tolist(), new.generation) == ([3] * 4, 3)
+    with client.update(new) as value:
+        value.fill_(9)
+    with app.connect() as other:
+        handle = other.call("counted")
+        assert (handle.value.tolist(), handle.revision) == ([9] * 4, 2)
+
+
+def test_a_worker_for_each_device(app: BrokerApp) -> None:
+    """``--worker-device`` once for each of them, whatever ``--workers`` says."""
+    app.start("--worker-device", "cpu", "--worker-device", "cpu")
+    client = app.connect()
+    assert len(worker_pids(client)) == 2
+    assert client.call("model").weight[0, 0] == 4
+
+
 def test_a_thousand_calls_leave_nothing(app: BrokerApp) -> None:
     """Descriptors of broker and worker are as after the first hundred, but for a second connection of the client's."""
     broker = app.start()
