@@ -27,6 +27,7 @@ LAYERS = [
     ["client", "server"],
     ["in_process", "exits", "broker"],
     ["runtime", "hosting"],
+    ["spawn"],
     ["operations", "decorators"],
     ["provider"],
     ["loading", "amounts"],

@@ -49,6 +49,7 @@ _KINDS: dict[int, type[m.Message]] = {
     42: m.FreeBuffer,
     43: m.ListDevices,
     60: m.Reload,
+    61: m.StopServer,
     64: w.Serve,
     65: w.Shared,
     66: w.Loaded,
