@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 from shared_rpc.errors import ConnectError
 from shared_rpc.server.listener import check_directory
@@ -88,17 +89,13 @@ class ServerStarter:
                 env=server_environment(),
             )
         until = min(deadline, begin + patience)
-        told = ""
-        # What is started detaches itself, tells its process id, and ends: nobody's child is left here.
-        with process, suppress(subprocess.TimeoutExpired):
-            told = process.communicate(timeout=max(until - time.monotonic(), 0))[0].decode().strip()
-        pid = int(told) if told.isdigit() else 0
-        _log.info("started a server for %s: pid %d, log %s", path, pid, log_path(path))
-        if _comes_up(path, pid, until):
+        pid = _detached(process, until)
+        _log.info("started a server for %s: pid %s, log %s", path, pid, log_path(path))
+        state = _awaited(path, pid, until) if pid is not None else "late"
+        if state == "listens":
             return
-        ended = not pid or not _runs(pid)
         text = _written(path, start)
-        if ended:
+        if state == "ended":
             reason = (
                 f"the server for {path} ended before it listened. It was started with: python {' '.join(words)}. "
                 f"Its last words, in {log_path(path)}:\n{text}"
@@ -106,8 +103,8 @@ class ServerStarter:
             election.record_failure(reason)
             raise ConnectError(reason)
         raise ConnectError(
-            f"the server for {path} (pid {pid}) was started {time.monotonic() - begin:.1f} s ago and does not listen yet; it "
-            f"goes on. Call again, or raise server_startup_timeout ({patience:g} s). Its last words, in {log_path(path)}:\n"
+            f"the server for {path} was started {time.monotonic() - begin:.1f} s ago and does not listen yet; it goes on "
+            f"(pid {pid}). Call again, or raise server_startup_timeout ({patience:g} s). Its last words, in {log_path(path)}:\n"
             f"{text}"
         )
 
@@ -132,8 +129,22 @@ def _listens(path: str) -> bool:
         return True
 
 
-def _comes_up(path: str, pid: int, until: float) -> bool:
-    """Wait until somebody listens, the process ends, or it is too late; whether somebody listens."""
+def _detached(process: subprocess.Popen[bytes], until: float) -> int | None:
+    """The process id of the server: what was started tells it and ends, so that no child is left here.
+
+    0 if it ended without one, None if it has not told yet.
+    """
+    try:
+        words = process.communicate(timeout=max(until - time.monotonic(), 0))[0].split()
+    except subprocess.TimeoutExpired:
+        assert process.stdout is not None, "it is a pipe"
+        process.stdout.close()
+        return None
+    return int(words[-1]) if words and words[-1].isdigit() else 0
+
+
+def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "late"]:
+    """Wait until somebody listens, the process ends, or it is too late."""
     try:
         pidfd = os.pidfd_open(pid) if pid else -1
     except ProcessLookupError:
@@ -144,21 +155,14 @@ def _comes_up(path: str, pid: int, until: float) -> bool:
             ended.register(pidfd, select.POLLIN)
         while not _listens(path):
             if pidfd < 0 or ended.poll(_LOOK * 1000):
-                return _listens(path)  # somebody else's, perhaps, which was the reason to end
+                # Somebody else's server listens, perhaps, which was the reason to end.
+                return "listens" if _listens(path) else "ended"
             if time.monotonic() > until:
-                return False
-        return True
+                return "late"
+        return "listens"
     finally:
         if pidfd >= 0:
             os.close(pidfd)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @contextmanager
