@@ -17,7 +17,9 @@ Arguments of ``Provider`` beat the environment.
 from __future__ import annotations
 
 import os
+import site
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -83,10 +85,13 @@ def _read_role(environ: Mapping[str, str]) -> Role | None:
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server that this process starts: its own, in the server role, with the same modules to import.
 
-    What the server's workers print is to be in its log at once.
+    What comes with the interpreter is left out: a server's functions may start another one. What the server's workers print is
+    to be in its log at once.
     """
     environ = os.environ if environ is None else environ
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    standard = {*sysconfig.get_paths().values(), *site.getsitepackages(), *sysconfig.get_config_vars("DESTSHARED")}
+    standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry not in standard)
     chosen = {"PYTHONUNBUFFERED": "1", **environ, "PYTHONPATH": path, _ROLE: "server"}
     chosen.pop(_ENABLED, None)
     return chosen

@@ -157,11 +157,16 @@ def test_a_path_longer_than_an_address_is_refused(directory: str) -> None:
         assert told in str(caught.value)
 
 
-def test_the_environment_of_a_server_that_is_started() -> None:
+def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server role, whatever the process's own is; what this process can import; and prints that are in the log at once."""
+    monkeypatch.setattr(sys, "path", ["/srv/app", "beside", *sys.path])
     mine = {"SHARED_TENSOR_ENABLED": "1", "SHARED_TENSOR_ROLE": "spawn", "PYTHONPATH": "/elsewhere", "HOME": "/home/ada"}
     found = server_environment(mine)
-    assert found["PYTHONPATH"].split(os.pathsep) == [os.path.abspath(entry) for entry in sys.path]
+    for own in ("/srv/app", os.path.abspath("beside")):
+        assert own in found["PYTHONPATH"].split(os.pathsep)
+    assert not {os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(pytest.__file__))} & {
+        *found["PYTHONPATH"].split(os.pathsep)
+    }
     assert {name: value for name, value in found.items() if name != "PYTHONPATH"} == {
         "SHARED_TENSOR_ROLE": "server",
         "HOME": "/home/ada",
