@@ -8,12 +8,15 @@ import select
 import signal
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError
+from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.settings import socket_path
 from shared_rpc.spawn.starting import log_path
 from tests.brokers import is_running
 from tests.processes import Child, eventually
@@ -107,8 +110,11 @@ class Scripts:
 
     def waits(self, child: Child) -> bool:
         """Whether a process stands for election."""
-        fds = Path(f"/proc/{child.pid}/fd")
-        return any(os.readlink(fd) == f"{self.socket}.spawn" for fd in list(fds.iterdir()) if fd.is_symlink())
+        for fd in os.listdir(f"/proc/{child.pid}/fd"):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if os.readlink(f"/proc/{child.pid}/fd/{fd}") == f"{self.socket}.spawn":
+                    return True
+        return False
 
     def nothing_runs(self) -> bool:
         """Whether no server has the lock: neither one that listens, nor one that begins or ends."""
@@ -162,6 +168,26 @@ def test_a_second_run_attaches(scripts: Scripts) -> None:
     assert scripts.run().expect("attached") == "attached [1.0, 1.0, 1.0, 1.0] 1"
     assert scripts.run().expect("attached") == "attached [2.0, 2.0, 2.0, 2.0] 1"
     assert [line.split()[1] for line in scripts.loads] == ["server"]
+
+
+@pytest.mark.gpu
+def test_a_second_run_attaches_to_a_gpu(scripts: Scripts, base_path: str) -> None:
+    """What the first process wrote to the GPU's memory is there, though that process has ended and no client was left."""
+    scripts.socket = socket_path(base_path, device_tag(device_id("cuda")))
+    on_gpu = APP.replace('device="cpu"', 'device="cuda"').replace("torch.zeros(4)", 'torch.zeros(4, device="cuda")')
+    script = """
+        if __name__ == "__main__":
+            import torch
+            found = weights()
+            found += 1
+            torch.cuda.synchronize()
+            print("attached", found.tolist(), provider.get_runtime_info()["server"]["builds"], flush=True)
+    """
+    scripts.write(script, app=on_gpu)
+    for expected in ("attached [1.0, 1.0, 1.0, 1.0] 1", "attached [2.0, 2.0, 2.0, 2.0] 1"):
+        child = scripts.run()
+        assert child.expect("attached") == expected
+        assert child.close() == (0, "")
 
 
 def test_the_server_is_nobodys_child(scripts: Scripts) -> None:
@@ -292,9 +318,14 @@ def test_the_log_does_not_grow_for_ever(scripts: Scripts) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("words", [("-c", APP + TRY), ("-",)], ids=["-c", "standard input"])
+@pytest.mark.parametrize(
+    "words",
+    [("-c", APP + TRY), ("-",), ("cells.py", "<cell>"), ("cells.py", "/tmp/ipykernel_1/2.py")],
+    ids=["-c", "standard input", "prompt", "notebook"],
+)
 def test_functions_that_are_in_no_file(scripts: Scripts, words: tuple[str, ...]) -> None:
     """As in a notebook: the error says what to do. With a server there they attach, as any client."""
+    scripts.write(name="cells.py", app="import sys\nexec(compile(sys.stdin.read(), sys.argv[1], 'exec'))\n")
     child = scripts.run(*words)
     assert child.process.stdin is not None
     child.process.stdin.write(APP + TRY)

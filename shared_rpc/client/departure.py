@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from shared_rpc.errors import DeadlineExceeded
@@ -28,7 +29,8 @@ class Departure:
         self._pidfd = -1
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
             if probe.connect_ex(path) == 0 and (pid := peer_of(probe).pid):
-                self._pidfd = os.pidfd_open(pid)
+                with suppress(ProcessLookupError):
+                    self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None) -> None:
         """Until it is gone.

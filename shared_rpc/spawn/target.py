@@ -57,10 +57,18 @@ def _script(provider: Provider) -> str:
         return str(spec.name)
     file: str | None = getattr(main, "__file__", None)
     codes = [getattr(inspect.unwrap(endpoint.function), "__code__", None) for endpoint in provider.endpoints.values()]
-    typed = any(code is not None and code.co_filename.startswith("<") for code in codes)
+    typed = any(_was_typed(code.co_filename) for code in codes if code is not None)
     if file is None or typed or not os.path.isfile(file) or not file.endswith(".py"):
         raise ConfigurationError(
             "a server cannot be started for functions that are in no .py file: a notebook's cells, a prompt's lines, 'python "
             "-c'. Put the provider and the functions that load something into a file, such as models.py, and import it here"
         )
     return os.path.abspath(file)
+
+
+def _was_typed(filename: str) -> bool:
+    """Whether code is that of a prompt or a cell: ``<stdin>``, or a file in ``/tmp/ipykernel_…`` that was never written.
+
+    A relative path is that of a script, from where it was started.
+    """
+    return filename.startswith("<") or (os.path.isabs(filename) and not os.path.isfile(filename))
