@@ -538,7 +538,8 @@ def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], star
     code, errors = child.close()
     assert code == 1
     assert errors.splitlines()[-1] == (
-        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset"
+        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', "
+        "or leave it unset"
     )
 
 

@@ -214,6 +214,15 @@ def test_twenty_that_race_start_one_server(scripts: Scripts) -> None:
     assert len(scripts.loads) == 1
 
 
+def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
+    """Nobody starts another one before its memory is free."""
+    server = scripts.attached()
+    assert not scripts.nothing_runs()
+    os.kill(server, signal.SIGTERM)
+    eventually(scripts.nothing_runs)
+    assert not is_running(server)
+
+
 def test_the_lock_of_a_killed_process_blocks_nobody(scripts: Scripts) -> None:
     """The kernel releases it."""
     holder = scripts.run(
@@ -243,7 +252,7 @@ def test_one_that_starts_a_server_may_be_killed(scripts: Scripts) -> None:
     eventually(lambda: scripts.waits(second))
     (scripts.directory / "go").touch()
     second.expect("attached")
-    assert len(scripts.loads) == 1
+    assert (len(scripts.loads), scripts.log.count(" starts: ")) == (1, 1)
 
 
 def test_a_server_that_is_killed_while_it_loads_leaves_nothing(scripts: Scripts) -> None:
