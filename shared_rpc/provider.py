@@ -83,12 +83,14 @@ class Provider(Operations, Refreshing):
 
     :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
     :param enabled: beats ``SHARED_TENSOR_ENABLED``.
-    :param execution_mode: ``"local"``, ``"server"`` or ``"client"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does not.
+    :param execution_mode: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does
+        not. ``"spawn"`` is a client that starts a detached server for the provider's file where none listens.
     :param device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``: where results live.
     :param mechanism: how this process shares a GPU's memory: ``"vmm"``, ``"ipc"``, ``"pool"``, or ``"auto"`` for the first of
         them that the GPU has. What it gives and takes is in ``docs/explanation/mechanisms.md``.
     :param timeout: seconds a call of a client may take.
-    :param server_startup_timeout: seconds a client waits for a server that is not there yet.
+    :param server_startup_timeout: seconds a client waits for a server that is not there yet; in the spawn role from its start.
+    :param idle_exit: seconds after which a server that was started in the spawn role ends when nobody uses it; None for never.
     :param pool: how much memory each session may have for arguments, and for results that are not kept.
     """
 
@@ -97,11 +99,12 @@ class Provider(Operations, Refreshing):
         base_path: str | os.PathLike[str] | None = None,
         *,
         enabled: bool | None = None,
-        execution_mode: Literal["auto", "local", "server", "client"] = "auto",
+        execution_mode: Literal["auto", "local", "server", "client", "spawn"] = "auto",
         device: str = "auto",
         mechanism: MechanismOption = "auto",
         timeout: float | None = 600.0,
         server_startup_timeout: float = 30.0,
+        idle_exit: float | None = 3600.0,
         pool: PoolOptions | None = None,
     ) -> None:
         self.base_path = base_path
@@ -109,6 +112,9 @@ class Provider(Operations, Refreshing):
         self.mechanism = mechanism
         self.timeout = timeout
         self.server_startup_timeout = server_startup_timeout
+        self.idle_exit = idle_exit
+        if idle_exit is not None and idle_exit <= 0:
+            raise ConfigurationError(f"idle_exit={idle_exit!r}: seconds above 0, or None for never")
         self.pool = pool or PoolOptions()
         self.registry = Registry()
         self.endpoints: dict[str, Endpoint] = {}
@@ -126,17 +132,22 @@ class Provider(Operations, Refreshing):
 
     @property
     def execution_mode(self) -> Role:
-        """The role of this process: ``"local"``, ``"server"`` or ``"client"``.
+        """The role of this process: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"``.
 
-        A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server.
+        A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server; so is the child
+        of one that starts a server. The worker of a server that was started is that server.
         """
         if self._role is None:
             role = resolve_role(self._enabled, self._asked_role)
-            self._role = "client" if role == "server" and self._in_child() else role
+            if role in ("server", "spawn") and self._in_child():
+                role = "client"
+            elif role == "spawn" and host() is not None:
+                role = "server"
+            self._role = role
         return self._role
 
     def _in_child(self) -> bool:
-        served = self._inherited is not None and self._inherited.role == "server"
+        served = self._inherited is not None and self._inherited.role in ("server", "spawn")
         return served or multiprocessing.parent_process() is not None
 
     @functools.cached_property
@@ -273,6 +284,10 @@ class Provider(Operations, Refreshing):
             settle(self.mechanism, self.device_id)
         if role == "client":
             return ClientRuntime(self)
+        if role == "spawn":
+            from shared_rpc.spawn import SpawnRuntime
+
+            return SpawnRuntime(self, self.idle_exit)
         if role == "local":
             return LocalRuntime(self, self._inherited)
         worker = host()

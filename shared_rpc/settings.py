@@ -5,8 +5,10 @@ Role, from the two variables (an empty value counts as unset, any other value is
     SHARED_TENSOR_ENABLED    SHARED_TENSOR_ROLE           role
     false                    anything                     local
     unset                    unset                        local
-    unset                    server / client / local      as named
-    true                     server / client / local      as named
+    unset                    server / client / local /    as named
+                             spawn
+    true                     server / client / local /    as named
+                             spawn
     true                     unset                        client
 
 Arguments of ``Provider`` beat the environment.
@@ -15,15 +17,18 @@ Arguments of ``Provider`` beat the environment.
 from __future__ import annotations
 
 import os
+import site
+import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Role", "resolve_base_path", "resolve_role", "socket_path"]
+__all__ = ["Role", "resolve_base_path", "resolve_role", "server_environment", "socket_path"]
 
-Role = Literal["local", "server", "client"]
+Role = Literal["local", "server", "client", "spawn"]
 
 _ENABLED = "SHARED_TENSOR_ENABLED"
 _ROLE = "SHARED_TENSOR_ROLE"
@@ -45,7 +50,7 @@ def resolve_role(
     """
     environ = os.environ if environ is None else environ
     if execution_mode not in ("auto", *get_args(Role)):
-        raise ConfigurationError(f"execution_mode={execution_mode!r}: use 'auto', 'local', 'server' or 'client'")
+        raise ConfigurationError(f"execution_mode={execution_mode!r}: use 'auto', 'local', 'server', 'client' or 'spawn'")
     if enabled is False:
         return "local"
     if execution_mode != "auto":
@@ -73,8 +78,23 @@ def _read_role(environ: Mapping[str, str]) -> Role | None:
     if not text:
         return None
     if text not in get_args(Role):
-        raise ConfigurationError(f"{_ROLE}={text!r}: use 'server', 'client' or 'local', or leave it unset")
+        raise ConfigurationError(f"{_ROLE}={text!r}: use 'server', 'client', 'local' or 'spawn', or leave it unset")
     return text  # type: ignore[return-value]
+
+
+def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a server that this process starts: its own, in the server role, with the same modules to import.
+
+    What comes with the interpreter is left out: a server's functions may start another one. What the server's workers print is
+    to be in its log at once.
+    """
+    environ = os.environ if environ is None else environ
+    standard = {*sysconfig.get_paths().values(), *site.getsitepackages(), *sysconfig.get_config_vars("DESTSHARED")}
+    standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry not in standard)
+    chosen = {"PYTHONUNBUFFERED": "1", **environ, "PYTHONPATH": path, _ROLE: "server"}
+    chosen.pop(_ENABLED, None)
+    return chosen
 
 
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:

@@ -560,7 +560,7 @@ def test_doctor_for_machines(base_path: str) -> None:
     assert all(finding["fix"] for finding in findings if finding["state"] != "good")
     (broken,) = (finding for finding in findings if finding["state"] == "broken")
     assert broken["what"] == "environment"
-    assert broken["found"].startswith("SHARED_TENSOR_ROLE='sever': use 'server', 'client' or 'local'")
+    assert broken["found"].startswith("SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn'")
 
 
 def test_doctor_sees_an_open_directory(base_path: str, tmp_path: Path) -> None:

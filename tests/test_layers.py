@@ -29,6 +29,7 @@ LAYERS = [
     ["in_process_generations"],
     ["in_process", "exits", "broker"],
     ["runtime", "hosting"],
+    ["spawn"],
     ["operations", "refreshing", "decorators"],
     ["provider"],
     ["loading", "amounts"],

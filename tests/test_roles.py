@@ -538,7 +538,8 @@ def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], star
     code, errors = child.close()
     assert code == 1
     assert errors.splitlines()[-1] == (
-        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client' or 'local', or leave it unset"
+        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', "
+        "or leave it unset"
     )
 
 
@@ -546,7 +547,7 @@ def test_a_bad_role_does_not_pass_in_silence(script: Callable[..., Path], start:
     """A script that only decorates was meant to serve: with a misspelt role it ends with an error."""
     code, errors = start(script(), "sever").close()
     assert code == 1
-    assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client' or 'local', or leave it unset\n"
+    assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset\n"
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.settings import Role, resolve_base_path, resolve_role, socket_path
+from shared_rpc.settings import Role, resolve_base_path, resolve_role, server_environment, socket_path
 
 TRUE = ["1", "true", "yes", "on", "TRUE", " On "]
 FALSE = ["0", "false", "no", "off", "False", " OFF "]
 UNSET: list[str | None] = [None, "", "  "]
-NAMED: list[Role] = ["server", "client", "local"]
+NAMED: list[Role] = ["server", "client", "local", "spawn"]
 
 
 def pairs(enabled: Iterable[str | None], roles: Iterable[str | None]) -> list[tuple[str | None, str | None]]:
@@ -73,7 +74,7 @@ def test_a_bad_role_is_named(enabled: str | None, value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve_role(environ=environ(enabled, value))
     assert f"SHARED_TENSOR_ROLE={value!r}" in str(caught.value)
-    assert "'server', 'client' or 'local'" in str(caught.value)
+    assert "'server', 'client', 'local' or 'spawn'" in str(caught.value)
 
 
 @pytest.mark.parametrize("mode", NAMED)
@@ -99,7 +100,7 @@ def test_enabled_true_beats_the_switch(enabled: str | None, role: str | None, ex
 
 def test_a_bad_execution_mode_is_named() -> None:
     """With the modes that are allowed."""
-    with pytest.raises(ConfigurationError, match="execution_mode='broker': use 'auto', 'local', 'server' or 'client'"):
+    with pytest.raises(ConfigurationError, match="execution_mode='broker': use 'auto', 'local', 'server', 'client' or 'spawn'"):
         resolve_role(execution_mode="broker", environ={})
 
 
@@ -154,3 +155,20 @@ def test_a_path_longer_than_an_address_is_refused(directory: str) -> None:
         socket_path(longest + "x", "cpu")
     for told in (f"{longest}x-cpu.sock", "has 108 bytes", "Linux allows 107", "base_path", "SHARED_TENSOR_BASE_PATH"):
         assert told in str(caught.value)
+
+
+def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server role, whatever the process's own is; what this process can import; and prints that are in the log at once."""
+    monkeypatch.setattr(sys, "path", ["/srv/app", "beside", *sys.path])
+    mine = {"SHARED_TENSOR_ENABLED": "1", "SHARED_TENSOR_ROLE": "spawn", "PYTHONPATH": "/elsewhere", "HOME": "/home/ada"}
+    found = server_environment(mine)
+    for own in ("/srv/app", os.path.abspath("beside")):
+        assert own in found["PYTHONPATH"].split(os.pathsep)
+    assert not {os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(pytest.__file__))} & {
+        *found["PYTHONPATH"].split(os.pathsep)
+    }
+    assert {name: value for name, value in found.items() if name != "PYTHONPATH"} == {
+        "SHARED_TENSOR_ROLE": "server",
+        "HOME": "/home/ada",
+        "PYTHONUNBUFFERED": "1",
+    }

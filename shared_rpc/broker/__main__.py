@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from typing import Any
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.detaching import detach
 from shared_rpc.errors import SharedRPCError, WorkerCrashed
 from shared_rpc.server.signals import wait_for_signal
 
@@ -15,6 +17,14 @@ from shared_rpc.server.signals import wait_for_signal
 def main() -> int:
     """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
     options = _options()
+    if options.detach is not None:
+        detach(options.detach)
+    asked = threading.Event()
+
+    def end(why: str) -> None:
+        print(f"shared-rpc: {why}: ends", flush=True)
+        asked.set()
+
     command = WorkerCommand(
         options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
     )
@@ -25,6 +35,8 @@ def main() -> int:
         max_bytes=options.max_bytes,
         max_tasks=options.max_tasks,
         result_ttl=options.result_ttl,
+        idle_exit=options.idle_exit,
+        on_end=end,
     )
 
     def begin() -> Broker:
@@ -34,7 +46,7 @@ def main() -> int:
         return broker
 
     try:
-        wait_for_signal(begin, lambda: _reload(broker))
+        wait_for_signal(begin, lambda: _reload(broker), asked)
     except WorkerCrashed as crash:
         if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
             print(f"shared-rpc: {crash}", file=sys.stderr)
@@ -60,6 +72,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=int)
     parser.add_argument("--max-tasks", type=int, default=1000)
     parser.add_argument("--result-ttl", type=float, default=3600.0)
+    parser.add_argument("--idle-exit", type=float)
+    #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
+    parser.add_argument("--detach", type=int)
     return parser.parse_args()
 
 

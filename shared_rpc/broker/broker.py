@@ -17,14 +17,15 @@ import anyio
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.idling import unused
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.endpoints import Registry
-from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.memory.segments import BOUND
-from shared_rpc.server.acceptor import Acceptor
+from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.outcomes import Failure
@@ -55,6 +56,9 @@ class Broker:
     :param workers: how many processes run endpoints.
     :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
 
+    :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
+    :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
+
     For the other parameters see :class:`shared_rpc.Server`.
     """
 
@@ -69,6 +73,8 @@ class Broker:
         result_ttl: float = 3600.0,
         max_connections: int = 8192,
         allow_uids: Collection[int] = (),
+        idle_exit: float | None = None,
+        on_end: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._command = command
         self._count = workers
@@ -78,6 +84,8 @@ class Broker:
         self._result_ttl = result_ttl
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
+        self._idle_exit = idle_exit
+        self._on_end = on_end
         self._services: dict[str, _Service] = {}
         self._bound: dict[Worker, set[str]] = {}
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
@@ -147,7 +155,11 @@ class Broker:
                     await self._supervisor.start(self._spawn)
                     if not self._ready.done():
                         self._ready.set_result(None)
-                    await anyio.sleep_forever()
+                    if self._idle_exit is None:
+                        await anyio.sleep_forever()
+                    else:
+                        await unused(self._idle_exit, self._look)
+                        self._end(f"nobody has used it for {self._idle_exit:g} s")
             finally:
                 self._dispatcher.stop()
                 for service in self._services.values():
@@ -180,6 +192,7 @@ class Broker:
             mechanism=message.mechanism,
         )
         core.on_reload = self._reload_for_client
+        core.on_stop = self._stop_for_client
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections)
         self._services[message.key] = _Service(core, acceptor, executor)
         self._spawn(self._serve, core, acceptor)
@@ -234,6 +247,35 @@ class Broker:
             service.executor.lost(worker)
             if bound:
                 service.core.drop_bound(bound)
+
+    # Ending by itself.
+
+    def _usage(self, asker: str = "") -> Usage:
+        pids = {worker.pid for worker in self._supervisor.all}
+        usages = [service.acceptor.usage(pids, asker) for service in self._services.values()]
+        return Usage(*map(sum, zip(*usages, strict=True))) if usages else Usage(0, 0, 0, 0)
+
+    def _look(self) -> tuple[bool, int]:
+        return any(self._usage()), sum(service.acceptor.admitted for service in self._services.values())
+
+    def _end(self, why: str) -> None:
+        # From here on nobody is let in: who has been is a client, and who has not gets another server.
+        self._scope.cancel()
+        self._on_end(why)
+
+    def _stop_for_client(self, session: str, if_idle: bool) -> dict[str, Any]:
+        usage = self._usage(session)
+        if if_idle and any(usage):
+            used = ", ".join(f"{count} {name}" for name, count in usage._asdict().items() if count)
+            raise ServerBusy(f"the server (pid {os.getpid()}) is in use: {used}")
+        cores = [service.core for service in self._services.values()]
+        self._loop.call_soon(self._end, "a client asked for its end")
+        return usage._asdict() | {
+            "pid": os.getpid(),
+            "socket_paths": [service.acceptor.path for service in self._services.values()],
+            "objects": sum(len(core.objects) for core in cores),
+            "nbytes": sum(core.objects.nbytes for core in cores),
+        }
 
     # Reloading.
 

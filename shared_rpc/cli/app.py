@@ -14,6 +14,7 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
 from shared_rpc.cli.serving import reload, serve
+from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
@@ -151,7 +152,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (serve, reload, devices, call, tasks, wait, cancel):
+for command in (serve, reload, stop, devices, call, tasks, wait, cancel):
     app.command()(command)
 
 

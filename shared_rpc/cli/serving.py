@@ -42,6 +42,10 @@ def serve(
     result_ttl: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
     ] = 3600.0,
+    idle_exit: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="End when nobody has used it for so long: no client, lease or task."),
+    ] = None,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
 
@@ -61,6 +65,8 @@ def serve(
     if in_process:
         if workers != 1 or worker_device or build_timeout is not None:
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
+        if idle_exit is not None:
+            raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
         _serve_in_process(target, device, base_path, socket, quota or [], options | {"max_workers": max_workers})
         return
     if device is not None and worker_device:
@@ -71,7 +77,8 @@ def serve(
         {"device": devices, "quota": quota or []},
         options
         | {"base_path": base_path, "socket": socket}
-        | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout},
+        | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout}
+        | {"idle_exit": idle_exit},
     )
 
 

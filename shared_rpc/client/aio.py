@@ -20,6 +20,7 @@ from shared_rpc.client import buffers, operations
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
+from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.offloading import ThreadWork
 from shared_rpc.client.pool import RETRY, Session, nobody_there
@@ -198,6 +199,14 @@ class AsyncClient(AsyncRefreshing):
     ) -> dict[str, Any]:
         """See :meth:`Client.reload`."""
         return await self._run(operations.reload(objects), timeout=timeout)
+
+    async def stop_server(self, if_idle: bool = False, timeout: float | None = 10.0) -> dict[str, Any]:
+        """See :meth:`Client.stop_server`."""
+        await self._server()
+        with Departure(self.socket_path) as departure:
+            held = await self._run(operations.stop_server(if_idle))
+            await anyio.to_thread.run_sync(departure.wait, timeout)
+        return held
 
     async def close(self) -> None:
         """See :meth:`Client.close`."""

@@ -18,7 +18,7 @@ from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 
-__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "refuse_stranger", "why_not"]
+__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "nobody_listens", "refuse_stranger", "why_not"]
 
 PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
@@ -36,6 +36,12 @@ LAST_ID = (1 << 32) - 1
 def why_not(error: OSError) -> str:
     """Why connect(2) failed, for people."""
     return "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+
+
+def nobody_listens(error: ConnectError) -> bool:
+    """Whether that is why: neither a server that does not answer, nor somebody else's."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
 def refuse_stranger(sock: socket.socket, path: str) -> None:

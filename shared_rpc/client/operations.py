@@ -30,6 +30,7 @@ __all__ = [
     "release",
     "reload",
     "server_info",
+    "stop_server",
     "submit",
     "task_result",
     "task_status",
@@ -91,6 +92,12 @@ def invalidate_endpoint(endpoint: str) -> Operation[int]:
 def reload(objects: str) -> Operation[dict[str, Any]]:
     """Have the server's workers read the app's code anew."""
     facts = yield from ask(Request(m.Reload(objects), "reload"), m.Facts)
+    return dict(facts.facts)
+
+
+def stop_server(if_idle: bool) -> Operation[dict[str, Any]]:
+    """Have the server end: what it held. It is not gone yet."""
+    facts = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.Facts)
     return dict(facts.facts)
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared_rpc.client.connection import Connection
+from shared_rpc.client.connection import Connection, nobody_listens
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -21,6 +21,8 @@ __all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]
 RETRY = 0.05
 #: Seconds between two looks at connections over which an answer is still to come.
 _LOOK = 0.5
+#: How often one that connects has a server started: one that ends at once every time is not to be started for ever.
+_SUMMONS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,8 @@ class ConnectionPool:
         self._path = path
         self._new_lane = new_lane
         self._closed = False
+        #: Has a server listen where none does: called with the socket, the seconds it has for that, and the deadline.
+        self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
 
     def abandon(self) -> None:
@@ -190,6 +194,7 @@ class ConnectionPool:
         path = self._path()
         begin = time.monotonic()
         until = min(deadline, begin + patience)
+        summons = _SUMMONS if self.summon is not None and patience > 0 else 0
         while True:
             session = self.session
             try:
@@ -198,6 +203,11 @@ class ConnectionPool:
                 )
                 break
             except ConnectError as error:
+                if summons and self.summon is not None and nobody_listens(error):
+                    summons -= 1
+                    self.summon(path, patience, deadline)
+                    until = min(deadline, time.monotonic() + patience)
+                    continue
                 if time.monotonic() + RETRY > until:
                     raise nobody_there(error, begin) from error
                 time.sleep(RETRY)

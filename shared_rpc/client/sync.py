@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from shared_rpc.client import buffers, operations
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.connection import PROMPT
+from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.client.refreshing import Refreshing
@@ -265,6 +266,23 @@ class Client(Refreshing):
         :raises ConfigurationError: if the server has no workers.
         """
         return self._run(operations.reload(objects), timeout=timeout)
+
+    def stop_server(self, if_idle: bool = False, timeout: float | None = 10.0) -> dict[str, Any]:
+        """Have the server end, as SIGTERM does, and wait until its process is gone. Clients keep the memory that they have.
+
+        :param if_idle: refuse where others are connected, hold a lease, or have a task or a call that has not ended.
+        :param timeout: seconds to wait until it is gone, None for as long as it takes.
+        :returns: what it held: ``objects``, ``nbytes``, and of others ``clients``, ``leases``, ``tasks`` and ``running``
+            endpoints; with its ``pid`` and ``socket_paths``.
+        :raises ServerBusy: with ``if_idle``, if others use it.
+        :raises ConfigurationError: if it is a part of a process that may do more, such as a script in the server role.
+        :raises DeadlineExceeded: if it has not ended in time.
+        """
+        self._server()
+        with Departure(self.socket_path) as departure:
+            held = self._run(operations.stop_server(if_idle))
+            departure.wait(timeout)
+        return held
 
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""

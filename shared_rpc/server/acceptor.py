@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -21,9 +21,18 @@ from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.transport import peer_of
 
-__all__ = ["Acceptor"]
+__all__ = ["Acceptor", "Usage"]
 
 _log = logging.getLogger("shared_rpc.server")
+
+
+class Usage(NamedTuple):
+    """What others have of a server: how many clients there are, their leases, tasks that have not ended, and runs."""
+
+    clients: int
+    leases: int
+    tasks: int
+    running: int
 
 
 class Acceptor:
@@ -40,6 +49,8 @@ class Acceptor:
         self._max_connections = max_connections
         self._sessions = Sessions(core)
         self._connections: set[Connection] = set()
+        #: Connections there have been.
+        self.admitted = 0
         self._started = time.monotonic()
         self._removing = threading.Lock()
         self._removed = False
@@ -56,6 +67,22 @@ class Acceptor:
             "connections": len(self._connections),
             "ready": True,
         }
+
+    def usage(self, pids: Collection[int], asker: str = "") -> Usage:
+        """What others use of the server. On the loop only.
+
+        :param pids: the server's own processes, which are no clients.
+        :param asker: the session of a client that asks, which does not count either; nor does then who has not said anything.
+        """
+        leases, apart = self._core.leases, {*self._sessions.of_processes(pids), asker}
+        tasks = self._core.tasks.table.counts()
+        silent = 0 if asker else sum(one.session is None and one.peer.pid not in pids for one in self._connections)
+        return Usage(
+            clients=silent + len({one.session_id for one in self._connections if one.session is not None} - apart),
+            leases=len(leases) - sum(leases.count(session) for session in apart),
+            tasks=tasks["pending"] + tasks["running"],
+            running=len(self._core.runs.calls),
+        )
 
     async def serve(self) -> None:
         """Accept until cancelled; then the core stops, so that those who wait are told why, and the connections end."""
@@ -93,6 +120,7 @@ class Acceptor:
         elif len(self._connections) >= self._max_connections:
             connection.refuse(ServerBusy(f"the server has its {self._max_connections} connections (max_connections)"))
         else:
+            self.admitted += 1
             self._connections.add(connection)
             try:
                 connection.start()

@@ -95,6 +95,9 @@ class Core:
         self.stopped = False
         #: What a client's wish for new code means, where endpoints run in processes that can be replaced: see :class:`Reload`.
         self.on_reload: Callable[[str, Callable[[dict[str, Any] | Failure], None]], None] | None = None
+        #: What a client's wish for the server's end means, where the process is there for nothing else: it gets the id of the
+        #: client's session and :attr:`StopServer.if_idle`, and says what the server held.
+        self.on_stop: Callable[[str, bool], dict[str, Any]] | None = None
         self._now = now
         self._result_ttl = result_ttl
         #: When the sweeper looks next, on that clock.

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.transport import peer_of
 
-__all__ = ["bind_socket", "remove_socket"]
+__all__ = ["bind_socket", "check_directory", "remove_socket"]
 
 _BACKLOG = 4096
 
@@ -28,7 +28,7 @@ def bind_socket(path: str) -> socket.socket:
     :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
         somebody else or is open to others, or if it is no socket.
     """
-    _check_directory(os.path.dirname(path))
+    check_directory(os.path.dirname(path))
     try:
         with _locked(f"{path}.lock"):
             _make_way(path)
@@ -60,7 +60,11 @@ def remove_socket(path: str, inode: int) -> None:
         return  # gone already, with its directory perhaps
 
 
-def _check_directory(directory: str) -> None:
+def check_directory(directory: str) -> None:
+    """Make it, private, where it is not there.
+
+    :raises ConfigurationError: if it belongs to somebody else, or others can write to it.
+    """
     try:
         _make_private(directory)
         status = os.lstat(directory)

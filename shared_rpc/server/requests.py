@@ -308,6 +308,14 @@ class Requests(GenerationRequests):
 
         self._core.on_reload(message.objects, answer)
 
+    def _stop_server(self, frame: Frame, message: m.StopServer) -> None:
+        if self._core.on_stop is None:
+            raise ConfigurationError(
+                f"this server is a part of process {os.getpid()}, which may do more than serve: end that process, with "
+                f"'kill {os.getpid()}' or Ctrl-C"
+            )
+        self._reply(frame.request_id, m.Facts(self._core.on_stop(self._connection.session_id, message.if_idle)))
+
 
 _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.Ping: Requests._ping,
@@ -333,5 +341,6 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.FreeBuffer: Requests._free_buffer,
     m.ListDevices: Requests._list_devices,
     m.Reload: Requests._reload,
+    m.StopServer: Requests._stop_server,
     **GENERATION_HANDLERS,
 }

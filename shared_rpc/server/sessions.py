@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.server.core import Core
@@ -78,6 +79,10 @@ class Sessions:
             else {"session": session_id, "pid": os.getpid(), "connections": 0}
             for session_id in self._core.leases.holders(object_id)
         ]
+
+    def of_processes(self, pids: Collection[int]) -> list[str]:
+        """The ids of these processes' sessions."""
+        return [session.session_id for session in self._by_id.values() if session.peer.pid in pids]
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -13,16 +13,19 @@ from shared_rpc.errors import ConfigurationError
 __all__ = ["wait_for_signal"]
 
 
-def wait_for_signal(begin: Callable[[], object], on_hangup: Callable[[], None] | None = None) -> None:
+def wait_for_signal(
+    begin: Callable[[], object], on_hangup: Callable[[], None] | None = None, asked: threading.Event | None = None
+) -> None:
     """Return when this process gets SIGINT or SIGTERM. In the main thread only.
 
     :param on_hangup: called in a thread of its own for every SIGHUP; by default that ends the process.
+    :param asked: ends the wait too, when another thread sets it.
     :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
         its first moment on. If it returns None, there is nothing to wait for.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
-    asked = threading.Event()
+    asked = asked or threading.Event()
     handlers: dict[int, Any] = {number: lambda *_: asked.set() for number in (signal.SIGINT, signal.SIGTERM)}
     if on_hangup is not None:
         handlers[signal.SIGHUP] = lambda *_: threading.Thread(target=on_hangup, daemon=True).start()

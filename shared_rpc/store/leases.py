@@ -44,6 +44,10 @@ class LeaseTable:
         """Whether anybody holds it."""
         return object_id in self._by_object
 
+    def count(self, session: str) -> int:
+        """The number of objects that a session holds."""
+        return len(self._by_session.get(session, ()))
+
     def __len__(self) -> int:
         """The number of leases."""
         return sum(len(sessions) for sessions in self._by_object.values())

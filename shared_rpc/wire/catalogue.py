@@ -58,6 +58,7 @@ _KINDS: dict[int, type[m.Message]] = {
     56: g.GetRevision,
     57: g.RevisionPage,
     60: m.Reload,
+    61: m.StopServer,
     64: w.Serve,
     65: w.Shared,
     66: w.Loaded,

@@ -286,6 +286,12 @@ class Reload(Message):
     objects: str = "changed"
 
 
+class StopServer(Message):
+    """Have the server end; :class:`Facts` of what it held. ``if_idle``: refuse where others hold something or wait for it."""
+
+    if_idle: bool = False
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 

@@ -161,7 +161,7 @@ async def awaiting() -> None:
 
 # The provider by name.
 
-assert_type(provider.execution_mode, Literal["local", "server", "client"])
+assert_type(provider.execution_mode, Literal["local", "server", "client", "spawn"])
 assert_type(provider.invalidate_call_cache("load", 4, name="big"), int)
 assert_type(provider.invalidate_endpoint_cache("load"), int)
 assert_type(provider.get_endpoint("load"), dict[str, Any])

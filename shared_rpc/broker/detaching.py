@@ -1,0 +1,26 @@
+"""A broker that outlives whoever started it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+__all__ = ["detach"]
+
+
+def detach(lock: int) -> None:
+    """Go on in a process that is nobody's child, whose id is written to standard output; what is written there later goes
+    where errors go. Before there are threads.
+
+    The process that was started ends: else the broker would be a zombie one day, and belong to a process tree that some tools
+    end as a whole.
+
+    :param lock: a descriptor that is kept open until the end, and not passed on to workers.
+    """
+    child = os.fork()
+    if child:
+        with suppress(OSError):  # who started it is gone
+            os.write(1, f"{child}\n".encode())
+        os._exit(0)
+    os.set_inheritable(lock, False)
+    os.dup2(2, 1)

@@ -1,0 +1,35 @@
+"""The end of a server that nobody uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import anyio
+
+__all__ = ["unused"]
+
+#: The longest time between two looks, in seconds; and the shortest.
+_LONGEST, _SHORTEST = 30.0, 0.02
+
+
+async def unused(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
+    """Return when nobody has used the server for that long: not earlier, and at most two looks later.
+
+    It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.
+
+    :param look: tells whether somebody uses it now, and a number that was another one if somebody did since the last look.
+    """
+    pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
+    quiet_since: float | None = None
+    earlier = -1
+    while True:
+        used, count = look()
+        now = time.monotonic()
+        if used or count != earlier:
+            quiet_since, earlier = None, count
+        elif quiet_since is None:
+            quiet_since = now
+        elif now - quiet_since >= seconds:
+            return
+        await anyio.sleep(pause)

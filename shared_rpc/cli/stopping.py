@@ -1,0 +1,65 @@
+"""``shared-rpc stop``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from shared_rpc import Client
+from shared_rpc.cli.discovery import live_servers, the_server
+from shared_rpc.cli.options import BasePath, Json, Socket
+from shared_rpc.cli.rendering import as_json, size
+from shared_rpc.errors import ConfigurationError, SharedRPCError
+
+__all__ = ["stop"]
+
+
+def stop(
+    socket: Socket = None,
+    base_path: BasePath = None,
+    every: Annotated[bool, typer.Option("--all", help="All live servers of this user.")] = False,
+    if_idle: Annotated[
+        bool, typer.Option("--if-idle", help="Only if nobody else has a connection, a lease or a task.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """End a server, wait until it is gone, and tell what it held. Clients keep the memory that they have."""
+    if every and socket is not None:
+        raise ConfigurationError("--all and --socket contradict each other: use one of them")
+    ended: list[dict[str, Any]] = []
+    failed = False
+    if every:
+        with live_servers(base_path) as clients:
+            # A server with several sockets ends as a whole.
+            for client in {client.get_server_info()["pid"]: client for client in clients}.values():
+                try:
+                    ended.append(_stop(client, if_idle, json))
+                except SharedRPCError as error:
+                    failed = True
+                    print(f"shared-rpc: {client.socket_path}: {error}", file=sys.stderr)
+    else:
+        with the_server(socket, base_path) as client:
+            ended.append(_stop(client, if_idle, json))
+    if json:
+        as_json(ended)
+    elif not ended and not failed:
+        print("no server is alive")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _stop(client: Client, if_idle: bool, quiet: bool) -> dict[str, Any]:
+    held = client.stop_server(if_idle)
+    if not quiet:
+        used = [_count(held[f"{name}s"], name) for name in ("client", "lease", "task") if held[f"{name}s"]]
+        print(
+            f"stopped pid {held['pid']} at {', '.join(held['socket_paths'])}: it held {_count(held['objects'], 'object')}, "
+            f"{size(held['nbytes'])}; used by others: {', '.join(used) or 'nothing'}"
+        )
+    return held
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

@@ -1,0 +1,62 @@
+"""Seeing a server's process end."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from contextlib import suppress
+from types import TracebackType
+
+from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.transport import peer_of
+
+__all__ = ["Departure"]
+
+#: Seconds between two looks, where the process cannot be watched.
+_LOOK = 0.05
+
+
+class Departure:
+    """Made while the server listens at ``path``: it is that process which is waited for, and not the next one there.
+
+    Where it lives in another pid namespace, it is gone when nobody listens.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._pidfd = -1
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+            if probe.connect_ex(path) == 0 and (pid := peer_of(probe).pid):
+                with suppress(ProcessLookupError):
+                    self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None) -> None:
+        """Until it is gone.
+
+        :raises DeadlineExceeded: after ``timeout`` seconds.
+        """
+        until = time.monotonic() + timeout if timeout is not None else float("inf")
+        while not self._gone():
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"the server at {self._path} was told to end, and has not after {timeout:g} s")
+
+    def _gone(self) -> bool:
+        """Look, and wait a moment if it is not."""
+        if self._pidfd >= 0:
+            ended = select.poll()
+            ended.register(self._pidfd, select.POLLIN)
+            return bool(ended.poll(_LOOK * 1000))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+            if probe.connect_ex(self._path):
+                return True
+        time.sleep(_LOOK)
+        return False
+
+    def __enter__(self) -> Departure:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)

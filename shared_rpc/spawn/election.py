@@ -1,0 +1,72 @@
+"""Who starts a server: one of all who want it.
+
+The lock is a flock(2) on a file beside the socket. Whoever starts a server has it, and so has the server, which inherits the
+descriptor, until it ends. So nobody starts a second one while the first loads its app, even if the process that started it has
+been killed, nor while it ends and its memory is not yet free. The kernel releases the lock with the last of the two, however
+they end: none is left behind.
+
+Those who wait are to see why a start failed. The file counts failures and has the reason of the last one: who finds, when the
+lock is theirs, that there was one more meanwhile, has waited for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from contextlib import suppress
+
+__all__ = ["Election"]
+
+#: Bytes of a reason.
+_ROOM = 1 << 16
+
+
+class Election:
+    """A process's, or a thread's, wish to start the server that listens at ``path``. Owns a descriptor until :meth:`close`."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(f"{path}.spawn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _open.add(self)
+        self._failures, _ = self._read()
+
+    def win(self) -> bool:
+        """Whether it is this one's to start the server, from now until :meth:`close`. Does not wait."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def failure(self) -> str:
+        """Why another one's start has failed since this one began to wait; empty if none has. For who has won."""
+        failures, reason = self._read()
+        return reason if failures != self._failures else ""
+
+    def record_failure(self, reason: str) -> None:
+        """Tell those who wait. For who has won."""
+        count, _ = self._read()
+        content = f"{count + 1}\n".encode() + reason.encode(errors="replace")[: _ROOM // 2]
+        os.pwrite(self.fd, content, 0)
+        os.ftruncate(self.fd, len(content))
+
+    def close(self) -> None:
+        """Give it up; a server that was started keeps its own."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _read(self) -> tuple[int, str]:
+        count, _, reason = os.pread(self.fd, _ROOM, 0).decode(errors="replace").partition("\n")
+        return int(count) if count.isdigit() else 0, reason
+
+
+_open: weakref.WeakSet[Election] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A child that kept the descriptor would keep the lock when its parent and the server have ended.
+    for election in list(_open):
+        election.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,34 @@
+"""The role ``spawn`` at work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shared_rpc.runtime import ClientRuntime
+from shared_rpc.settings import Role
+from shared_rpc.spawn.starting import ServerStarter, log_path
+from shared_rpc.spawn.target import target_of
+
+if TYPE_CHECKING:
+    from shared_rpc.provider import Provider
+
+__all__ = ["SpawnRuntime"]
+
+
+class SpawnRuntime(ClientRuntime):
+    """A client that starts a server where none listens, whenever it connects.
+
+    :param idle_exit: seconds after which that server ends when nobody uses it; None for never.
+    """
+
+    role: Role = "spawn"
+
+    def __init__(self, provider: Provider, idle_exit: float | None) -> None:
+        super().__init__(provider)
+        options = ["--idle-exit", str(idle_exit)] if idle_exit is not None else []
+        self.client._pool.summon = ServerStarter(lambda: target_of(provider), options)
+
+    def info(self) -> dict[str, Any]:
+        """See :class:`ClientRuntime`; with ``log``, where a server that was started writes."""
+        facts = super().info()
+        return facts | {"log": log_path(facts["socket_path"])}

@@ -1,0 +1,187 @@
+"""Starting a detached server, and waiting until it listens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+from shared_rpc.errors import ConnectError
+from shared_rpc.server.listener import check_directory
+from shared_rpc.settings import server_environment
+from shared_rpc.spawn.election import Election
+
+__all__ = ["ServerStarter", "log_path"]
+
+_log = logging.getLogger("shared_rpc.spawn")
+
+#: Seconds between two looks at a server that is about to listen.
+_LOOK = 0.02
+#: Bytes of a log beyond which the next server begins a new one.
+_LOG_LIMIT = 1 << 20
+#: Lines, and characters in all, of a log that an error quotes.
+_LINES, _CHARACTERS = 60, 8000
+
+
+def log_path(path: str) -> str:
+    """Where a server that was started for the socket ``path`` writes; what was before is in ``….log.1``."""
+    return f"{path}.log"
+
+
+class ServerStarter:
+    """Has a server listen at a socket. What a client calls when nobody does.
+
+    :param target: tells the app, when it is needed; see :func:`shared_rpc.spawn.target.target_of`.
+    :param options: further words for ``python -m shared_rpc.broker``.
+    """
+
+    def __init__(self, target: Callable[[], str], options: Sequence[str]) -> None:
+        self._target = target
+        self._options = options
+
+    def __call__(self, path: str, patience: float, deadline: float) -> None:
+        """Return when somebody listens at ``path``: a server started here, or by whoever else wanted one.
+
+        :param patience: seconds a server has to come up, from its start; and another process to start one.
+        :param deadline: when to give up in any case, in terms of time.monotonic().
+        :raises ConnectError: in time; and if the server ended instead, with what it wrote last.
+        :raises ConfigurationError: if there is no file to start one for.
+        """
+        until = min(deadline, time.monotonic() + patience)
+        check_directory(os.path.dirname(path))
+        with _election(path) as election:
+            while not _listens(path):
+                if election.win():
+                    # Whoever had the lock may have been about to listen when this one looked.
+                    if not _listens(path):
+                        self._start(path, election, patience, deadline)
+                    return
+                if time.monotonic() > until:
+                    raise ConnectError(
+                        f"no server listens at {path}, though another process began to start one: after {patience:g} s "
+                        f"(server_startup_timeout) it has not come up. See {log_path(path)}"
+                    )
+                time.sleep(_LOOK)
+
+    def _start(self, path: str, election: Election, patience: float, deadline: float) -> None:
+        reason = election.failure()
+        if reason:
+            raise ConnectError(reason)
+        words = ["-m", "shared_rpc.broker", self._target(), *self._options]
+        begin = time.monotonic()
+        with _opened_log(path) as log:
+            start = os.fstat(log).st_size
+            os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()} starts: {' '.join(words)}\n".encode())
+            process = subprocess.Popen(
+                [sys.executable, *words, "--detach", str(election.fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                pass_fds=(election.fd,),
+                start_new_session=True,
+                env=server_environment(),
+            )
+        until = min(deadline, begin + patience)
+        pid = _detached(process, until)
+        _log.info("started a server for %s: pid %s, log %s", path, pid, log_path(path))
+        state = _awaited(path, pid, until) if pid is not None else "late"
+        if state == "listens":
+            return
+        text = _written(path, start)
+        if state == "ended":
+            reason = (
+                f"the server for {path} ended before it listened. It was started with: python {' '.join(words)}. "
+                f"Its last words, in {log_path(path)}:\n{text}"
+            )
+            election.record_failure(reason)
+            raise ConnectError(reason)
+        raise ConnectError(
+            f"the server for {path} was started {time.monotonic() - begin:.1f} s ago and does not listen yet; it goes on "
+            f"(pid {pid}). Call again, or raise server_startup_timeout ({patience:g} s). Its last words, in {log_path(path)}:\n"
+            f"{text}"
+        )
+
+
+@contextmanager
+def _election(path: str) -> Iterator[Election]:
+    election = Election(path)
+    try:
+        yield election
+    finally:
+        election.close()
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(path)
+        except BlockingIOError:  # its backlog is full
+            return True
+        except OSError:
+            return False
+        return True
+
+
+def _detached(process: subprocess.Popen[bytes], until: float) -> int | None:
+    """The process id of the server: what was started tells it and ends, so that no child is left here.
+
+    0 if it ended without one, None if it has not told yet.
+    """
+    try:
+        words = process.communicate(timeout=max(until - time.monotonic(), 0))[0].split()
+    except subprocess.TimeoutExpired:
+        assert process.stdout is not None, "it is a pipe"
+        process.stdout.close()
+        return None
+    return int(words[-1]) if words and words[-1].isdigit() else 0
+
+
+def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "late"]:
+    """Wait until somebody listens, the process ends, or it is too late."""
+    try:
+        pidfd = os.pidfd_open(pid) if pid else -1
+    except ProcessLookupError:
+        pidfd = -1
+    try:
+        ended = select.poll()
+        if pidfd >= 0:
+            ended.register(pidfd, select.POLLIN)
+        while not _listens(path):
+            if pidfd < 0 or ended.poll(_LOOK * 1000):
+                # Somebody else's server listens, perhaps, which was the reason to end.
+                return "listens" if _listens(path) else "ended"
+            if time.monotonic() > until:
+                return "late"
+        return "listens"
+    finally:
+        if pidfd >= 0:
+            os.close(pidfd)
+
+
+@contextmanager
+def _opened_log(path: str) -> Iterator[int]:
+    """The log, to be appended to; a new one where it has grown."""
+    log = log_path(path)
+    with suppress(OSError):
+        if os.lstat(log).st_size > _LOG_LIMIT:
+            os.replace(log, f"{log}.1")
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _written(path: str, start: int) -> str:
+    """The end of what a server has written since ``start``, without the line that says how it was started."""
+    with open(log_path(path), encoding="utf-8", errors="replace") as log:
+        log.seek(start)
+        lines = log.read().splitlines()[1:]
+    return "\n".join(lines[-_LINES:])[-_CHARACTERS:]

@@ -1,0 +1,74 @@
+"""Which file a server is started for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from shared_rpc.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from shared_rpc.provider import Provider
+
+__all__ = ["target_of"]
+
+
+def target_of(provider: Provider) -> str:
+    """What ``shared-rpc serve`` would be told: ``/path/app.py:provider``, or ``package.module:provider``.
+
+    Of the modules that have the provider as a global name, the one whose functions are its endpoints: what else they need is
+    imported there. Where there are several, the script of this process, which has imported the others.
+
+    :raises ConfigurationError: if there is none, several, or it has no file, as in a notebook.
+    """
+    names: dict[str, str] = {module: name for module in list(sys.modules) if (name := _global_name(module, provider))}
+    functions = {module for endpoint in provider.endpoints.values() if (module := endpoint.function.__module__) in names}
+    candidates = functions or set(names)
+    if "__main__" in candidates:
+        return f"{_script(provider)}:{names['__main__']}"
+    if not candidates:
+        raise ConfigurationError(
+            "a server cannot be started for a provider that is no global name of a module: write 'provider = Provider(…)' at "
+            "the top level of a file, and its functions below it"
+        )
+    if len(candidates) > 1:
+        raise ConfigurationError(
+            f"which file is a server to be started for? The provider's functions are in several: "
+            f"{', '.join(sorted(candidates))}. Import all of them in one module, and start that by hand: shared-rpc serve "
+            f"package.module"
+        )
+    module = candidates.pop()
+    return f"{module}:{names[module]}"
+
+
+def _global_name(module: str, provider: Provider) -> str:
+    found: ModuleType | None = sys.modules.get(module)
+    return next((name for name, value in list(getattr(found, "__dict__", {}).items()) if value is provider), "")
+
+
+def _script(provider: Provider) -> str:
+    """``__main__``, as another process can load it."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:  # python -m
+        return str(spec.name)
+    file: str | None = getattr(main, "__file__", None)
+    codes = [getattr(inspect.unwrap(endpoint.function), "__code__", None) for endpoint in provider.endpoints.values()]
+    typed = any(_was_typed(code.co_filename) for code in codes if code is not None)
+    if file is None or typed or not os.path.isfile(file) or not file.endswith(".py"):
+        raise ConfigurationError(
+            "a server cannot be started for functions that are in no .py file: a notebook's cells, a prompt's lines, 'python "
+            "-c'. Put the provider and the functions that load something into a file, such as models.py, and import it here"
+        )
+    return os.path.abspath(file)
+
+
+def _was_typed(filename: str) -> bool:
+    """Whether code is that of a prompt or a cell: ``<stdin>``, or a file in ``/tmp/ipykernel_…`` that was never written.
+
+    A relative path is that of a script, from where it was started.
+    """
+    return filename.startswith("<") or (os.path.isabs(filename) and not os.path.isfile(filename))

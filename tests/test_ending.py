@@ -1,0 +1,214 @@
+"""How a broker ends: when nobody uses it, and when somebody asks for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
+from tests.brokers import BrokerApp, begun, is_running, worker_pids
+from tests.processes import Child, eventually, python
+
+#: Seconds, of a server that ends by itself.
+IDLE = "0.4"
+
+
+@pytest.fixture
+def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+    """An app that is not served yet."""
+    app = BrokerApp(tmp_path, base_path, children)
+    app.write()
+    yield app
+    app.close()
+
+
+def goes_on(broker: Child, seconds: float = 1.5) -> bool:
+    """Whether it does not end for that long, several times the idle time of these tests."""
+    try:
+        broker.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
+    """And its worker and its socket with it; it says why."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        (worker,) = worker_pids(client)
+    broker.expect("shared-rpc: nobody has used it for 0.4 s: ends")
+    assert broker.close()[0] == 0
+    assert not is_running(worker)
+    assert not Path(f"{app.base_path}-cpu.sock").exists()
+
+
+def test_a_client_keeps_it(app: BrokerApp) -> None:
+    """One that is connected, and does nothing."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        client.ping()
+        assert goes_on(broker)
+    assert broker.close()[0] == 0
+
+
+def test_a_visit_begins_the_time_anew(app: BrokerApp) -> None:
+    """However short it is."""
+    broker = app.start("--idle-exit", "2")
+    for _ in range(3):
+        assert goes_on(broker, 1.0)
+        with app.connect() as client:
+            assert client.get_server_info()["uptime"] > 0.9
+    assert broker.close()[0] == 0
+
+
+def test_a_task_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
+    """Though whoever submitted it has gone; and its result, for as long as somebody may fetch it."""
+    broker = app.start("--idle-exit", IDLE, "--result-ttl", "3")
+    with app.connect() as client:
+        task = client.submit("slow", str(tmp_path / "go"))
+        eventually(begun(tmp_path / "go"))
+    assert goes_on(broker)
+    (tmp_path / "go").touch()
+    with app.connect() as client:
+        client.wait_for_task(task)
+        kept = client.submit("echo", client.call("model").weight)
+        eventually(lambda: client.get_task_status(kept).status == "completed")
+    assert goes_on(broker)
+    with app.connect() as client:
+        assert client.get_task_result(kept)[0, 0] == 4
+    assert broker.close()[0] == 0
+
+
+def test_a_call_that_was_given_up_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
+    """Until its run has ended, whose result others may want."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect(timeout=0.3) as client, pytest.raises(DeadlineExceeded):
+        client.call("slow", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    assert goes_on(broker)
+    (tmp_path / "go").touch()
+    assert broker.close()[0] == 0
+
+
+def test_its_own_workers_do_not_keep_it(app: BrokerApp) -> None:
+    """Neither their connections nor what they hold."""
+    app.write("mine = held()\n")
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        info = client.get_server_info()
+    assert (info["sessions"], info["leases"]) == (2, 1)
+    assert broker.close()[0] == 0
+
+
+def test_stop_ends_a_broker(app: BrokerApp) -> None:
+    """It is gone when the command returns, which tells what it held; a client keeps its memory."""
+    broker = app.start()
+    client = app.connect()
+    model, handle = client.call("model"), client.call("held")
+    (worker,) = worker_pids(client)
+    stop = stopped(app)
+    assert (stop.process.returncode, is_running(broker.pid), is_running(worker)) == (0, False, False)
+    told = stop.expect("stopped")
+    assert told.startswith(f"stopped pid {broker.pid} at {app.base_path}-cpu.sock: it held 2 objects, ")
+    assert told.endswith("; used by others: 1 client, 1 lease")
+    assert (model.weight[0, 0], handle.value.tolist()) == (4, [7.0] * 4)
+    assert broker.close()[0] == 0
+    assert stopped(app).expect_error("no server answers").startswith("shared-rpc: ")
+
+
+def stopped(app: BrokerApp, *options: str) -> Child:
+    """``shared-rpc stop``, when it has ended."""
+    child = Child("-m", "shared_rpc.cli", "stop", *options, cwd=app.file.parent)
+    app._children.append(child)
+    child.process.wait(30)
+    return child
+
+
+def test_stop_if_idle(app: BrokerApp) -> None:
+    """One that is in use is not ended, and who uses it is told; when they have gone it is."""
+    broker = app.start()
+    client = app.connect()
+    handle = client.call("held")
+    refused = stopped(app, "--if-idle")
+    assert refused.expect_error("in use") == f"shared-rpc: the server (pid {broker.pid}) is in use: 1 clients, 1 leases"
+    assert (refused.process.returncode, handle.is_stale()) == (1, False)
+    client.close()
+    assert stopped(app, "--if-idle", "--json").process.returncode == 0
+    assert broker.close()[0] == 0
+
+
+def test_stop_all(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
+    """Every server of the directory. One that is a part of another process is left, and told; the exit code says so."""
+    broker = app.start()
+    other = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--socket", f"{base_path}-other.sock", cwd=tmp_path)
+    app._children.append(other)
+    other.expect("serving")
+    with Server(Provider(f"{base_path}-mine", device="cpu")) as mine:
+        child = stopped(app, "--all", "--json")
+        assert child.process.returncode == 1
+        assert "this server is a part of process" in child.expect_error(mine.socket_path)
+        assert child.process.stdout is not None
+        assert {held["pid"] for held in json.loads(child.process.stdout.read())} == {broker.pid, other.pid}
+        assert mine.running
+    assert [broker.close()[0], other.close()[0]] == [0, 0]
+
+
+def test_a_server_in_a_process_of_its_own_is_not_ended(base_path: str, children: list[Child]) -> None:
+    """The process may do more than serve: the error names it, and how it is ended."""
+    child = python("""
+        from shared_rpc import Provider
+        provider = Provider(device="cpu", execution_mode="server")
+        provider.get_runtime_info()
+    """)
+    children.append(child)
+    child.expect_error("serving at")
+    with Client(base_path, device="cpu") as client, pytest.raises(ConfigurationError, match=f"'kill {child.pid}' or Ctrl-C"):
+        client.stop_server()
+    child.process.terminate()
+    assert child.close() == (0, "")
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
+    """As the blocking one does: busy it is not, with nobody but the asker."""
+    broker = app.start()
+    async with AsyncClient(app.base_path, device="cpu") as client, AsyncClient(app.base_path, device="cpu") as other:
+        await other.ping()
+        with pytest.raises(ServerBusy, match="1 clients"):
+            await client.stop_server(if_idle=True)
+        await other.close()
+        held = await client.stop_server()
+    assert (held["pid"], held["objects"], held["socket_paths"]) == (broker.pid, 0, [f"{app.base_path}-cpu.sock"])
+    assert not is_running(broker.pid)
+
+
+def test_calls_that_wait_are_told(app: BrokerApp, tmp_path: Path) -> None:
+    """A task that has not ended is counted, and lost; as with SIGTERM."""
+    broker = app.start()
+    with app.connect() as client:
+        client.submit("slow", str(tmp_path / "go"))
+        eventually(begun(tmp_path / "go"))
+        held = client.stop_server()
+    assert (held["tasks"], held["running"], held["clients"]) == (1, 1, 0)
+    assert broker.close()[0] == 0
+
+
+def test_in_process_does_not_end_by_itself(app: BrokerApp) -> None:
+    """The option is refused."""
+    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--in-process", "--idle-exit", "1", cwd=app.file.parent)
+    app._children.append(child)
+    assert child.close() == (
+        1,
+        "shared-rpc: --in-process and --idle-exit contradict each other: only a broker ends by itself\n",
+    )
+
+
+def test_idle_exit_is_a_time() -> None:
+    """Above 0, or None for never."""
+    with pytest.raises(ConfigurationError, match=r"idle_exit=0: seconds above 0, or None for never"):
+        Provider(idle_exit=0)
