@@ -107,7 +107,7 @@ def another_worker(client: Client, earlier: int) -> int:
         workers = client.get_server_info()["workers"]
         return [worker["pid"] for worker in workers if worker["pid"] != earlier and worker["state"] == "ready"]
 
-    eventually(lambda: bool(ready()), what="another worker")
+    eventually(lambda: bool(ready()), 40.0, "another worker")
     return ready()[0]
 
 

@@ -31,6 +31,9 @@ from benchmarks.targets import GOALS
 from benchmarks.throughput import starved
 from tests.processes import ROOT
 
+#: All commands run at once, and the first test waits for most of them.
+pytestmark = pytest.mark.timeout(180)
+
 SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
@@ -73,7 +76,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
     def result(name: str) -> Run:
         if name not in done:
-            printed, errors = running[name].communicate(timeout=55)
+            printed, errors = running[name].communicate(timeout=170)
             assert running[name].returncode == 0, errors
             done[name] = Run(printed, json.loads((folder / name / "numbers.json").read_text()))
         return done[name]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import string
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ from shared_rpc.endpoints import Registry, bind, cache_key, check_chain, describ
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef
+from tests.processes import ROOT
 
 
 def key_of(spec: EndpointSpec, *args: Any, **kwargs: Any) -> str | None:
@@ -430,3 +434,46 @@ def test_a_serialized_endpoint_within_itself_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="endpoint 'f' is serialized and was called by itself"):
             check_chain(spec, key, frozenset({"f", "f(x=1)"}))
     check_chain(spec, key_of(spec, 2), frozenset({"g"}))
+
+
+def compiled(source: str) -> EndpointSpec:
+    """The spec of the function ``f`` that a piece of source defines."""
+    names: dict[str, Any] = {}
+    exec(compile(source, "app.py", "exec"), names)
+    return describe(names["f"])
+
+
+BODY = "def f(x, y=2):\n    return {'a': x + 1, 'b': [z for z in (y, 'text', {1, 2})]}\n"
+
+
+@pytest.mark.parametrize("moved", [BODY, "import os\n\n\n" + BODY, BODY.replace("\n    return", "\n    # why\n\n    return")])
+def test_a_function_that_is_moved_keeps_its_fingerprint(moved: str) -> None:
+    """Where it stands, and what comments say, is not what it does."""
+    assert compiled(moved) == compiled(BODY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x + 1", "x + 2"),
+        ("x + 1", "x - 1"),
+        ("y=2", "y=3"),
+        ("'text'", "'other'"),
+        ("{1, 2}", "{1, 3}"),
+        ("z for z", "(z, z) for z"),
+    ],
+)
+def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) -> None:
+    """Its constants, its operators, those of what is nested in it, its defaults."""
+    assert compiled(BODY.replace(old, new)) != compiled(BODY)
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    """Sets are hashed in an order of their own in each: two workers must agree."""
+    code = "from tests.test_endpoints import compiled, BODY; print(compiled(BODY).fingerprint)"
+    words = [sys.executable, "-c", code]
+    seen = [
+        subprocess.run(words, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert seen == [compiled(BODY).fingerprint.encode() + b"\n"] * 2

@@ -277,6 +277,7 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     """Who has it is told; when the calls that hold it end, there is room again."""
     x = torch.ones(MIB // 4, device=device)
     sums: list[float] = []
+    client.ping()
     calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(8)]
     for call in calls:
         call.start()

@@ -159,6 +159,7 @@ def test_object_info(app: App) -> None:
         "device": "cpu",
         "generation": 1,
         "current": True,
+        "stale": False,
         "leases": 1,
     }
     assert 1.7e9 < created <= accessed

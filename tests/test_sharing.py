@@ -92,7 +92,7 @@ def test_get_endpoint(provider: Provider) -> None:
         return torch.ones(size)
 
     spec = provider.get_endpoint("load")
-    parameters = spec.pop("parameters")
+    parameters, fingerprint = spec.pop("parameters"), spec.pop("fingerprint")
     assert spec == {
         "name": "load",
         "execution": "direct",
@@ -107,7 +107,8 @@ def test_get_endpoint(provider: Provider) -> None:
         "doc": "Build ones.",
     }
     assert len(parameters) == 1
-    assert provider.list_endpoints() == {"load": spec | {"parameters": parameters}}
+    assert len(bytes.fromhex(fingerprint)) == 16
+    assert provider.list_endpoints() == {"load": spec | {"parameters": parameters, "fingerprint": fingerprint}}
     with pytest.raises(EndpointNotFound, match=r"'lod'.*did you mean 'load'"):
         provider.get_endpoint("lod")
 
