@@ -6,6 +6,7 @@ import os
 import weakref
 from typing import Any
 
+from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -39,6 +40,7 @@ class BaseClient:
         self._pool_options = pool or PoolOptions()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._holdings = Holdings()
         self._begin()
         preload_codec()
         _clients.add(self)
@@ -60,6 +62,7 @@ class BaseClient:
         The copies of connections are closed here. Those that another thread was just making are closed by their modules.
         """
         self._values = weakref.WeakValueDictionary()
+        self._holdings = Holdings()
 
     @property
     def socket_path(self) -> str:

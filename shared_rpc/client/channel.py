@@ -130,7 +130,9 @@ class Channel:
                 frame = await self._answer(exchange, request)
             if frame is None:
                 frame = await self._take_back(number, exchange, request)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConnectionClosed):
+                request.interrupted(self._socket)
             late = frame
             if late is None and self._broken is None:
                 late = await self._take_back(number, exchange, request)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
-from shared_rpc.errors import ProtocolError
+from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.segments import Segment
 from shared_rpc.wire import messages as m
@@ -45,6 +45,7 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
     """The result in a reply, whose descriptors it owns.
 
     :raises ProtocolError: if there is none.
+    :raises ConnectionClosed: if its memory went with the session, because another request has met the next server meanwhile.
     """
     message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
@@ -56,6 +57,10 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None) -> Result:
         return Result(message, frame.payload, segments)
     lane.arguments.give(message.freed)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
+    if lane.closed and any(segment.closed for segment in segments):
+        for segment in segments:
+            segment.close()
+        raise ConnectionClosed(f"the server went away before the result of {what} was taken")
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
 

@@ -178,6 +178,14 @@ class Core:
         self._settle(*released)
         return len(released)
 
+    def hold(self, session: str, object_ids: Iterable[str]) -> list[str]:
+        """One more lease of the session for each id of a managed object that is there; the ids of those."""
+        found = [(object_id, self.objects.get(object_id)) for object_id in object_ids]
+        held = [object_id for object_id, stored in found if stored is not None and stored.managed]
+        for object_id in held:
+            self.leases.grant(session, object_id)
+        return held
+
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
         spec = self.registry.get(endpoint)

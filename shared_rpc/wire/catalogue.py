@@ -48,6 +48,8 @@ _KINDS: dict[int, type[m.Message]] = {
     41: m.GetBuffer,
     42: m.FreeBuffer,
     43: m.ListDevices,
+    50: m.Hold,
+    51: m.Held,
     60: m.Reload,
     64: w.Serve,
     65: w.Shared,
