@@ -8,8 +8,10 @@ from typing import Any
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import SharedRPCError, WorkerCrashed
 from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.settings import take_service_variables
 
 
 def main() -> int:
@@ -18,6 +20,11 @@ def main() -> int:
     command = WorkerCommand(
         options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
     )
+    try:
+        inherited = inherit(take_service_variables())
+    except SharedRPCError as error:
+        print(f"shared-rpc: {error}", file=sys.stderr)
+        return 1
     broker = Broker(
         command,
         workers=options.workers,
@@ -25,6 +32,7 @@ def main() -> int:
         max_bytes=options.max_bytes,
         max_tasks=options.max_tasks,
         result_ttl=options.result_ttl,
+        inherited=inherited,
     )
 
     def begin() -> Broker:

@@ -25,7 +25,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Runs, Waiter, close_arguments
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.tasks import Tasks
-from shared_rpc.store.buffers import BufferTable
+from shared_rpc.store.buffers import BufferTable, Terms
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
 from shared_rpc.store.quotas import Quotas
@@ -52,6 +52,7 @@ class Core:
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
     :param memory: where buffers are made; by default in this process.
+    :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
@@ -68,9 +69,10 @@ class Core:
         quotas: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
         mechanism: dict[str, Any] | None = None,
+        server_id: str | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.server_id = secrets.token_hex(8)
+        self.server_id = server_id or secrets.token_hex(8)
         self.device = device
         self.mechanism = mechanism
         self.registry = registry
@@ -81,7 +83,11 @@ class Core:
         buffers = BufferTable(self.objects, self.leases, now)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
         self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit)
-        table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
+        # Nobody counts so fast: ids of an earlier server's tasks never come again.
+        first = int(now() * 1e6) if server_id is not None else 1
+        table: TaskTable[Waiter] = TaskTable(
+            self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
+        )
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
         )
@@ -220,6 +226,16 @@ class Core:
                 self.runs.calls.detach(endpoint=spec.name)
         self.registry.replace(specs)
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
+
+    def restore(self, stored: StoredObject, terms: Terms | None) -> None:
+        """Keep an object that an earlier server of this id kept; its leases ended with that one's sessions.
+
+        :param terms: a buffer's.
+        """
+        if terms is None:
+            self.objects.restore(stored)
+        else:
+            self.buffers.table.restore(stored, terms)
 
     def drop_bound(self, segment_ids: Collection[str]) -> None:
         """The process has ended to which these segments were bound: nobody can map them any more."""

@@ -260,8 +260,7 @@ class Runs:
             self._executor.reclaim()
             self._tell_all(waiters, refusal)
             return
-        stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live)
-        stored.managed = spec.managed
+        stored = self._objects.add(spec.name, key, record, spec.idle_ttl, outcome.live, managed=spec.managed)
         self._deliver(waiters, spec, record, outcome.live, stored)
         self._settle(stored.object_id)
 
