@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +147,8 @@ class ServiceManager:
                 os.close(entry[1])
         for fd in fds:
             # It knows an open file that it has already, whatever its name is to be now.
-            known = any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
+            device = stat.S_ISCHR(os.fstat(fd).st_mode)  # of which each open file is another thing
+            known = not device and any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
             if fields.get("FDSTORE") == "1" and len(self.store) < self.capacity and not known:
                 self.store.append((name, fd))
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
+import gc
 import os
 import signal
 import time
@@ -15,7 +17,8 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, errors
+from shared_rpc import AsyncClient, Client, errors
+from shared_rpc.memory.mapping import MAPPINGS
 from tests.brokers import BrokerApp
 from tests.processes import Child, eventually
 from tests.service_manager import ServiceManager
@@ -373,8 +376,6 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
 
 
 def _memfd(data: bytes, seal: bool) -> int:
-    import fcntl
-
     fd = os.memfd_create("stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     if seal:
@@ -589,3 +590,42 @@ def test_workers_are_not_told(app: BrokerApp, manager: ServiceManager) -> None:
     """)
     manager.start()
     assert app.connect().call("told")[1] == []
+
+
+#: An app on a GPU.
+GPU_APP = """
+import os, time
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cuda")
+
+@provider.share
+def weights():
+    return torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+"""
+
+
+@pytest.mark.gpu
+def test_gpu_memory(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """The manager needs no CUDA to hold it: with the broker, its worker and all clients gone, the next ones read every byte."""
+    app.file.write_text(GPU_APP)
+    manager = make_manager(listen=False)
+    broker = manager.start()
+    with Client(app.base_path, device="cuda", connect_timeout=20) as client:
+        weights, buffer = client.call("weights"), client.create_buffer(1 << 20)
+        weights[0] = 42
+        buffer.value.fill_(7)
+        torch.cuda.synchronize()
+        buffer_id = buffer.object_id
+        manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 2)
+        broker.kill()
+        del weights, buffer
+    gc.collect()
+    MAPPINGS.drain()
+    manager.start()
+    with Client(app.base_path, device="cuda", connect_timeout=20) as client:
+        weights = client.call("weights")
+        assert (weights[0].item(), weights[1:].double().sum().item()) == (42, sum(range(1 << 20)))
+        assert client.get_buffer(buffer_id).value.eq(7).all()
+        assert client.get_server_info()["builds"] == 0

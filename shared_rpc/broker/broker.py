@@ -10,17 +10,15 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import msgspec
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
-from shared_rpc.broker.persistence import RestoredService
+from shared_rpc.broker.restoring import Earlier, Service
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
@@ -44,25 +42,12 @@ _log = logging.getLogger("shared_rpc.broker")
 _STOP_TIMEOUT = 3.0
 
 
-@dataclass
-class _Service:
-    """One provider of the app, as it is served. ``facts`` are what a worker said of it first."""
-
-    facts: w.Serve
-    core: Core
-    acceptor: Acceptor
-    executor: WorkerExecutor
-    scope: anyio.CancelScope | None = None
-    #: Whether it is what an earlier broker served, and no worker of this one has loaded the app yet.
-    restored: bool = False
-
-
 class Broker:
     """Serves an app's providers from a thread of its own, with the endpoints in worker processes.
 
     :param workers: how many processes run endpoints.
     :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
-    :param inherited: what a service manager passed; see :mod:`shared_rpc.broker.keeping`.
+    :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
 
     For the other parameters see :class:`shared_rpc.Server`.
     """
@@ -88,8 +73,9 @@ class Broker:
         self._result_ttl = result_ttl
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
-        self._services: dict[str, _Service] = {}
+        self._services: dict[str, Service] = {}
         self._keeping = Keeping(inherited or Inherited())
+        self._earlier = Earlier(self._services, self._keeping, self._add_service)
         self._bound: dict[Worker, set[str]] = {}
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
         self._ready: Future[None] = Future()
@@ -157,11 +143,10 @@ class Broker:
             try:
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
-                    for restored in self._keeping.restore():
-                        self._restore(restored)
+                    self._earlier.restore()
                     await self._supervisor.start(self._spawn, wait=not self._services)
-                    self._keeping.check(self.served(), loaded=not self._restored)
-                    self._keeping.ready(self._status())
+                    self._keeping.check(self.served(), loaded=not self._earlier.pending)
+                    self._keeping.ready(self._earlier.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     await anyio.sleep_forever()
@@ -179,7 +164,7 @@ class Broker:
 
     # What the supervisor tells; see Watcher.
 
-    def _add_service(self, message: w.Serve, server_id: str | None = None) -> _Service:
+    def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
         """The first worker's word on a provider makes it a service.
 
         :param server_id: of an earlier broker's server.
@@ -201,72 +186,18 @@ class Broker:
         core.on_reload = self._reload_for_client
         listener = self._keeping.listener(message.socket_path)
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
-        service = self._services[message.key] = _Service(message, core, acceptor, executor)
+        service = self._services[message.key] = Service(message, core, acceptor, executor)
         self._keeping.watch(message, core)
         self._spawn(self._serve, service)
         return service
 
-    async def _serve(self, service: _Service) -> None:
+    async def _serve(self, service: Service) -> None:
         with anyio.CancelScope() as service.scope:
             async with anyio.create_task_group() as tasks:
                 running = anyio.Event()
                 tasks.start_soon(lambda: service.core.run(started=running))
                 await running.wait()
                 await service.acceptor.serve()
-
-    # What an earlier broker served.
-
-    def _restore(self, restored: RestoredService) -> None:
-        service = self._add_service(restored.serve, restored.server_id)
-        service.restored = True
-        for kept in restored.objects:
-            service.core.restore(kept.stored, kept.terms)
-        service.core.objects.settle()  # to the budget, which may be another one now
-
-    @property
-    def _restored(self) -> list[str]:
-        return [key for key, service in self._services.items() if service.restored]
-
-    def _meet(self, worker: Worker) -> None:
-        """The first worker has loaded the app as it is now: what an earlier broker served goes on as after a reload."""
-        for key in self._restored:
-            service, message = self._services[key], worker.served.get(key)
-            service.restored = False
-            specs = list(worker.endpoints[key].values()) if message is not None else []
-            if message is None:
-                service.core.replace_endpoints(specs, "changed")
-                if not len(service.core.objects):
-                    self._discard(key)
-            elif (message.socket_path, message.device) != (service.facts.socket_path, service.facts.device):
-                _log.error(
-                    "what was kept for %s at %s is dropped: the app serves it for %s at %s now",
-                    service.facts.device,
-                    service.facts.socket_path,
-                    message.device,
-                    message.socket_path,
-                )
-                self._discard(key)
-                self._told(msgspec.structs.replace(message, endpoints=specs))
-            else:
-                service.facts, service.core.mechanism = message, message.mechanism
-                service.core.quotas.set_limits(message.quotas)
-                facts = service.core.replace_endpoints(specs, "changed")
-                _log.info("restored %s: %d objects are kept, %d dropped", key, len(service.core.objects), facts["dropped"])
-        self._keeping.check(self.served(), loaded=True, raises=False)
-        self._keeping.status(self._status())
-
-    def _discard(self, key: str) -> None:
-        service = self._services.pop(key)
-        self._keeping.discard(key, service.core)
-        service.acceptor.remove_socket()
-        service.core.stop()
-        service.core.close()
-        if service.scope is not None:
-            service.scope.cancel()
-
-    def _status(self) -> str:
-        count = sum(len(service.core.objects) for service in self._services.values())
-        return f"{count} objects can be attached; {'the app is being loaded' if self._restored else 'the app is loaded'}"
 
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """See :class:`Watcher`."""
@@ -277,9 +208,9 @@ class Broker:
             assert service is not None, "it tells of the provider first"
             service.core.registry.add(message.endpoint)
         elif service is None:
-            self._told(message)
+            self._serve_anew(message)
 
-    def _told(self, message: w.Serve) -> None:
+    def _serve_anew(self, message: w.Serve) -> None:
         try:
             self._add_service(message)
         except SharedRPCError as error:
@@ -309,8 +240,8 @@ class Broker:
         """See :class:`Watcher`."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
-            if self._restored:
-                self._meet(ready)
+            if self._earlier.pending:
+                self._earlier.meet(ready)
             for service in self._services.values():
                 self._keeping.keep_service(service.facts, service.core)
         self._dispatcher.look()
@@ -339,13 +270,13 @@ class Broker:
     async def _reload(self, objects: str) -> dict[str, Any]:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        with self._keeping.reloading(self._status):
+        with self._keeping.reloading(self._earlier.status):
             return await self._load_anew(objects)
 
     async def _load_anew(self, objects: str) -> dict[str, Any]:
         workers = await self._supervisor.reload()
-        if self._restored:
-            self._meet(workers[0])
+        if self._earlier.pending:
+            self._earlier.meet(workers[0])
         facts: dict[str, Any] = {}
         for key, message in workers[0].served.items():
             service = self._services.get(key)
