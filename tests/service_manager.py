@@ -147,8 +147,9 @@ class ServiceManager:
                 os.close(entry[1])
         for fd in fds:
             # It knows an open file that it has already, whatever its name is to be now.
-            device = stat.S_ISCHR(os.fstat(fd).st_mode)  # of which each open file is another thing
-            known = not device and any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
+            # A GPU's are no files of their own: the driver's device has one inode for all of them.
+            plain = stat.S_ISREG(os.fstat(fd).st_mode)
+            known = plain and any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
             if fields.get("FDSTORE") == "1" and len(self.store) < self.capacity and not known:
                 self.store.append((name, fd))
             else:

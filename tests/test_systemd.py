@@ -19,18 +19,19 @@ import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.brokers import BrokerApp
+from tests.brokers import APP, BrokerApp
 from tests.processes import Child, eventually
 from tests.service_manager import ServiceManager
 
 pytestmark = pytest.mark.anyio
 
-#: An app whose import can be held up, or made to fail.
+#: Before anything else of an app: holds its import up, or makes it fail.
 GATE = """
-    while os.path.exists({gate!r}):
-        time.sleep(0.005)
-    if os.path.exists({gate!r} + "-broken"):
-        raise LookupError("no such checkpoint")
+import os, time
+while os.path.exists({gate!r}):
+    time.sleep(0.005)
+if os.path.exists({gate!r} + "-broken"):
+    raise LookupError("no such checkpoint")
 """
 
 
@@ -50,7 +51,7 @@ def gate(tmp_path: Path) -> Path:
 def app(tmp_path: Path, base_path: str, children: list[Child], gate: Path) -> Iterator[BrokerApp]:
     """An app that is not served yet."""
     app = BrokerApp(tmp_path, base_path, children)
-    app.write(GATE.format(gate=str(gate)))
+    app.file.write_text(GATE.format(gate=str(gate)) + APP)
     yield app
     app.close()
 
@@ -212,12 +213,12 @@ def test_tasks_of_the_broker_that_was(app: BrokerApp, manager: ServiceManager) -
 def test_clients_wait_in_the_queue(
     app: BrokerApp, manager: ServiceManager, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    """Who connects while no broker runs is answered by the next one, over the connection that was made then."""
+    """Who connects while no broker runs is not turned away, and answered by the next one."""
     broker = manager.start()
     app.connect().call("model")
     manager.expect(lambda: len(manager.names("object-")) == 1)
     broker.kill()
-    client = app.connect(connect_timeout=0)
+    client = app.connect(connect_timeout=20)
     waiting = threads.submit(client.call, "model")
     eventually(lambda: _queued(manager.path) == 1, what="a connection in the queue")
     manager.start()
