@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -56,6 +57,16 @@ class Lane:
         """What to tell a server that needs memory; waits for the GPU."""
         self.borrower.wait()
         return m.Free(self.borrower.returned())
+
+    def learn(self, message: m.Message, frame: Frame) -> None:
+        """A reply has come, and may be taken later than one that came after it: its arenas are known from here on."""
+        if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
+            return
+        fds = iter(frame.fds)
+        for number, info in enumerate(message.segments):
+            fd = next(fds) if number not in message.kept else -1
+            if fd >= 0 and number in message.arenas and info.id not in self._spare and not self.closed:
+                self._spare[info.id] = Segment(info, os.dup(fd))
 
     def segments(
         self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: Sequence[int]
