@@ -15,12 +15,21 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import Connection
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import result_of
+from shared_rpc.client.steps import Reply
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.records import EMPTY_TABLE
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
 from tests.brokers import BrokerApp, begun
 from tests.processes import Child, eventually
 
@@ -320,3 +329,18 @@ def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
     assert stale.value.reason == "object_gone"
     assert handle.value.sum() == 3
     handle.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_result_of_a_session_that_ended() -> None:
+    """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
+    lane = Lane(PoolOptions(), lambda numbers: None)
+    with HOST.create(4096) as segment:
+        message = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", [0], [0])
+        for taken in lane.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
+            taken.close()
+        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane) as result:
+            assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
+        lane.close()
+        with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was taken"):
+            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane)

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.anyio
 #: Before anything else of an app: holds its import up, or makes it fail.
 GATE = """
 import os, time
+open({gate!r} + "-reached", "w").close()
 while os.path.exists({gate!r}):
     time.sleep(0.005)
 if os.path.exists({gate!r} + "-broken"):
@@ -207,7 +208,10 @@ def test_tasks_of_the_broker_that_was(app: BrokerApp, manager: ServiceManager) -
     assert unknown.value.reason == "unknown"
     later = client.submit("model")
     assert client.wait_for_task(later).weight[0, 0] == 4
-    assert (earlier.rpartition("-")[0], earlier) == (later.rpartition("-")[0], f"{later.rpartition('-')[0]}-1")
+    assert earlier.rpartition("-")[0] == later.rpartition("-")[0]
+    with pytest.raises(errors.TaskError) as unknown:
+        client.get_task_status(earlier)
+    assert unknown.value.reason == "unknown"
 
 
 def test_clients_wait_in_the_queue(
@@ -420,6 +424,7 @@ def test_when_it_is_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -
     gate.touch()
     broker = manager.start(wait_for="")
     waiting = app.connect(connect_timeout=30)
+    eventually(Path(f"{gate}-reached").exists)
     assert not manager.told
     gate.unlink()
     broker.expect("serving")
