@@ -587,6 +587,60 @@ def test_an_app_that_moved(app: BrokerApp, make_manager: Callable[..., ServiceMa
     assert other.get_server_info()["builds"] == 1
 
 
+def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManager) -> None:
+    """The app has lost it: its results go, and with nothing left it does, too; a buffer keeps it there."""
+    second = """
+        second = Provider(os.environ["SHARED_TENSOR_BASE_PATH"] + "-2", device="cpu")
+
+        @second.share
+        def other():
+            return torch.ones(1)
+    """
+    app.write(second)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    other = Client(f"{app.base_path}-2", device="cpu", connect_timeout=20)
+    with other:
+        other.call("other")
+        client.call("model")
+        buffer = other.create_buffer(16)
+        manager.expect(lambda: len(manager.names("object-")) == 3)
+        app.write()
+        for buffers in (1, 0):
+            broker.kill()
+            broker = manager.start()
+            eventually(lambda: loaded(client))
+            manager.expect(lambda buffers=buffers: len(manager.names("object-")) == 1 + buffers)  # type: ignore[misc]
+            if buffers:
+                assert not buffer.is_stale()
+                other.free_buffer(buffer)
+                buffer.release()
+    manager.expect(lambda: len(manager.names("service-")) == 1)
+    assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
+    """It is restored, and begins anew: the time without a broker was no idle time."""
+    app.write("""
+        @provider.share(idle_ttl=3)
+        def brief():
+            return torch.ones(1)
+    """)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("brief")
+    made = client.list_objects()[0]["last_accessed_at"]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    os.kill(broker.pid, signal.SIGKILL)
+    broker.process.wait()
+    eventually(lambda: time.time() > made + 3)
+    manager.start()
+    assert list(ids(client)) == ["brief()"]
+    eventually(lambda: not client.list_objects())
+    manager.expect(lambda: not manager.names("object-") and not manager.names("segment-"))
+
+
 def test_workers_are_not_told(app: BrokerApp, manager: ServiceManager) -> None:
     """What the manager says is for the broker: an app that looks for a service manager of its own finds none."""
     app.write("""
