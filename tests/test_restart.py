@@ -22,9 +22,11 @@ import torch
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import Connection
+from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Reply
+from shared_rpc.handle import Lease
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.records import EMPTY_TABLE
@@ -344,3 +346,30 @@ def test_a_result_of_a_session_that_ended() -> None:
         lane.close()
         with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was taken"):
             result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane)
+
+
+def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
+    """The new session got one more lease than there are handles now: it is named, to be given back."""
+    giver, earlier, later = Giver(), object(), object()
+    handles = [
+        Lease(1, object_id=object_id, server_id="s", generation=1, issuer=giver, session=earlier)
+        for object_id in ("a", "a", "b")
+    ]
+    holdings = Holdings()
+    for handle in handles:
+        holdings.add(handle)
+    moving = holdings.of(earlier)
+    assert handles[0]._forgo()
+    assert holdings.move(moving, ["a", "a"], later) == ["a"]
+    assert [handle.in_session(later) for handle in handles] == [False, True, False]
+    assert holdings.of(earlier) == [handles[2]]
+    assert handles[2]._forgo()
+    assert handles[1]._forgo()
+
+
+class Giver:
+    """Takes nothing back."""
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """Never called here."""
+        raise AssertionError(object_id)
