@@ -88,7 +88,10 @@ class ConnectError(SharedRPCError, ConnectionError):
 
 
 class ConnectionClosed(SharedRPCError, ConnectionError):
-    """The connection ended before the reply came; what was asked may or may not have been done."""
+    """The connection ended before the reply came; what was asked may or may not have been done.
+
+    The clients repeat by themselves what was not sent in full, and what only asks.
+    """
 
     code = "connection-closed"
 

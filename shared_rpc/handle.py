@@ -98,6 +98,17 @@ class Lease(Generic[T]):
         if self._released:
             raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
 
+    def in_session(self, session: object) -> bool:
+        """Whether its lease is in a session, and was not given back."""
+        return self._session is session and not self._released
+
+    def move_to(self, session: object) -> bool:
+        """Its lease is in another session from here on; False if it was given back meanwhile."""
+        with self._lock:
+            if not self._released:
+                self._session = session
+            return not self._released
+
     def _forgo(self) -> bool:
         """Let go of the value; whether there is a lease to give back."""
         with self._lock:

@@ -20,13 +20,13 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Literal, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Role", "resolve_base_path", "resolve_role", "server_environment", "socket_path"]
+__all__ = ["Role", "resolve_base_path", "resolve_role", "server_environment", "socket_path", "take_service_variables"]
 
 Role = Literal["local", "server", "client", "spawn"]
 
@@ -126,3 +126,13 @@ def socket_path(base_path: str, tag: str) -> str:
             f"set a shorter base_path or {_BASE_PATH}"
         )
     return path
+
+
+#: sd_listen_fds(3), sd_notify(3), and FileDescriptorStoreMax= of systemd.exec(5).
+_SERVICE = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDSTORE")
+
+
+def take_service_variables(environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+    """What a service manager tells this process, taken out of the environment: it is not meant for processes started here."""
+    environ = os.environ if environ is None else environ
+    return {name: environ.pop(name) for name in _SERVICE if name in environ}

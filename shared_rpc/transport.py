@@ -76,7 +76,9 @@ class FrameSocket:
         self.sock = sock
         self._decoder = FrameDecoder(limits)
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
-        self._unsent = 0
+        #: Bytes that were queued and written, since the beginning.
+        self.queued = 0
+        self.written = 0
 
     def limit(self, seconds: float) -> None:
         """How long a blocking socket waits for every connect, read and write; the kernel keeps the time (SO_RCVTIMEO,
@@ -93,7 +95,7 @@ class FrameSocket:
     @property
     def unsent(self) -> int:
         """Bytes that wait to be written."""
-        return self._unsent
+        return self.queued - self.written
 
     def next_frame(self) -> Frame | None:
         """A frame that has arrived whole, None where more must be received."""
@@ -151,7 +153,7 @@ class FrameSocket:
 
     def _push(self, data: memoryview, fds: list[int]) -> None:
         self._outbox.append((data, fds))
-        self._unsent += len(data)
+        self.queued += len(data)
 
     def flush(self) -> bool:
         """Write what is queued; False if there is more than goes at once.
@@ -180,7 +182,7 @@ class FrameSocket:
                 raise ConnectionClosed(f"the connection broke: {error}") from error
             for fd in fds:
                 os.close(fd)
-            self._unsent -= sent
+            self.written += sent
             self._sent(sent)
         return not self._outbox
 
@@ -213,5 +215,5 @@ class FrameSocket:
         while self._outbox:
             for fd in self._outbox.popleft()[1]:
                 os.close(fd)
-        self._unsent = 0
+        self.queued = self.written
         self.sock.close()

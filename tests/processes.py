@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,13 @@ ROOT = Path(__file__).parent.parent
 class Child:
     """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`."""
 
-    def __init__(self, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environ: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-u", *arguments],
             stdin=subprocess.PIPE,
@@ -26,6 +32,7 @@ class Child:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
+            pass_fds=pass_fds,
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **(environ or {})},
         )
 

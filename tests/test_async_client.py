@@ -5,17 +5,23 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 import torch
 
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
+from shared_rpc.client.channel import Channel
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import result_of
+from shared_rpc.client.steps import Request
 from shared_rpc.errors import (
     ConnectError,
     ConnectionClosed,
@@ -25,6 +31,11 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.records import EMPTY_TABLE
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire import messages as m
 from tests.processes import eventually, open_fds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
@@ -467,3 +478,33 @@ async def test_nothing_is_left(client: AsyncClient, server: Server) -> None:
         await client.call("add", torch.ones(3), 1)
     gc.collect()
     await until(lambda: open_fds() <= before)
+
+
+async def test_an_arena_whose_first_reply_is_taken_later() -> None:
+    """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel, server, lane = Channel("here", ours), FrameSocket(theirs), Lane(PoolOptions(), lambda numbers: None)
+    taken: list[int] = []
+
+    async def ask(number: int) -> None:
+        reply = await channel.exchange(Request(m.Ping(), "echo()", lane=lane))
+        with result_of("echo()", reply, lane) as result:
+            assert not result.segments[0].closed
+        taken.append(number)
+
+    with HOST.create(4096) as segment:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, 1)
+            await until(lambda: channel._reading)
+            group.start_soon(ask, 2)
+            await until(lambda: len(channel._exchanges) == 2)
+            # The one who reads asked first, and is answered last.
+            answer = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", arenas=[0])
+            server.queue(answer, 2, fds=[segment.fileno()])
+            server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
+            server.flush()
+    assert sorted(taken) == [1, 2]
+    lane.close()
+    channel.close()
+    server.close()

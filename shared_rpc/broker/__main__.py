@@ -10,8 +10,10 @@ from typing import Any
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.detaching import detach
+from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import SharedRPCError, WorkerCrashed
 from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.settings import take_service_variables
 
 
 def main() -> int:
@@ -28,6 +30,11 @@ def main() -> int:
     command = WorkerCommand(
         options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
     )
+    try:
+        inherited = inherit(take_service_variables())
+    except SharedRPCError as error:
+        print(f"shared-rpc: {error}", file=sys.stderr)
+        return 1
     broker = Broker(
         command,
         workers=options.workers,
@@ -37,6 +44,7 @@ def main() -> int:
         result_ttl=options.result_ttl,
         idle_exit=options.idle_exit,
         on_end=end,
+        inherited=inherited,
     )
 
     def begin() -> Broker:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -18,9 +17,12 @@ import anyio
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.idling import unused
+from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
+from shared_rpc.broker.restoring import Earlier, Service
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker
 from shared_rpc.endpoints import Registry
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
@@ -41,20 +43,12 @@ _log = logging.getLogger("shared_rpc.broker")
 _STOP_TIMEOUT = 3.0
 
 
-@dataclass
-class _Service:
-    """One provider of the app, as it is served."""
-
-    core: Core
-    acceptor: Acceptor
-    executor: WorkerExecutor
-
-
 class Broker:
     """Serves an app's providers from a thread of its own, with the endpoints in worker processes.
 
     :param workers: how many processes run endpoints.
     :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
+    :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
 
     :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
     :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
@@ -75,6 +69,7 @@ class Broker:
         allow_uids: Collection[int] = (),
         idle_exit: float | None = None,
         on_end: Callable[[str], None] = lambda why: None,
+        inherited: Inherited | None = None,
     ) -> None:
         self._command = command
         self._count = workers
@@ -86,7 +81,9 @@ class Broker:
         self._uids = {os.geteuid(), *allow_uids}
         self._idle_exit = idle_exit
         self._on_end = on_end
-        self._services: dict[str, _Service] = {}
+        self._services: dict[str, Service] = {}
+        self._keeping = Keeping(inherited or Inherited())
+        self._earlier = Earlier(self._services, self._keeping, self._add_service)
         self._bound: dict[Worker, set[str]] = {}
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
         self._ready: Future[None] = Future()
@@ -98,7 +95,8 @@ class Broker:
         self._memory: MemoryRequests
 
     def start(self) -> None:
-        """Start the workers, and listen. Returns when the app has been imported.
+        """Start the workers, and listen. Returns when the app has been imported, or at once where an earlier broker's
+        objects can be attached: what needs a worker waits for one then.
 
         :raises WorkerCrashed: if it cannot be.
         :raises ConfigurationError: if a socket cannot be had; a live server's pid is named.
@@ -110,7 +108,8 @@ class Broker:
 
     def stop(self) -> None:
         """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
-        for service in self._services.values():
+        self._keeping.stopping()
+        for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or never began
             self._loop.call_soon_threadsafe(self._scope.cancel)
@@ -152,7 +151,10 @@ class Broker:
             try:
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
-                    await self._supervisor.start(self._spawn)
+                    self._earlier.restore()
+                    await self._supervisor.start(self._spawn, wait=not self._services)
+                    self._keeping.check(self.served(), loaded=not self._earlier.pending)
+                    self._keeping.ready(self._earlier.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     if self._idle_exit is None:
@@ -174,10 +176,11 @@ class Broker:
 
     # What the supervisor tells; see Watcher.
 
-    def _add_service(self, message: w.Serve) -> None:
-        """The first worker's word on a provider makes it a service."""
-        if message.key in self._services:
-            return
+    def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
+        """The first worker's word on a provider makes it a service.
+
+        :param server_id: of an earlier broker's server.
+        """
         executor = WorkerExecutor(message.key, self._dispatcher, self._current)
         core = Core(
             Registry(message.endpoints),
@@ -190,30 +193,42 @@ class Broker:
             quotas=message.quotas,
             memory=RelayedMemory(self._memory, message.devices),
             mechanism=message.mechanism,
+            server_id=server_id,
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
-        acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections)
-        self._services[message.key] = _Service(core, acceptor, executor)
-        self._spawn(self._serve, core, acceptor)
+        listener = self._keeping.listener(message.socket_path)
+        acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
+        service = self._services[message.key] = Service(message, core, acceptor, executor)
+        self._keeping.watch(message, core)
+        self._spawn(self._serve, service)
+        return service
 
-    async def _serve(self, core: Core, acceptor: Acceptor) -> None:
-        async with anyio.create_task_group() as tasks:
-            running = anyio.Event()
-            tasks.start_soon(lambda: core.run(started=running))
-            await running.wait()
-            await acceptor.serve()
+    async def _serve(self, service: Service) -> None:
+        with anyio.CancelScope() as service.scope:
+            async with anyio.create_task_group() as tasks:
+                running = anyio.Event()
+                tasks.start_soon(lambda: service.core.run(started=running))
+                await running.wait()
+                await service.acceptor.serve()
 
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """See :class:`Watcher`."""
+        service = self._services.get(message.key)
+        if service is not None and service.restored:
+            return  # until it has said all, the endpoints are those of before
+        if isinstance(message, w.Shared):
+            assert service is not None, "it tells of the provider first"
+            service.core.registry.add(message.endpoint)
+        elif service is None:
+            self._serve_anew(message)
+
+    def _serve_anew(self, message: w.Serve) -> None:
         try:
-            if isinstance(message, w.Serve):
-                self._add_service(message)
-            else:
-                self._services[message.key].core.registry.add(message.endpoint)
+            self._add_service(message)
         except SharedRPCError as error:
             if self._ready.done():
-                _log.error("cannot serve what worker %d has: %s", worker.pid, error)
+                _log.error("cannot serve what the app has: %s", error)
             else:
                 self._ready.set_exception(error)
                 self._scope.cancel()
@@ -236,6 +251,12 @@ class Broker:
 
     def changed(self) -> None:
         """See :class:`Watcher`."""
+        ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
+        if ready is not None:
+            if self._earlier.pending:
+                self._earlier.meet(ready)
+            for service in self._services.values():
+                self._keeping.keep_service(service.facts, service.core)
         self._dispatcher.look()
 
     def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
@@ -291,7 +312,13 @@ class Broker:
     async def _reload(self, objects: str) -> dict[str, Any]:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
+        with self._keeping.reloading(self._earlier.status):
+            return await self._load_anew(objects)
+
+    async def _load_anew(self, objects: str) -> dict[str, Any]:
         workers = await self._supervisor.reload()
+        if self._earlier.pending:
+            self._earlier.meet(workers[0])
         facts: dict[str, Any] = {}
         for key, message in workers[0].served.items():
             service = self._services.get(key)
@@ -304,6 +331,8 @@ class Broker:
         for key in set(self._services) - set(workers[0].served):
             service = self._services[key]
             facts[service.acceptor.path] = service.core.replace_endpoints([], objects)
+        for service in self._services.values():
+            self._keeping.keep_service(service.facts, service.core)
         self._dispatcher.look()
         self._supervisor.retire_old()
         _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))

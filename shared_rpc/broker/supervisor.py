@@ -81,16 +81,20 @@ class Supervisor:
         """Every worker that runs."""
         return [*self.workers, *self._next, *self._old]
 
-    async def start(self, spawn: Spawner) -> None:
+    async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.
 
         :param spawn: where restarts wait for their time.
+        :param wait: False to return at once: a worker that fails to import it is then one that crashed, and is started again.
         :raises WorkerCrashed: if one fails to.
         """
         self._spawn = spawn
         for number in range(self._count):
             self.workers.append(self._new(number))
-        await self._all_loaded(self.workers)
+        if wait:
+            await self._all_loaded(self.workers)
+        for worker in self.workers:
+            self._settle(worker, None)  # nobody waits for it
 
     def _new(self, number: int) -> Worker:
         worker = Worker(self._command, number, self._take, self._ended)

@@ -21,14 +21,15 @@ from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.departure import Departure
+from shared_rpc.client.holdings import held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.offloading import ThreadWork
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.refreshing import AsyncRefreshing
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.handle import AsyncHandle, forgone, unreachable
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
+from shared_rpc.handle import AsyncHandle, Lease, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
@@ -273,7 +274,7 @@ class AsyncClient(AsyncRefreshing):
             return value
         if session is None:
             raise ConnectionClosed("this client was closed, and the lease went with it")
-        return AsyncHandle(
+        handle = AsyncHandle(
             value,
             object_id=message.object_id,
             server_id=session.server_id,
@@ -281,6 +282,8 @@ class AsyncClient(AsyncRefreshing):
             issuer=self,
             session=session,
         )
+        self._holdings.add(handle)
+        return handle
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
         limit = self._limit(timeout)
@@ -318,14 +321,20 @@ class AsyncClient(AsyncRefreshing):
     async def _exchange(self, request: Request, deadline: float) -> Reply:
         if request.at_once:
             deadline = max(deadline, anyio.current_time() + PROMPT)
-        channel: Channel | None = None
-        with anyio.CancelScope(deadline=deadline):
-            channel = await self._connected()
-        if channel is None:
-            raise too_late(request.what)
-        if request.lane is not None and request.lane.closed:
-            raise LaneClosed
-        return await channel.exchange(request, deadline)
+        while True:
+            channel: Channel | None = None
+            with anyio.CancelScope(deadline=deadline):
+                channel = await self._connected()
+            if channel is None:
+                raise too_late(request.what)
+            if request.lane is not None and request.lane.closed:
+                raise LaneClosed
+            try:
+                return await channel.exchange(request, deadline)
+            except ConnectionClosed:
+                # Where the server went away and the request can be repeated, it goes to the one that comes.
+                if self._closed or not request.repeatable or anyio.current_time() > deadline:
+                    raise
 
     async def _server(self) -> Session:
         if self._session is None:
@@ -354,6 +363,7 @@ class AsyncClient(AsyncRefreshing):
             token = self._session.token if self._session is not None else ""
             try:
                 channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
+                moving, held = await self._hold_again(channel)
                 break
             except ConnectError as error:
                 if time.monotonic() + RETRY > begin + self._connect_timeout:
@@ -368,9 +378,32 @@ class AsyncClient(AsyncRefreshing):
                 self._session,
                 Session(welcome.server_id, welcome.token, welcome.device, self._new_lane()),
             )
+            unwanted = self._holdings.move(moving, held, self._session)
+            if unwanted:
+                channel.tell(m.Release(unwanted))
             if ended is not None:
                 await anyio.to_thread.run_sync(ended.lane.close)
         return channel
+
+    async def _hold_again(self, channel: Channel) -> tuple[list[Lease[Any]], list[str]]:
+        """The handles of a session that ended, and what the channel's new one holds of their objects.
+
+        :raises ConnectError: if the server goes away.
+        """
+        session, welcome = self._session, channel.welcome
+        if session is None or session.token == welcome.token or session.server_id != welcome.server_id:
+            return [], []
+        moving = self._holdings.of(session)
+        if not moving:
+            return [], []
+        try:
+            return moving, held_of(await channel.exchange(to_hold(moving), anyio.current_time() + PROMPT))
+        except (ConnectionClosed, DeadlineExceeded) as error:
+            channel.close()
+            raise ConnectError(f"the server at {channel.path} hung up: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
 
 
 async def _worked(step: Work) -> Any:

@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
+from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.watching import Watch
 from shared_rpc.memory.devices import device_id, device_tag
@@ -43,6 +44,7 @@ class BaseClient(ABC):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         #: What calls the callbacks of on_refresh, once there is one.
         self._watch: Watch | None = None
+        self._holdings = Holdings()
         self._begin()
         preload_codec()
         _clients.add(self)
@@ -66,6 +68,7 @@ class BaseClient(ABC):
         """
         self._values = weakref.WeakValueDictionary()
         self._watch = None
+        self._holdings = Holdings()
 
     @property
     def socket_path(self) -> str:

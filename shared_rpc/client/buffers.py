@@ -56,7 +56,7 @@ def free(object_id: str) -> Operation[bool]:
 
 def list_devices() -> Operation[list[dict[str, Any]]]:
     """Facts about every device that the server has memory on."""
-    reply = yield from ask(Request(m.ListDevices(), "list_devices"), m.FactsList)
+    reply = yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.FactsList)
     return list(reply.items)
 
 

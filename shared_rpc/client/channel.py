@@ -20,6 +20,7 @@ from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message
 from shared_rpc.wire.frames import Frame
 
 __all__ = ["Channel"]
@@ -28,9 +29,10 @@ __all__ = ["Channel"]
 class _Exchange:
     """A request under way: the frames that came for it, and what wakes its coroutine while that waits for them."""
 
-    __slots__ = ("answered", "frames", "waiting")
+    __slots__ = ("answered", "frames", "request", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         #: Whether the last answer has come.
         self.answered = False
         self.frames: deque[Frame] = deque()
@@ -122,7 +124,7 @@ class Channel:
             raise self._ended()
         number = (next(self._ids) - 1) % LAST_ID + 1
         request.queue(self._socket, number, self._sent)
-        exchange = self._exchanges[number] = _Exchange()
+        exchange = self._exchanges[number] = _Exchange(request)
         frame: Frame | None = None
         try:
             with anyio.CancelScope(deadline=deadline):
@@ -131,7 +133,9 @@ class Channel:
                 frame = await self._answer(exchange, request)
             if frame is None:
                 frame = await self._take_back(number, exchange, request)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConnectionClosed):
+                request.interrupted(self._socket)
             late = frame
             if late is None and self._broken is None:
                 late = await self._take_back(number, exchange, request)
@@ -234,6 +238,9 @@ class Channel:
     def _dispatch(self, frame: Frame) -> None:
         exchange = self._exchanges.get(frame.request_id)
         if exchange is not None:
+            if frame.fds and exchange.request.lane is not None:
+                # The next one may be of the same arena, and be taken first.
+                exchange.request.lane.learn(decode_message(frame), frame)
             exchange.frames.append(frame)
             exchange.answered = is_last(frame)
             exchange.wake()

@@ -150,7 +150,9 @@ class Connection:
             frame = self._await_reply(number, deadline, request)
         except _TooLate:
             frame = self._give_up(request, number)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConnectionClosed):
+                request.interrupted(self._socket)
             self._take_back(request, number)
             raise
         self._usable = True

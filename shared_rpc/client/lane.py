@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -102,23 +103,42 @@ class Lane:
         self.borrower.wait()
         return m.Free(self.borrower.returned())
 
+    def learn(self, message: m.Message, frame: Frame) -> None:
+        """A reply has come, and may be taken later than one that came after it: its arenas are known from here on."""
+        if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
+            return
+        fds = iter(frame.fds)
+        for number, info in enumerate(message.segments):
+            fd = next(fds) if number not in message.kept else -1
+            if fd >= 0 and number in message.arenas and info.id not in self._spare and not self.closed:
+                self._spare[info.id] = Segment(info, os.dup(fd))
+
     def segments(
         self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: Sequence[int]
     ) -> list[Segment]:
-        """A reply's segments. They own their descriptors, of which those that are kept came before."""
+        """A reply's segments. They own their descriptors, of which those that are kept came before.
+
+        Without a descriptor is a segment of a session that has ended meanwhile.
+        """
         sent = iter(fds)
         found: list[Segment] = []
         for number, info in enumerate(infos):
-            spare = self._spare.get(info.id)
             if number not in kept:
                 found.append(Segment(info, next(sent)))
-                if number in arenas and spare is None and not self.closed:
+                if number in arenas and info.id not in self._spare and not self.closed:
                     duplicate = found[-1].duplicate()
                     if self._spare.setdefault(info.id, duplicate) is not duplicate:
                         duplicate.close()
             else:
-                found.append(spare.duplicate() if spare is not None else Segment(info, -1))
+                found.append(self._kept(info))
         return found
+
+    def _kept(self, info: SegmentInfo) -> Segment:
+        spare = self._spare.get(info.id)
+        try:
+            return spare.duplicate() if spare is not None else Segment(info, -1)
+        except ValueError:  # another thread closes this just now
+            return Segment(info, -1)
 
     def discard(self, message: m.Message, frame: Frame) -> None:
         """A reply came, and nobody takes it: what it says of memory counts all the same."""

@@ -41,30 +41,30 @@ __all__ = [
 
 def ping() -> Operation[None]:
     """One round trip."""
-    yield from ask(Request(m.Ping(), "ping"), m.Pong)
+    yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)
 
 
 def server_info() -> Operation[dict[str, Any]]:
     """Facts about the server."""
-    facts = yield from ask(Request(m.GetServerInfo(), "get_server_info"), m.Facts)
+    facts = yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.Facts)
     return dict(facts.facts)
 
 
 def list_endpoints() -> Operation[dict[str, dict[str, Any]]]:
     """The options of every endpoint, by name."""
-    reply = yield from ask(Request(m.ListEndpoints(), "list_endpoints"), m.Endpoints)
+    reply = yield from ask(Request(m.ListEndpoints(), "list_endpoints", again=True), m.Endpoints)
     return {spec.name: msgspec.to_builtins(spec) for spec in reply.endpoints}
 
 
 def list_objects() -> Operation[list[dict[str, Any]]]:
     """Facts about every object, with ``cached`` and its ``holders`` (session, pid, connections)."""
-    reply = yield from ask(Request(m.ListObjects(), "list_objects"), m.FactsList)
+    reply = yield from ask(Request(m.ListObjects(), "list_objects", again=True), m.FactsList)
     return list(reply.items)
 
 
 def object_info(object_id: str) -> Operation[dict[str, Any]]:
     """Facts about one object."""
-    reply = yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info"), m.Facts)
+    reply = yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.Facts)
     return dict(reply.facts)
 
 
@@ -143,7 +143,7 @@ def submit(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: s
 
 def task_status(task_id: str) -> Operation[TaskInfo]:
     """A task now."""
-    reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})"), m.TaskIs)
+    reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})", again=True), m.TaskIs)
     info: TaskInfo = reply.info
     return info
 
@@ -210,7 +210,7 @@ def list_tasks(status: str | None) -> Operation[list[TaskInfo]]:
     infos: list[TaskInfo] = []
     after: int | None = 0
     while after is not None:
-        page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks"), m.TaskPage)
+        page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks", again=True), m.TaskPage)
         infos += page.infos
         after = page.after
     return infos

@@ -7,13 +7,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from shared_rpc.client.connection import Connection, nobody_listens
+from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
+from shared_rpc.client.holdings import Holdings, held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
+from shared_rpc.handle import Lease
 from shared_rpc.reaper import REAPER
+from shared_rpc.wire import messages as m
 
 __all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]
 
@@ -48,18 +53,21 @@ class ConnectionPool:
 
     :param path: the server's socket, looked up when the first connection is made.
     :param new_lane: makes what a new session uses for short-lived memory.
+    :param holdings: the handles whose leases a new session takes over.
     """
 
-    def __init__(self, path: Callable[[], str], new_lane: Callable[[], Lane]) -> None:
+    def __init__(self, path: Callable[[], str], new_lane: Callable[[], Lane], holdings: Holdings) -> None:
         self._path = path
         self._new_lane = new_lane
+        self._holdings = holdings
         self._closed = False
         #: Has a server listen where none does: called with the socket, the seconds it has for that, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
 
-    def abandon(self) -> None:
+    def abandon(self, holdings: Holdings) -> None:
         """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
+        self._holdings = holdings
         for connection in list(self._connections):
             connection.close()
         if self.session is not None:
@@ -80,19 +88,32 @@ class ConnectionPool:
     def exchange(self, request: Request, deadline: float, patience: float) -> Reply:
         """One round trip on a connection that nobody else uses meanwhile.
 
+        Where the server went away and the request can be repeated, it goes to the one that comes.
+
         :param deadline: when to give up, in terms of time.monotonic().
         :param patience: seconds to wait for a server that is not there yet.
         """
-        connection = self._acquire(deadline, patience)
-        if request.lane is not None and request.lane.closed:
-            self._put_back(connection)
-            raise LaneClosed
+        while True:
+            connection = self._acquire(deadline, patience)
+            if request.lane is not None and request.lane.closed:
+                self._put_back(connection)
+                raise LaneClosed
+            try:
+                return self._exchange_over(connection, request, deadline)
+            except ConnectionClosed:
+                if self._closed or not request.repeatable or time.monotonic() > deadline:
+                    raise
+
+    def _exchange_over(self, connection: Connection, request: Request, deadline: float) -> Reply:
         try:
             reply = connection.exchange(request, deadline)
         except BaseException as error:
             if self._closed and isinstance(error, ConnectionClosed):
                 raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
-            if not connection.usable and not self._closed:
+            if isinstance(error, ConnectionClosed) and not connection.usable and not connection.owed:
+                # The server has ended it, and what of the session does not live on in other connections.
+                self._drop(connection)
+            elif not connection.usable and not self._closed:
                 # Interrupted between request and reply: the session must outlive the connection.
                 self._replace(connection)
             raise
@@ -198,9 +219,7 @@ class ConnectionPool:
         while True:
             session = self.session
             try:
-                connection = Connection(
-                    path, session.token if session is not None else "", max(deadline - time.monotonic(), RETRY)
-                )
+                connection, moving, held = self._open(path, session, deadline)
                 break
             except ConnectError as error:
                 if summons and self.summon is not None and nobody_listens(error):
@@ -213,6 +232,7 @@ class ConnectionPool:
                 time.sleep(RETRY)
         welcome = connection.welcome
         ended: Session | None = None
+        unwanted: list[str] = []
         with self._lock:
             if self._closed:
                 connection.close()
@@ -222,6 +242,7 @@ class ConnectionPool:
                 self.session = Session(welcome.server_id, welcome.token, welcome.device, self._new_lane())
                 if session is not None:
                     ended = session
+                    unwanted = self._holdings.move(moving, held, self.session)
             mine = self.session is not None and self.session.token == welcome.token
             if mine:
                 self._connections.add(connection)
@@ -231,10 +252,36 @@ class ConnectionPool:
             ended.lane.close()
         for earlier in parked:
             self._drop(earlier)
+        if unwanted:
+            with suppress(SharedRPCError):
+                connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
         if not mine:  # another thread began a session meanwhile, and one is enough
             connection.close()
             return self._connect(deadline, patience)
         return connection
+
+    def _open(self, path: str, session: Session | None, deadline: float) -> tuple[Connection, list[Lease[Any]], list[str]]:
+        """A connection that joins a session, or begins one: then with the handles of the one before it, and what the new one
+        holds of their objects.
+
+        :raises ConnectError: if there is no server, or it goes away at once.
+        """
+        connection = Connection(path, session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
+        welcome = connection.welcome
+        if session is None or session.token == welcome.token or session.server_id != welcome.server_id:
+            return connection, [], []
+        moving = self._holdings.of(session)
+        if not moving:
+            return connection, [], []
+        try:
+            reply = connection.exchange(to_hold(moving), time.monotonic() + PROMPT)
+            return connection, moving, held_of(reply)
+        except (ConnectionClosed, DeadlineExceeded) as error:
+            connection.close()
+            raise ConnectError(f"the server at {path} hung up: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
 
 
 def _look(pool: weakref.ref[ConnectionPool]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
-from shared_rpc.errors import ProtocolError
+from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
@@ -50,6 +50,7 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
     :param held: chunks of the client's pool that went with the call and were held for it: it has that hold of the one that it
         lies in, and the others are given back.
     :raises ProtocolError: if there is none.
+    :raises ConnectionClosed: if its memory went with the session, because another request has met the next server meanwhile.
     """
     message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
@@ -70,6 +71,10 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
         chunk = lane.own_chunk(message, held)
         return Result(message, frame.payload, [], {chunk.number: lane.own}, chunk)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
+    if lane.closed and any(segment.closed for segment in segments):
+        for segment in segments:
+            segment.close()
+        raise ConnectionClosed(f"the server went away before the result of {what} was taken")
     return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
 

@@ -26,10 +26,15 @@ __all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work", "ask"]
 
 T = TypeVar("T")
 
+#: Connections that may break under one request. A server that takes them and hangs up is not one that was restarted.
+_TRIES = 3
+
 
 @dataclass(slots=True)
 class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
+
+    ``again``: it only asks, so that it can be sent once more where nobody knows whether the server has had it.
 
     ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
     the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
@@ -44,11 +49,16 @@ class Request:
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
+    again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     lane: Lane | None = None
-    #: Whether it was queued on a connection, and whether the server has said that it waits for memory.
+    #: Whether it was queued on a connection that may have taken all of it, and whether the server has said that it waits for
+    #: memory.
     sent: bool = False
     starved: bool = False
+    #: How many connections broke under it, and where it ends in what is written to the current one.
+    tries: int = 0
+    end: int = 0
 
     def queue(self, connection: FrameSocket, number: int, sent: set[str]) -> None:
         """Queue it as a frame.
@@ -58,7 +68,18 @@ class Request:
         message, fds = self._addressed(sent)
         connection.queue(message, number, self.payload, fds)
         self.sent = True
+        self.end = connection.queued
         sent.update(segment.info.id for segment in self.arenas.values())
+
+    def interrupted(self, connection: FrameSocket) -> None:
+        """The connection broke. A frame of which the last byte was not written is none, and the server never acts on it."""
+        self.sent = connection.written >= self.end
+        self.tries += 1
+
+    @property
+    def repeatable(self) -> bool:
+        """After :meth:`interrupted`, whether it may be sent over another connection: nothing is done twice by that."""
+        return self.tries < _TRIES and (self.again or not self.sent)
 
     def forgotten(self) -> Request:
         """What an answer that comes after all has to be known by."""

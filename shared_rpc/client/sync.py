@@ -50,11 +50,11 @@ class Client(Refreshing):
     """
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(lambda: self.socket_path, self._new_lane)
+        self._pool = ConnectionPool(lambda: self.socket_path, self._new_lane, self._holdings)
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        self._pool.abandon()
+        self._pool.abandon(self._holdings)
 
     def ping(self) -> float:
         """One round trip; the seconds it took."""
@@ -327,7 +327,7 @@ class Client(Refreshing):
         session = self._pool.session
         if session is None:
             raise ConnectionClosed("this client was closed, and the lease went with it")
-        return Handle(
+        handle = Handle(
             value,
             object_id=message.object_id,
             server_id=session.server_id,
@@ -335,6 +335,8 @@ class Client(Refreshing):
             issuer=self,
             session=session,
         )
+        self._holdings.add(handle)
+        return handle
 
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         deadline = self._deadline(self._limit(timeout))

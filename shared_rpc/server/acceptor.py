@@ -39,10 +39,18 @@ class Acceptor:
     """Listens at ``path`` from its making on, and serves who connects while :meth:`serve` runs.
 
     :param uids: the users whose clients are let in.
+    :param listener: a socket that listens there already, whose file is somebody else's to remove.
     :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
     """
 
-    def __init__(self, core: Core, path: str, uids: Collection[int], max_connections: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        path: str,
+        uids: Collection[int],
+        max_connections: int,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.path = path
         self._core = core
         self._uids = uids
@@ -53,9 +61,9 @@ class Acceptor:
         self.admitted = 0
         self._started = time.monotonic()
         self._removing = threading.Lock()
-        self._removed = False
-        self._listener = bind_socket(path)
-        self._inode = os.lstat(path).st_ino
+        self._removed = listener is not None
+        self._listener = listener or bind_socket(path)
+        self._inode = os.lstat(path).st_ino if listener is None else 0
         _acceptors.add(self)
 
     def facts(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shared_rpc.server.revisions import Revisions
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.tasks import Tasks
-from shared_rpc.store.buffers import BufferTable
+from shared_rpc.store.buffers import BufferTable, Terms
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import OBJECT_ID, ObjectStore, StoredObject
 from shared_rpc.store.quotas import Quotas
@@ -55,6 +55,7 @@ class Core:
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
     :param memory: where buffers are made; by default in this process.
+    :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
@@ -71,9 +72,10 @@ class Core:
         quotas: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
         mechanism: dict[str, Any] | None = None,
+        server_id: str | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.server_id = secrets.token_hex(8)
+        self.server_id = server_id or secrets.token_hex(8)
         self.device = device
         self.mechanism = mechanism
         self.registry = registry
@@ -86,7 +88,11 @@ class Core:
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.revisions = Revisions(self.objects)
         self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit, self.generations.announce)
-        table: TaskTable[Waiter] = TaskTable(self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks)
+        # Nobody counts so fast: ids of an earlier server's tasks never come again.
+        first = int(now() * 1e6) if server_id is not None else 1
+        table: TaskTable[Waiter] = TaskTable(
+            self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
+        )
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
         )
@@ -229,6 +235,14 @@ class Core:
         self._settle(*released)
         return len(released)
 
+    def hold(self, session: str, object_ids: Iterable[str]) -> list[str]:
+        """One more lease of the session for each id of a managed object that is there; the ids of those."""
+        found = [(object_id, self.objects.get(object_id)) for object_id in object_ids]
+        held = [object_id for object_id, stored in found if stored is not None and stored.managed]
+        for object_id in held:
+            self.leases.grant(session, object_id)
+        return held
+
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
         spec = self.registry.get(endpoint)
@@ -263,6 +277,16 @@ class Core:
                 self.runs.calls.detach(endpoint=spec.name)
         self.registry.replace(specs)
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
+
+    def restore(self, stored: StoredObject, terms: Terms | None) -> None:
+        """Keep an object that an earlier server of this id kept; its leases ended with that one's sessions.
+
+        :param terms: a buffer's.
+        """
+        if terms is None:
+            self.objects.restore(stored)
+        else:
+            self.buffers.table.restore(stored, terms)
 
     def drop_bound(self, segment_ids: Collection[str]) -> None:
         """The process has ended to which these segments were bound: nobody can map them any more."""

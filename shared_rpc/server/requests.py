@@ -242,6 +242,10 @@ class Requests(GenerationRequests):
         assert self._connection.session is not None, "a request before the handshake"
         self._reply(frame.request_id, m.Count(self._core.release(self._connection.session_id, message.object_ids)))
 
+    def _hold(self, frame: Frame, message: m.Hold) -> None:
+        held = self._core.hold(self._connection.session_id, message.object_ids)
+        self._reply(frame.request_id, m.Held(held))
+
     def _object_info(self, frame: Frame, message: m.GetObjectInfo) -> None:
         self._reply(frame.request_id, m.Facts(self._core.object_info(message.object_id)))
 
@@ -324,6 +328,7 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.Call: Requests._call,
     m.Cancel: Requests._cancel,
     m.Release: Requests._release,
+    m.Hold: Requests._hold,
     m.GetObjectInfo: Requests._object_info,
     m.ListObjects: Requests._list_objects,
     m.InvalidateCall: Requests._invalidate_call,

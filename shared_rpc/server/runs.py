@@ -266,9 +266,14 @@ class Runs:
             self._tell_all(waiters, refusal)
             return
         stored = self._objects.add(
-            spec.name, key or flight.former_key, record, spec.idle_ttl, outcome.live, listed=key is not None
+            spec.name,
+            key or flight.former_key,
+            record,
+            spec.idle_ttl,
+            outcome.live,
+            listed=key is not None,
+            managed=spec.managed,
         )
-        stored.managed = spec.managed
         self._deliver(waiters, spec, record, outcome.live, stored)
         if stored.listed:
             self._listed(stored)

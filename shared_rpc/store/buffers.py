@@ -18,7 +18,7 @@ from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
 
-__all__ = ["BufferTable"]
+__all__ = ["BufferTable", "Terms"]
 
 #: Buffers that are listed no more, and of which it is remembered why.
 _REMEMBERED = 10_000
@@ -33,7 +33,7 @@ _REASONS = {
 
 
 @dataclass
-class _Terms:
+class Terms:
     """How long a buffer is listed: until a time in Unix seconds, for so many more accesses."""
 
     expires_at: float | None
@@ -53,7 +53,7 @@ class BufferTable:
         self._now = now
         self._capacity = capacity
         #: Of those that are listed.
-        self._terms: dict[str, _Terms] = {}
+        self._terms: dict[str, Terms] = {}
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def check_capacity(self, coming: int) -> None:
@@ -72,8 +72,22 @@ class BufferTable:
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
-        self._terms[stored.object_id] = _Terms(self._now() + ttl if ttl is not None else None, max_accesses)
+        self._terms[stored.object_id] = Terms(self._now() + ttl if ttl is not None else None, max_accesses)
+        self._tell(stored)
         return stored
+
+    def restore(self, stored: StoredObject, terms: Terms) -> None:
+        """List a buffer that an earlier server listed, on what is left of its terms."""
+        self._objects.restore(stored)
+        self._terms[stored.object_id] = terms
+
+    def terms(self, object_id: str) -> Terms:
+        """Those of a buffer that is listed."""
+        return self._terms[object_id]
+
+    def _tell(self, stored: StoredObject) -> None:
+        if self._objects.watcher is not None:
+            self._objects.watcher.listed(stored)
 
     def get(self, session: str, object_id: str) -> StoredObject:
         """Hand a buffer out: the session holds it from here on.
@@ -90,6 +104,8 @@ class BufferTable:
             terms.accesses_left -= 1
             if terms.accesses_left == 0:
                 self._unlist(object_id, "exhausted")
+            else:
+                self._tell(stored)
         return stored
 
     def free(self, object_id: str) -> bool:
@@ -124,7 +140,7 @@ class BufferTable:
             "accesses_left": terms.accesses_left,
         }
 
-    def _current(self, object_id: str) -> _Terms | None:
+    def _current(self, object_id: str) -> Terms | None:
         """The terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
         terms = self._terms.get(object_id)
         if terms is None or terms.expires_at is None or terms.expires_at > self._now():

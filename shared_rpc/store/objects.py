@@ -15,13 +15,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from shared_rpc.memory.segments import Segment
 from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 
-__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject"]
+__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher"]
 
 #: What an object's id looks like.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
@@ -79,6 +79,16 @@ class StoredObject:
         }
 
 
+class Watcher(Protocol):
+    """Who wants to know which objects are listed."""
+
+    def listed(self, stored: StoredObject) -> None:
+        """An object is listed from now on, or on other terms."""
+
+    def unlisted(self, stored: StoredObject) -> None:
+        """An object is not listed any more; it may still be held."""
+
+
 class ObjectStore:
     """All objects of a server.
 
@@ -104,6 +114,8 @@ class ObjectStore:
         self._generations: OrderedDict[str, int] = OrderedDict()
         #: By id. Objects may share segments, each with a descriptor of its own.
         self._segments: dict[str, list[Segment]] = {}
+        #: None for nobody. At the end of the server it is not told that all objects go.
+        self.watcher: Watcher | None = None
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +140,7 @@ class ObjectStore:
         live: Any = None,
         *,
         listed: bool = True,
+        managed: bool = False,
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
 
@@ -146,21 +159,38 @@ class ObjectStore:
             created_at=now,
             last_accessed_at=now,
             live=live,
+            managed=managed,
         )
+        self._enter(stored, listed=listed)
+        if stored.listed and self.watcher is not None:
+            self.watcher.listed(stored)
+        return stored
+
+    def restore(self, stored: StoredObject) -> None:
+        """Take an object in that an earlier server listed, as it was; the time in between was no idle time."""
+        stored.last_accessed_at = self._now()
+        if stored.cache_key is not None:
+            self._generations[stored.cache_key] = stored.generation
+        stored.listed = True
+        self._enter(stored)
+
+    def _enter(self, stored: StoredObject, *, listed: bool = True) -> None:
         self._objects[stored.object_id] = stored
-        for segment in record.segments:
+        for segment in stored.record.segments:
             self._segments.setdefault(segment.info.id, []).append(segment)
-        if key is not None and listed:
-            earlier = self._by_key.get(key)
+        if stored.cache_key is not None and listed:
+            earlier = self._by_key.get(stored.cache_key)
             if earlier is not None:
                 stored.previous_id = earlier.object_id
                 self.unlist(earlier)
             stored.listed = True
-            self._by_key[key] = stored
-        return stored
+            self._by_key[stored.cache_key] = stored
 
     def add_buffer(self, record: Record) -> StoredObject:
-        """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it."""
+        """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
+
+        The watcher is told by who knows its terms.
+        """
         stored = self.add("", None, record, None)
         stored.kind, stored.managed, stored.listed = "buffer", True, True
         return stored
@@ -269,6 +299,8 @@ class ObjectStore:
         """Let go of an object: it stays with those who hold it, and goes with the last of them."""
         if stored.listed and stored.cache_key is not None:
             del self._by_key[stored.cache_key]
+        if stored.listed and self.watcher is not None:
+            self.watcher.unlisted(stored)
         stored.listed = False
         self._drop_if_unkept(stored)
 

@@ -40,6 +40,10 @@ class Quotas:
         """The quota of a device in bytes, None where there is none."""
         return self._limits.get(device)
 
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Have other limits from now on; what exceeds one stays until there is a need for room."""
+        self._limits = dict(limits)
+
     def used(self, device: str) -> int:
         """Bytes of a device that objects take, or are promised."""
         return self._objects.used(device) + self._promised[device]

@@ -79,6 +79,7 @@ class TaskTable(Generic[W]):
     :param result_ttl: seconds a finished task is remembered.
     :param capacity: how many tasks may be unfinished.
     :param remembered: how many finished tasks are remembered; the oldest give way.
+    :param first: the number of the first task; those below were an earlier server's of the same id.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class TaskTable(Generic[W]):
         result_ttl: float = 3600.0,
         capacity: int = 1000,
         remembered: int = 10_000,
+        first: int = 1,
     ) -> None:
         self._issuer = issuer
         self._now = now
@@ -97,8 +99,9 @@ class TaskTable(Generic[W]):
         self._result_ttl = result_ttl
         self._capacity = capacity
         self._remembered = remembered
-        self._numbers = itertools.count(1)
-        self._issued = 0
+        self._numbers = itertools.count(first)
+        self._first = first
+        self._issued = first - 1
         self._tasks: dict[str, Task[W]] = {}
         #: In the order they ended.
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
@@ -162,7 +165,12 @@ class TaskTable(Generic[W]):
             return task
         issuer, _, number = task_id[:100].rpartition("-")
         # As it would have been written: int() takes more than that.
-        if issuer == self._issuer and number.isdecimal() and number == str(int(number)) and 0 < int(number) <= self._issued:
+        if (
+            issuer == self._issuer
+            and number.isdecimal()
+            and number == str(int(number))
+            and self._first <= int(number) <= self._issued
+        ):
             raise TaskError(
                 f"task {task_id} has expired: a finished task is remembered for {self._result_ttl:g} s (result_ttl), "
                 f"and the last {self._remembered} of them",

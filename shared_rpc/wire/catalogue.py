@@ -59,6 +59,8 @@ _KINDS: dict[int, type[m.Message]] = {
     57: g.RevisionPage,
     60: m.Reload,
     61: m.StopServer,
+    62: m.Hold,
+    63: m.Held,
     64: w.Serve,
     65: w.Shared,
     66: w.Loaded,

@@ -126,6 +126,20 @@ class Count(Message):
     count: int
 
 
+class Hold(Message):
+    """Ask for one more lease for each id, as often as it is named: those of an earlier session of the same client, whose
+    connections broke or whose server was restarted.
+    """
+
+    object_ids: list[str]
+
+
+class Held(Message):
+    """The ids of :class:`Hold` that the session has a lease on now; objects of the others are gone."""
+
+    object_ids: list[str]
+
+
 class GetObjectInfo(Message):
     """Ask for :class:`Facts` about an object."""
 

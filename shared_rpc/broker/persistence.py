@@ -1,0 +1,328 @@
+"""What a broker has its service manager keep, so that the next one begins with it.
+
+One entry of the manager's store for each thing, because the manager takes the same open file only once, tells no order, and
+removes by name alone::
+
+    service-<digest of the key>-<revision>   what a worker said of a provider, and the server's id
+    object-<object id>-<revision>            a record without its memory: of a cached result, or of a buffer with its terms
+    segment-<segment id>                     memory, once for all the objects that lie in it
+
+The first two are sealed memfds with MessagePack in them, after a line that names the format. Of each the highest revision
+counts: a new one is stored before the old one is removed. An object is there when its own entry is and those of its segments
+are; they are stored before it and removed after it, so that a broker which is killed in between leaves nothing half.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import msgspec
+
+from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.memory.segments import BOUND, Segment, SegmentInfo
+from shared_rpc.records import Record
+from shared_rpc.store.buffers import Terms
+from shared_rpc.store.objects import StoredObject
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.specs import EndpointSpec
+
+__all__ = ["Persistence", "RestoredObject", "RestoredService", "code_of"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+#: What an entry begins with. The number goes up with every change of what follows.
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 1\n"
+#: Bytes of an entry; the skeleton of a large module has some millions.
+_LIMIT = 1 << 30
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A provider. ``serve`` has the endpoints as they are now."""
+
+    server_id: str
+    serve: w.Serve
+
+
+class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An object. ``key`` is the provider's, ``code`` what :func:`code_of` says of the endpoint that made it."""
+
+    key: str
+    object_id: str
+    kind: Literal["result", "buffer"]
+    endpoint: str
+    cache_key: str | None
+    generation: int
+    created_at: float
+    idle_ttl: float | None
+    managed: bool
+    code: str
+    skeleton: bytes
+    table: bytes
+    segments: list[SegmentInfo]
+    nbytes: int
+    device: str
+    expires_at: float | None = None
+    accesses_left: int | None = None
+
+
+@dataclass
+class RestoredObject:
+    """An object as it was, which owns its descriptors; ``terms`` are a buffer's."""
+
+    stored: StoredObject
+    terms: Terms | None
+
+
+@dataclass
+class RestoredService:
+    """A provider as it was served, and its objects in the order they were made."""
+
+    server_id: str
+    serve: w.Serve
+    objects: list[RestoredObject] = field(default_factory=list)
+
+
+def code_of(spec: EndpointSpec | None) -> str:
+    """What tells an endpoint from the same one with other code or options."""
+    return hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).hexdigest() if spec is not None else ""
+
+
+class Persistence:
+    """On the broker's loop only, but for :meth:`close`.
+
+    :param capacity: how many descriptors the manager keeps, None where that is not known.
+    """
+
+    def __init__(self, notifier: Notifier, capacity: int | None = None) -> None:
+        self._notifier = notifier
+        self._capacity = capacity
+        self._closed = False
+        self._revision = 0
+        #: Names of entries by what they are about: a provider's key or an object's id; and what the entry of a provider says.
+        self._names: dict[str, str] = {}
+        self._said: dict[str, bytes] = {}
+        #: Objects in each segment that is stored, and the segments of each object.
+        self._users: defaultdict[str, set[str]] = defaultdict(set)
+        self._segments: dict[str, list[str]] = {}
+
+    def __len__(self) -> int:
+        """How many descriptors are stored, if the manager has taken all."""
+        return len(self._names) + len(self._users)
+
+    def close(self) -> None:
+        """The broker ends: what is stored stays."""
+        self._closed = True
+
+    # Storing.
+
+    def keep_service(self, server_id: str, serve: w.Serve) -> None:
+        """Store a provider, where that is news."""
+        data = _SERVICE + msgspec.msgpack.encode(_Service(server_id, serve))
+        if self._said.get(serve.key) != data:
+            self._said[serve.key] = data
+            digest = hashlib.blake2b(serve.key.encode(), digest_size=16).hexdigest()
+            self._store(serve.key, f"service-{digest}", data)
+
+    def forget_service(self, key: str) -> None:
+        """A provider is not served any more. Its objects are forgotten by themselves."""
+        self._said.pop(key, None)
+        self._remove(key)
+
+    def keep(self, key: str, stored: StoredObject, code: str, terms: Terms | None) -> None:
+        """Store an object, or what has changed of it. One whose memory ends with a process is passed over.
+
+        :param code: see :func:`code_of`.
+        """
+        record = stored.record
+        if self._closed or any(segment.info.mechanism in BOUND for segment in record.segments):
+            return
+        for segment in record.segments:
+            if segment.info.id not in self._users:
+                self._notifier.store(f"segment-{segment.info.id}", segment.fileno())
+            self._users[segment.info.id].add(stored.object_id)
+        self._segments[stored.object_id] = [segment.info.id for segment in record.segments]
+        entry = _Object(
+            key,
+            stored.object_id,
+            stored.kind,
+            stored.endpoint,
+            stored.cache_key,
+            stored.generation,
+            stored.created_at,
+            stored.idle_ttl,
+            stored.managed,
+            code,
+            record.skeleton,
+            bytes(record.table),
+            [segment.info for segment in record.segments],
+            record.nbytes,
+            record.device,
+            terms.expires_at if terms is not None else None,
+            terms.accesses_left if terms is not None else None,
+        )
+        self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
+
+    def forget(self, object_id: str) -> None:
+        """An object is listed no more."""
+        if self._closed:
+            return
+        self._remove(object_id)
+        for segment_id in self._segments.pop(object_id, ()):
+            users = self._users.get(segment_id, set())
+            users.discard(object_id)
+            if not users:
+                self._users.pop(segment_id, None)
+                self._notifier.remove(f"segment-{segment_id}")
+
+    def _store(self, about: str, name: str, data: bytes) -> None:
+        self._revision += 1
+        fd = _sealed(name, data)
+        try:
+            self._notifier.store(f"{name}-{self._revision}", fd)
+        finally:
+            os.close(fd)
+        self._remove(about)
+        self._names[about] = f"{name}-{self._revision}"
+        if self._capacity is not None and len(self) > self._capacity:
+            _log.warning("the service manager keeps %d descriptors at most, and there are %d", self._capacity, len(self))
+
+    def _remove(self, about: str) -> None:
+        name = self._names.pop(about, None)
+        if name is not None:
+            self._notifier.remove(name)
+
+    # Restoring.
+
+    def restore(self, passed: Iterable[Passed]) -> list[RestoredService]:
+        """What an earlier broker stored. What cannot be read is logged and removed, and nothing else suffers by it."""
+        segments: dict[str, int] = {}
+        services: dict[str, RestoredService] = {}
+        objects: list[tuple[Passed, _Object]] = []
+        seen: set[str] = set()
+        for entry in sorted(passed, key=lambda entry: _revision_of(entry.name), reverse=True):
+            kind, _, rest = entry.name.partition("-")
+            if kind == "segment":
+                if segments.setdefault(rest, entry.fd) != entry.fd:
+                    os.close(entry.fd)
+                continue
+            try:
+                self._revision = max(self._revision, _revision_of(entry.name))
+                if kind == "service":
+                    service = _read(entry, _SERVICE, _Service)
+                    _claim(service.serve.key, seen)
+                    services[service.serve.key] = RestoredService(service.server_id, service.serve)
+                    self._names[service.serve.key] = entry.name
+                elif kind == "object":
+                    found = _read(entry, _OBJECT, _Object)
+                    _claim(found.object_id, seen)
+                    objects.append((entry, found))
+                else:
+                    raise ValueError("nothing of that name is known here")
+            except (ValueError, OSError) as error:
+                self._throw_away(entry.name, error)
+            finally:
+                os.close(entry.fd)
+        for entry, found in sorted(objects, key=lambda pair: pair[1].created_at):
+            try:
+                self._restore(entry, found, services, segments)
+            except (ValueError, OSError) as error:
+                self._throw_away(entry.name, error)
+        for segment_id, fd in segments.items():
+            os.close(fd)
+            if segment_id not in self._users:
+                self._notifier.remove(f"segment-{segment_id}")
+        return list(services.values())
+
+    def _restore(self, entry: Passed, found: _Object, services: dict[str, RestoredService], segments: dict[str, int]) -> None:
+        service = services.get(found.key)
+        if service is None:
+            raise ValueError(f"its provider {found.key!r} is not there")
+        missing = [info.id for info in found.segments if info.id not in segments]
+        if missing:
+            raise ValueError(f"its segments {', '.join(missing)} are not there")
+        record = Record(found.skeleton, found.table, _duplicates(found.segments, segments), found.nbytes, found.device)
+        specs = {spec.name: spec for spec in service.serve.endpoints}
+        stored = StoredObject(
+            found.object_id,
+            found.endpoint,
+            found.cache_key,
+            record,
+            found.generation,
+            found.idle_ttl,
+            found.created_at,
+            found.created_at,
+            managed=found.managed,
+            kind=found.kind,
+            stale=found.kind == "result" and found.code != code_of(specs.get(found.endpoint)),
+        )
+        terms = Terms(found.expires_at, found.accesses_left) if found.kind == "buffer" else None
+        service.objects.append(RestoredObject(stored, terms))
+        self._names[found.object_id] = entry.name
+        self._segments[found.object_id] = [info.id for info in found.segments]
+        for info in found.segments:
+            self._users[info.id].add(found.object_id)
+
+    def _throw_away(self, name: str, error: Exception) -> None:
+        _log.error("what was stored as %s cannot be used, and is removed: %s", name, error)
+        self._notifier.remove(name)
+
+
+def _revision_of(name: str) -> int:
+    text = name.rpartition("-")[2]
+    return int(text) if name.startswith(("service-", "object-")) and text.isdecimal() and len(text) < 20 else 0
+
+
+def _claim(about: str, seen: set[str]) -> None:
+    if about in seen:
+        raise ValueError("there is a newer one")
+    seen.add(about)
+
+
+def _sealed(name: str, data: bytes) -> int:
+    fd = os.memfd_create(name[:100], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read(entry: Passed, begin: bytes, kind: type[T]) -> T:
+    """What an entry says.
+
+    :raises ValueError: if it is none, or of another version.
+    """
+    if not fcntl.fcntl(entry.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+        raise ValueError("it is not sealed")
+    size = os.fstat(entry.fd).st_size
+    data = os.pread(entry.fd, min(size, _LIMIT), 0)
+    if not data.startswith(begin):
+        raise ValueError(f"it begins with {data[:40]!r} and not with {begin!r}: another version wrote it")
+    return msgspec.msgpack.decode(data[len(begin) :], type=kind)
+
+
+def _duplicates(infos: Iterable[SegmentInfo], segments: dict[str, int]) -> list[Segment]:
+    made: list[Segment] = []
+    try:
+        for info in infos:
+            if info.mechanism == "memfd" and os.fstat(segments[info.id]).st_size < info.nbytes:
+                raise ValueError(f"its segment {info.id} is smaller than {info.nbytes} bytes")
+            made.append(Segment(info, os.dup(segments[info.id])))
+    except BaseException:
+        for segment in made:
+            segment.close()
+        raise
+    return made

@@ -1,0 +1,116 @@
+"""What an earlier broker served: served again at once, and as the app has it now when that has been loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+
+from shared_rpc.broker.dispatch import WorkerExecutor
+from shared_rpc.broker.keeping import Keeping
+from shared_rpc.broker.worker import Worker
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.server.acceptor import Acceptor
+from shared_rpc.server.core import Core
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.specs import EndpointSpec
+
+__all__ = ["Earlier", "Service"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+
+@dataclass
+class Service:
+    """One provider of the app, as it is served. ``facts`` are what a worker said of it first."""
+
+    facts: w.Serve
+    core: Core
+    acceptor: Acceptor
+    executor: WorkerExecutor
+    #: What ends it alone, once it has begun.
+    scope: anyio.CancelScope | None = None
+    #: Whether it is what an earlier broker served, and no worker of this one has loaded the app yet.
+    restored: bool = False
+
+
+class Earlier:
+    """On the broker's loop only.
+
+    :param services: those of the broker, by the providers' keys.
+    :param add: makes one of what a worker said, with the id of an earlier server or None.
+    """
+
+    def __init__(self, services: dict[str, Service], keeping: Keeping, add: Callable[[w.Serve, str | None], Service]) -> None:
+        self._services = services
+        self._keeping = keeping
+        self._add = add
+
+    @property
+    def pending(self) -> list[str]:
+        """The keys of providers that are served as they were."""
+        return [key for key, service in self._services.items() if service.restored]
+
+    def restore(self) -> None:
+        """Serve what the earlier broker stored.
+
+        :raises ConfigurationError: if a socket cannot be had.
+        """
+        for restored in self._keeping.restore():
+            service = self._add(restored.serve, restored.server_id)
+            service.restored = True
+            for kept in restored.objects:
+                service.core.restore(kept.stored, kept.terms)
+            service.core.objects.settle()  # to the budget, which may be another one now
+
+    def meet(self, worker: Worker) -> None:
+        """The first worker has loaded the app as it is now: what was served goes on as after a reload."""
+        for key in self.pending:
+            service = self._services[key]
+            service.restored = False
+            specs = list(worker.endpoints.get(key, {}).values())
+            self._meet(key, service, worker.served.get(key), specs)
+        self._keeping.check({service.acceptor.path: [] for service in self._services.values()}, loaded=True, raises=False)
+        self._keeping.status(self.status())
+
+    def _meet(self, key: str, service: Service, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
+        earlier = service.facts
+        if message is None:
+            service.core.replace_endpoints([], "changed")
+            if not len(service.core.objects):
+                self._discard(key)
+        elif (message.socket_path, message.device) != (earlier.socket_path, earlier.device):
+            _log.error(
+                "what was kept for %s at %s is dropped: the app serves %s at %s now",
+                earlier.device,
+                earlier.socket_path,
+                message.device,
+                message.socket_path,
+            )
+            self._discard(key)
+            try:
+                self._add(msgspec.structs.replace(message, endpoints=specs), None)
+            except SharedRPCError as error:
+                _log.error("cannot serve what the app has: %s", error)
+        else:
+            service.facts, service.core.mechanism = message, message.mechanism
+            service.core.quotas.set_limits(message.quotas)
+            facts = service.core.replace_endpoints(specs, "changed")
+            _log.info("restored %s: %d objects are kept, %d dropped", key, len(service.core.objects), facts["dropped"])
+
+    def _discard(self, key: str) -> None:
+        service = self._services.pop(key)
+        self._keeping.discard(key, service.core)
+        service.acceptor.remove_socket()
+        service.core.stop()
+        service.core.close()
+        if service.scope is not None:
+            service.scope.cancel()
+
+    def status(self) -> str:
+        """For people."""
+        count = sum(len(service.core.objects) for service in self._services.values())
+        return f"{count} objects can be attached; {'the app is being loaded' if self.pending else 'the app is loaded'}"

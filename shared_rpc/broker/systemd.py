@@ -1,0 +1,159 @@
+"""What a service manager hands to a broker, and what it is told: sd_listen_fds(3) and sd_notify(3), without their library.
+
+Sockets that the manager listens on and descriptors that it has stored come from number 3 on, with a name for each in
+``LISTEN_FDNAMES``. What it is told goes to a datagram socket as lines of ``NAME=value``, a descriptor to store with it
+(SCM_RIGHTS). It answers nothing: what it does not take, as more descriptors than ``FileDescriptorStoreMax``, it drops.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["Inherited", "Notifier", "Passed", "inherit"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+#: SD_LISTEN_FDS_START.
+_FIRST = 3
+#: Seconds that the manager has to take a message, when its queue is full.
+_PATIENCE = struct.pack("ll", 1, 0)
+#: sd_notify(3), FDNAME=: longer names, and others than printable ASCII without a colon, are refused.
+_NAME_LIMIT = 255
+
+
+class Passed(NamedTuple):
+    """A descriptor that the manager passed, and its name."""
+
+    name: str
+    fd: int
+
+
+class Notifier:
+    """Tells the manager; where there is none, nobody. Safe to use from any thread.
+
+    :param address: ``NOTIFY_SOCKET``: a path, or with a leading ``@`` a name in the abstract namespace; ``""`` for none.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        self.there = bool(address)
+        if address and address[0] not in "/@":
+            raise ConfigurationError(f"NOTIFY_SOCKET={address!r}: only paths and abstract Unix sockets are known here")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        if self.there:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
+
+    def tell(self, *lines: str, fd: int | None = None) -> None:
+        """Send lines, and a descriptor that stays the caller's. That a manager cannot be told is logged, and ends nothing."""
+        if not self.there:
+            return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        try:
+            self._socket.sendmsg(["\n".join(lines).encode()], rights, socket.MSG_NOSIGNAL, self._address)
+        except OSError as error:
+            _log.warning("the service manager was not told %s: %s", " ".join(lines), error)
+
+    def ready(self, status: str) -> None:
+        """Those who were to start after this service may, or a reload has ended."""
+        self.tell("READY=1", f"STATUS={status}")
+
+    def status(self, text: str) -> None:
+        """One line for people."""
+        self.tell(f"STATUS={text}")
+
+    def reloading(self) -> None:
+        """Until the next :meth:`ready`."""
+        self.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        """The end begins."""
+        self.tell("STOPPING=1")
+
+    def store(self, name: str, fd: int) -> None:
+        """Have the manager keep a descriptor, which stays the caller's too, for the next process of the service.
+
+        :param name: at most 255 characters, printable ASCII without a colon.
+        """
+        assert name.isascii() and name.isprintable() and ":" not in name and 0 < len(name) <= _NAME_LIMIT, name
+        # Unless it is told not to, the manager lets go of a descriptor that polls as hung up, which a GPU driver's may.
+        self.tell("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fd=fd)
+
+    def remove(self, name: str) -> None:
+        """Have the manager close what it keeps under a name."""
+        self.tell("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+
+@dataclass
+class Inherited:
+    """What a broker begins with; without a service manager, nothing.
+
+    :param listeners: sockets that listen already, by path.
+    :param stored: descriptors that an earlier process of the service had the manager keep. They belong to who takes them.
+    :param capacity: how many the manager keeps, None where it does not tell.
+    """
+
+    listeners: dict[str, socket.socket] = field(default_factory=dict)
+    stored: list[Passed] = field(default_factory=list)
+    notifier: Notifier = field(default_factory=Notifier)
+    capacity: int | None = None
+
+
+def inherit(variables: Mapping[str, str]) -> Inherited:
+    """Take what is there for this process.
+
+    :param variables: those of the environment, see :func:`shared_rpc.settings.take_service_variables`.
+    :raises ConfigurationError: for what the manager passed and no broker can use, naming it.
+    """
+    capacity = variables.get("FDSTORE", "")
+    found = Inherited(
+        notifier=Notifier(variables.get("NOTIFY_SOCKET", "")), capacity=int(capacity) if capacity.isdecimal() else None
+    )
+    for passed in _passed(variables):
+        if stat.S_ISSOCK(os.fstat(passed.fd).st_mode):
+            listener = _listener(passed)
+            found.listeners[listener.getsockname()] = listener
+        else:
+            found.stored.append(passed)
+    return found
+
+
+def _passed(variables: Mapping[str, str]) -> list[Passed]:
+    if variables.get("LISTEN_PID") != str(os.getpid()):  # they are another process's
+        return []
+    text = variables.get("LISTEN_FDS", "")
+    count = int(text) if text.isdecimal() else 0
+    names = variables.get("LISTEN_FDNAMES", "").split(":")
+    passed = []
+    for index in range(count):
+        fd = _FIRST + index
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(f"LISTEN_FDS={text}, and descriptor {fd} is not open: {error}") from error
+        passed.append(Passed(names[index] if index < len(names) else "", fd))
+    return passed
+
+
+def _listener(passed: Passed) -> socket.socket:
+    sock = socket.socket(fileno=passed.fd)
+    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    address = sock.getsockname() if sock.family == socket.AF_UNIX else ""
+    if sock.type != socket.SOCK_STREAM or not listens or not isinstance(address, str) or not address:
+        sock.close()
+        raise ConfigurationError(
+            f"the service manager passed a socket {passed.name!r} on which no broker can serve: use ListenStream= with a path"
+        )
+    sock.setblocking(False)
+    return sock
