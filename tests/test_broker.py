@@ -319,6 +319,27 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
     eventually(settled)
 
 
+def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
+    """The arguments of a call that is a task, and of one that was submitted, are their client's again."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def work(x):
+            return x + 1
+    """)
+    app.start()
+    client = app.connect()
+    for _ in range(5):
+        assert client.call("work", torch.ones(5000)).sum() == 10_000
+        assert client.wait_for_task(client.submit("echo", torch.ones(5000))).sum() == 5000
+
+    def settled() -> bool:
+        client.call("plain")
+        lane = client._lane()
+        return lane is not None and lane.arguments.used == 0
+
+    eventually(settled)
+
+
 def test_a_pool_that_is_full(app: BrokerApp) -> None:
     """Results wait for room that their client gives back, arguments for what the worker does; held for good, it is told."""
     app.write("provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)")
