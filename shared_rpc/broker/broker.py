@@ -115,6 +115,7 @@ class Broker:
         :returns: what changed, by socket path.
         :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
         """
+        self._ready.result()
         return asyncio.run_coroutine_threadsafe(self._reload(objects), self._loop).result()
 
     def served(self) -> dict[str, list[str]]:
@@ -196,7 +197,7 @@ class Broker:
         try:
             if isinstance(message, w.Serve):
                 self._add_service(message)
-            else:
+            elif message.key in self._services:  # else there was no place to listen, and that was told
                 self._services[message.key].core.registry.add(message.endpoint)
         except SharedRPCError as error:
             if self._ready.done():
@@ -250,22 +251,39 @@ class Broker:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
         workers = await self._supervisor.reload()
+        try:
+            services = self._replace_endpoints(workers[0], objects)
+        finally:
+            self._dispatcher.look()
+            self._supervisor.retire_old()
+        _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
+        return {"workers": [worker.pid for worker in workers], "services": services}
+
+    def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, Any]:
+        """Have the endpoints that a worker has; facts about each service.
+
+        :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
+        """
         facts: dict[str, Any] = {}
-        for key, message in workers[0].served.items():
+        problem: SharedRPCError | None = None
+        for key, message in worker.served.items():
             service = self._services.get(key)
-            specs = list(workers[0].endpoints[key].values())
+            specs = list(worker.endpoints[key].values())
             if service is None:
-                self._add_service(message)
+                try:
+                    self._add_service(message)
+                except SharedRPCError as error:
+                    problem = error
+                    continue
                 facts[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
             else:
                 facts[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
-        for key in set(self._services) - set(workers[0].served):
+        for key in set(self._services) - set(worker.served):
             service = self._services[key]
             facts[service.acceptor.path] = service.core.replace_endpoints([], objects)
-        self._dispatcher.look()
-        self._supervisor.retire_old()
-        _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
-        return {"workers": [worker.pid for worker in workers], "services": facts}
+        if problem is not None:
+            raise ConfigurationError(f"the new code runs, but not all of it is served: {problem}") from problem
+        return facts
 
 
 def _only(error: BaseException) -> BaseException:
