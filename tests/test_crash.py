@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -414,3 +415,25 @@ def test_a_session_that_ends_leaves_nothing(app: BrokerApp, counted: Callable[[]
             kept = [client.call("echo", torch.ones(1000)) for _ in range(3)]
             assert kept[0].sum() == 1000
     eventually(lambda: all(now <= then for now, then in zip(counted(), before, strict=True)), what="descriptors go back")
+
+
+def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
+    """The broker goes on with what it has, says why there is no worker, and has one as soon as that can be."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
+    broker = Child("-c", code, str(python), str(app.file), cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(broker)
+    broker.expect("serving")
+    client = app.connect()
+    client.call("model")
+    python.rename(tmp_path / "elsewhere")
+    with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
+        client.call("end", "kill")
+    broker.expect_error("no worker can be started")
+    assert client.call("model").weight[0, 0] == 4
+    with pytest.raises(errors.WorkerCrashed, match="no worker can be started"):
+        client.reload()
+    (tmp_path / "elsewhere").rename(python)
+    assert client.call("model", 9).weight[0, 0] == 9

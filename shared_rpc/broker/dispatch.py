@@ -92,7 +92,7 @@ class Dispatcher:
         workers = self._workers()
         held = run.executor.lane_owner(run)
         able = [worker for worker in workers if worker.serves(run.executor.key, run.invocation.spec.name)]
-        if held is not None and held.state != "ended":
+        if held in able:
             able = [held]
         if able:
             self._send(run, min(able, key=lambda worker: len(worker.runs)))
