@@ -156,17 +156,20 @@ class WorkerHost:
         sys.stderr.flush()
         if any(hosted.executor.busy for hosted in self._hosted.values()):
             os._exit(code)
-        threading.Timer(_GRACE, os._exit, (code,)).start()
+        _end_within(_GRACE, code)
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
         """The app cannot be served: the broker tells why."""
         self._tell(w.Refused(*to_wire(error)))
+        told = threading.Event()
+        self._on_loop(told.set)
+        told.wait(_GRACE)
         self.leave(1)
 
     def abandon(self) -> None:
         """The app failed to load; what is raised then ends the process, with its traceback."""
-        threading.Timer(_GRACE, os._exit, (1,)).start()
+        _end_within(_GRACE, 1)
 
     def _here(self) -> bool:
         return threading.current_thread() is self._thread
@@ -371,6 +374,13 @@ def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
     MAPPINGS.drain()
     segment = backend_for(device).create(nbytes)
     return w.Allocated(segment.info), segment
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End the process by then, if it has not ended by itself. The interpreter does not wait for the timer."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _nothing() -> None:
