@@ -437,3 +437,41 @@ def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: lis
         client.reload()
     (tmp_path / "elsewhere").rename(python)
     assert client.call("model", 9).weight[0, 0] == 9
+
+
+def test_a_broker_that_is_asked_to_stop_while_it_loads(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
+    """It does not wait for the app, which may take minutes, or for ever."""
+    app.write(f"wait({str(tmp_path / 'never')!r})")
+    broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=tmp_path)
+    children.append(broker)
+    eventually(begun(tmp_path / "never"), what="the app is being loaded")
+    began = time.monotonic()
+    broker.process.send_signal(signal.SIGINT)
+    assert broker.close() == (0, "")
+    assert time.monotonic() - began < 2
+
+
+def test_a_worker_that_is_replaced_ends_as_a_process_does(app: BrokerApp, tmp_path: Path) -> None:
+    """What the app has registered for the end is done."""
+    app.write(f"import atexit; atexit.register(lambda: open({str(tmp_path / 'bye')!r}, 'w').close())")
+    app.start()
+    app.connect().reload()
+    eventually((tmp_path / "bye").exists)
+
+
+def test_nobody_reads_what_the_broker_logs(app: BrokerApp) -> None:
+    """Its standard error is full, and workers end: it does not wait for a reader either."""
+    app.write("""
+        @provider.share(cache=False)
+        def shout():
+            for _ in range(20):
+                sys.stderr.write("x" * 60_000 + "\\n")
+            return torch.ones(1)
+    """)
+    app.start()
+    client = app.connect(timeout=8)
+    client.call("shout")
+    for _ in range(4):
+        with pytest.raises(errors.WorkerCrashed):
+            client.call("end", "kill")
+    assert client.get_server_info()["endpoints"]

@@ -102,11 +102,15 @@ class Broker:
 
     def stop(self) -> None:
         """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
-        for service in self._services.values():
+        for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
+        self.ask_to_stop()
+        self._thread.join(_STOP_TIMEOUT)
+
+    def ask_to_stop(self) -> None:
+        """:meth:`stop` without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or never began
             self._loop.call_soon_threadsafe(self._scope.cancel)
-        self._thread.join(_STOP_TIMEOUT)
 
     def reload(self, objects: str = "changed") -> dict[str, Any]:
         """Have new workers read the app's code, and let them take over when they are ready.
