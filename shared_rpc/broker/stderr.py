@@ -53,7 +53,7 @@ class LogHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:
         """Nowhere to tell it."""
 
 
