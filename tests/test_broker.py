@@ -133,6 +133,28 @@ def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
         app.connect().call("outer")
 
 
+def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
+    """They give their thread up as for a call, and one that would wait for itself is refused."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def inner():
+            return torch.ones(1)
+
+        @provider.share(execution="task", cache=False)
+        def outer():
+            return provider.wait_for_task(inner.submit()) + 1
+
+        @provider.share
+        def again():
+            again.refresh()
+    """)
+    app.start("--max-workers", "1")
+    client = app.connect(timeout=8)
+    assert client.call("outer") == 2
+    with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
+        client.call("again")
+
+
 def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
     """More of them than a loop has threads for, each two deep: none waits for a thread that another one has."""
     app.write("""
