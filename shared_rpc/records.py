@@ -113,7 +113,8 @@ class Arguments:
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
     are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
 
-    ``returnable``: whether the result may lie in these chunks.
+    ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
+    where the call became a task.
     """
 
     args: list[Any]
@@ -125,6 +126,7 @@ class Arguments:
     chunks: Sequence[int] = ()
     held: Sequence[int] = ()
     returnable: bool = False
+    session: str = ""
     loans: dict[int, Lender] = field(default_factory=dict)
 
     def take_loans(self) -> dict[int, Lender]:

@@ -143,8 +143,8 @@ class ClientRuntime:
 
     role: Role = "client"
 
-    def __init__(self, provider: Provider, socket: str | None = None) -> None:
-        self.client = Client(
+    def __init__(self, provider: Provider, socket: str | None = None, make: Callable[..., Client] = Client) -> None:
+        self.client = make(
             provider.base_path,
             socket_path=socket,
             device=provider.device,

@@ -121,6 +121,68 @@ def test_calls_of_endpoints(app: BrokerApp) -> None:
         client.call("itself")
 
 
+def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
+    """A call that does not await is refused at once, as in a server of one process: the loop would wait for itself."""
+    app.write("""
+        @provider.share(cache=False)
+        async def outer():
+            return model(9).weight.detach().clone()
+    """)
+    app.start()
+    with pytest.raises(errors.ConfigurationError, match=r"model\(\) was called on the worker's event loop"):
+        app.connect().call("outer")
+
+
+def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
+    """They give their thread up as for a call, and one that would wait for itself is refused."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def inner():
+            return torch.ones(1)
+
+        @provider.share(execution="task", cache=False)
+        def outer():
+            return provider.wait_for_task(inner.submit()) + 1
+
+        @provider.share
+        def again():
+            again.refresh()
+    """)
+    app.start("--max-workers", "1")
+    client = app.connect(timeout=8)
+    assert client.call("outer") == 2
+    with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
+        client.call("again")
+
+
+def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
+    """More of them than a loop has threads for, each two deep: none waits for a thread that another one has."""
+    app.write("""
+        import asyncio
+
+        @provider.share(cache=False)
+        async def low():
+            return torch.ones(1)
+
+        @provider.share(cache=False)
+        async def middle(path):
+            while not os.path.exists(path):
+                await asyncio.sleep(0.01)
+            return (await low()) + 1
+
+        @provider.share(cache=False)
+        async def high(path):
+            return (await middle(path)) + 1
+    """)
+    app.start()
+    client = app.connect()
+    with concurrent.futures.ThreadPoolExecutor(45) as many:
+        calls = [many.submit(client.call, "high", str(tmp_path / "go")) for _ in range(45)]
+        eventually(lambda: client.get_server_info()["running"] >= 80)
+        (tmp_path / "go").touch()
+        assert {call.result(20).item() for call in calls} == {3.0}
+
+
 def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
     """A script that warms its cache at the top finds it warm, and the object is the one that clients get."""
     app.write("""
@@ -168,6 +230,7 @@ def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
     second = another_worker(client, 0)
     with pytest.raises(errors.EndpointNotFound, match="by a worker that has ended"):
         client.call("another", torch.ones(10))
+    assert client.call("echo", torch.ones(10)).sum() == 10  # the client's arena, which came with that call, was taken in
     assert worker_pids(client) == [second]
 
 
@@ -316,6 +379,27 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
         return lane is not None and lane.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
 
     client.call("plain")
+    eventually(settled)
+
+
+def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
+    """The arguments of a call that is a task, and of one that was submitted, are their client's again."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def work(x):
+            return x + 1
+    """)
+    app.start()
+    client = app.connect()
+    for _ in range(5):
+        assert client.call("work", torch.ones(5000)).sum() == 10_000
+        assert client.wait_for_task(client.submit("echo", torch.ones(5000))).sum() == 5000
+
+    def settled() -> bool:
+        client.call("plain")
+        lane = client._lane()
+        return lane is not None and lane.arguments.used == 0
+
     eventually(settled)
 
 

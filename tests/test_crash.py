@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -414,3 +415,63 @@ def test_a_session_that_ends_leaves_nothing(app: BrokerApp, counted: Callable[[]
             kept = [client.call("echo", torch.ones(1000)) for _ in range(3)]
             assert kept[0].sum() == 1000
     eventually(lambda: all(now <= then for now, then in zip(counted(), before, strict=True)), what="descriptors go back")
+
+
+def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
+    """The broker goes on with what it has, says why there is no worker, and has one as soon as that can be."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
+    broker = Child("-c", code, str(python), str(app.file), cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(broker)
+    broker.expect("serving")
+    client = app.connect()
+    client.call("model")
+    python.rename(tmp_path / "elsewhere")
+    with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
+        client.call("end", "kill")
+    broker.expect_error("no worker can be started")
+    assert client.call("model").weight[0, 0] == 4
+    with pytest.raises(errors.WorkerCrashed, match="no worker can be started"):
+        client.reload()
+    (tmp_path / "elsewhere").rename(python)
+    assert client.call("model", 9).weight[0, 0] == 9
+
+
+def test_a_broker_that_is_asked_to_stop_while_it_loads(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
+    """It does not wait for the app, which may take minutes, or for ever."""
+    app.write(f"wait({str(tmp_path / 'never')!r})")
+    broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=tmp_path)
+    children.append(broker)
+    eventually(begun(tmp_path / "never"), what="the app is being loaded")
+    began = time.monotonic()
+    broker.process.send_signal(signal.SIGINT)
+    assert broker.close() == (0, "")
+    assert time.monotonic() - began < 2
+
+
+def test_a_worker_that_is_replaced_ends_as_a_process_does(app: BrokerApp, tmp_path: Path) -> None:
+    """What the app has registered for the end is done."""
+    app.write(f"import atexit; atexit.register(lambda: open({str(tmp_path / 'bye')!r}, 'w').close())")
+    app.start()
+    app.connect().reload()
+    eventually((tmp_path / "bye").exists)
+
+
+def test_nobody_reads_what_the_broker_logs(app: BrokerApp) -> None:
+    """Its standard error is full, and workers end: it does not wait for a reader either."""
+    app.write("""
+        @provider.share(cache=False)
+        def shout():
+            for _ in range(20):
+                sys.stderr.write("x" * 60_000 + "\\n")
+            return torch.ones(1)
+    """)
+    app.start()
+    client = app.connect(timeout=8)
+    client.call("shout")
+    for _ in range(4):
+        with pytest.raises(errors.WorkerCrashed):
+            client.call("end", "kill")
+    assert client.get_server_info()["endpoints"]

@@ -188,3 +188,19 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
     )
     setting.executor.start(invocation, setting.outcomes.append)
     assert busy.last(w.Run).held == [100]
+
+
+def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
+    """Its run is of no session, and its arguments are: the worker is told whose, and gives them back to that one."""
+    arguments = Arguments([], {}, chunks=[7], loans=setting.lane.lent([7]), session=SESSION)
+    invocation = Invocation(
+        EndpointSpec("f"), arguments, True, frozenset(), True, "task 1", False, lambda _: None, lambda: None, lambda _: None
+    )
+    setting.executor.start(invocation, setting.outcomes.append)
+    run = setting.peers[0].last(w.Run)
+    assert (run.session, run.chunks) == (SESSION, [7])
+    (_, number) = setting.peers[0].sent[-1]
+    setting.said(w.Begun(), number)
+    setting.said(w.Failed("error", "", {}, [7]), number)
+    assert setting.lane.returned() == [7]
+    assert setting.peers[0].arenas == {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Client, errors
+from shared_rpc import Client, Provider, Server, errors
 from tests.brokers import BrokerApp, begun, is_running, worker_pids
 from tests.processes import Child, eventually
 
@@ -218,3 +218,18 @@ def test_the_command(app: BrokerApp, children: list[Child]) -> None:
     assert reload("--drop-objects")[0] == 0
     assert client.call("answer").tolist() == [2, 2]
     assert reload("--drop-objects", "--keep-objects")[0] == 1
+
+
+def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:
+    """Another server has its socket: that is told, the rest is new, and the old workers end."""
+    other = f"{app.base_path}-other"
+    app.start()
+    client = app.connect()
+    client.call("answer")
+    (earlier,) = worker_pids(client)
+    with Server(Provider(other, device="cpu", execution_mode="server")):
+        app.write(NEW, f"second = Provider({other!r}, device='cpu')\n")
+        with pytest.raises(errors.ConfigurationError, match="the new code runs, but not all of it is served"):
+            client.reload()
+        assert client.call("answer").tolist() == [2, 2]
+        eventually(lambda: not is_running(earlier), what="the old worker ends")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import threading
+from concurrent.futures import CancelledError
 from typing import Any
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.detaching import detach
+from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
-from shared_rpc.errors import SharedRPCError, WorkerCrashed
+from shared_rpc.errors import ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import take_service_variables
 
 
 def main() -> int:
     """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
+    logging.lastResort = LogHandler(logging.WARNING)
     options = _options()
     if options.detach is not None:
         detach(options.detach)
@@ -54,11 +58,13 @@ def main() -> int:
         return broker
 
     try:
-        wait_for_signal(begin, lambda: _reload(broker), asked)
+        wait_for_signal(begin, lambda: _reload(broker), asked, broker.ask_to_stop)
     except WorkerCrashed as crash:
         if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
             print(f"shared-rpc: {crash}", file=sys.stderr)
         return 1
+    except ConnectionClosed:  # asked to stop while the app was loaded
+        return 0
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
@@ -89,7 +95,7 @@ def _options() -> argparse.Namespace:
 def _reload(broker: Broker) -> None:
     try:
         facts = broker.reload()
-    except SharedRPCError as error:
+    except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two where the broker ends meanwhile
         print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
     else:
         for line in lines_of(facts):

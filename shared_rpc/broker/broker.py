@@ -111,9 +111,13 @@ class Broker:
         self._keeping.stopping()
         for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
+        self.ask_to_stop()
+        self._thread.join(_STOP_TIMEOUT)
+
+    def ask_to_stop(self) -> None:
+        """:meth:`stop` without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or never began
             self._loop.call_soon_threadsafe(self._scope.cancel)
-        self._thread.join(_STOP_TIMEOUT)
 
     def reload(self, objects: str = "changed") -> dict[str, Any]:
         """Have new workers read the app's code, and let them take over when they are ready.
@@ -122,6 +126,7 @@ class Broker:
         :returns: what changed, by socket path.
         :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
         """
+        self._ready.result()
         return asyncio.run_coroutine_threadsafe(self._reload(objects), self._loop).result()
 
     def served(self) -> dict[str, list[str]]:
@@ -218,8 +223,8 @@ class Broker:
         if service is not None and service.restored:
             return  # until it has said all, the endpoints are those of before
         if isinstance(message, w.Shared):
-            assert service is not None, "it tells of the provider first"
-            service.core.registry.add(message.endpoint)
+            if service is not None:  # else there was no place to listen, and that was told
+                service.core.registry.add(message.endpoint)
         elif service is None:
             self._serve_anew(message)
 
@@ -319,24 +324,41 @@ class Broker:
         workers = await self._supervisor.reload()
         if self._earlier.pending:
             self._earlier.meet(workers[0])
+        try:
+            services = self._replace_endpoints(workers[0], objects)
+        finally:
+            self._dispatcher.look()
+            self._supervisor.retire_old()
+        _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
+        return {"workers": [worker.pid for worker in workers], "services": services}
+
+    def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, Any]:
+        """Have the endpoints that a worker has; facts about each service.
+
+        :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
+        """
         facts: dict[str, Any] = {}
-        for key, message in workers[0].served.items():
+        problem: SharedRPCError | None = None
+        for key, message in worker.served.items():
             service = self._services.get(key)
-            specs = list(workers[0].endpoints[key].values())
+            specs = list(worker.endpoints[key].values())
             if service is None:
-                self._add_service(message)
+                try:
+                    self._add_service(message)
+                except SharedRPCError as error:
+                    problem = error
+                    continue
                 facts[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
             else:
                 facts[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
-        for key in set(self._services) - set(workers[0].served):
+        for key in set(self._services) - set(worker.served):
             service = self._services[key]
             facts[service.acceptor.path] = service.core.replace_endpoints([], objects)
         for service in self._services.values():
             self._keeping.keep_service(service.facts, service.core)
-        self._dispatcher.look()
-        self._supervisor.retire_old()
-        _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
-        return {"workers": [worker.pid for worker in workers], "services": facts}
+        if problem is not None:
+            raise ConfigurationError(f"the new code runs, but not all of it is served: {problem}") from problem
+        return facts
 
 
 def _only(error: BaseException) -> BaseException:

@@ -53,6 +53,11 @@ class Relayed:
         assert isinstance(self.invocation.arguments, Arguments), "a broker has no callers of its own"
         return self.invocation.arguments
 
+    @property
+    def session(self) -> str:
+        """Whose memory it has: a task's arguments are those of the session that submitted it."""
+        return self.arguments.session or self.invocation.session
+
 
 class Dispatcher:
     """All runs of a broker. On its loop only.
@@ -87,7 +92,7 @@ class Dispatcher:
         workers = self._workers()
         held = run.executor.lane_owner(run)
         able = [worker for worker in workers if worker.serves(run.executor.key, run.invocation.spec.name)]
-        if held is not None and held.state != "ended":
+        if held in able:
             able = [held]
         if able:
             self._send(run, min(able, key=lambda worker: len(worker.runs)))
@@ -100,7 +105,7 @@ class Dispatcher:
             self._end(run, Failure.of(refusal))
 
     def _send(self, run: Relayed, worker: Worker) -> None:
-        arguments, lane = run.arguments, run.executor.lanes.find(run.invocation.session)
+        arguments, lane = run.arguments, run.executor.lanes.find(run.session)
         message, fds = _message(run, worker, lane)
         try:
             worker.send(message, run.number, b"".join(arguments.skeletons), fds)
@@ -108,9 +113,9 @@ class Dispatcher:
             del self._waiting[run.invocation]
             self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
             return
-        worker.arenas.setdefault(run.invocation.session, set()).update(
-            arguments.segments[number].info.id for number in message.arenas
-        )
+        if message.arenas:
+            known = worker.arenas.setdefault(run.session, set())
+            known.update(arguments.segments[number].info.id for number in message.arenas)
         del self._waiting[run.invocation]
         self._sent[run.invocation] = worker.runs[run.number] = run
         run.worker = worker
@@ -202,7 +207,7 @@ class Dispatcher:
         del worker.runs[run.number]
         outcome = _outcome(message, frame)
         record = outcome.record if isinstance(outcome, Produced) else None
-        lane = run.executor.lanes.find(run.invocation.session)
+        lane = run.executor.lanes.find(run.session)
         if lane is not None and record is not None:
             lane.made(worker, record)
         run.executor.came_back(run, message.returned)
@@ -232,7 +237,7 @@ class Dispatcher:
             else:
                 run.worker, run.again = None, True
                 self._waiting[run.invocation] = run
-                lane = run.executor.lanes.find(run.invocation.session)
+                lane = run.executor.lanes.find(run.session)
                 if lane is not None:
                     lane.not_begun(run.arguments.chunks)
 
@@ -275,7 +280,7 @@ class WorkerExecutor:
 
     def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
         """A worker has done with chunks of the client whose run it is."""
-        lane = self.lanes.find(run.invocation.session)
+        lane = self.lanes.find(run.session)
         if lane is not None and run.worker is not None:
             lane.came_back(run.worker, chunks)
 
@@ -316,14 +321,14 @@ class WorkerExecutor:
 
     def lane_owner(self, run: Relayed) -> Worker | None:
         """The worker whose results a run takes as arguments: no other one can hold them."""
-        lane = self.lanes.find(run.invocation.session)
+        lane = self.lanes.find(run.session)
         return lane.owner(run.arguments.held) if lane is not None and run.arguments.held else None
 
 
 def _message(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
     """A run as it travels, and the descriptors that go with it."""
     invocation, arguments = run.invocation, run.arguments
-    known = worker.arenas.get(invocation.session, set())
+    known = worker.arenas.get(run.session, set())
     #: Of a session that has ended nothing comes back: its memory is that of any caller.
     arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
     kept = [number for number in arenas if arguments.segments[number].info.id in known]
@@ -342,7 +347,7 @@ def _message(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.
         returnable=arguments.returnable and lane is not None,
         chain=sorted(invocation.chain),
         key=run.executor.key,
-        session=invocation.session,
+        session=run.session,
         background=invocation.background,
     )
     fds = tuple(segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept)

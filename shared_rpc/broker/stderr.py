@@ -1,7 +1,8 @@
-"""A worker's standard error: passed on, and its last lines remembered."""
+"""The broker's standard error, for which nothing waits, and that of a worker: passed on, and its last lines remembered."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -9,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from typing import IO
 
-__all__ = ["Tail"]
+__all__ = ["LogHandler", "Tail"]
 
 #: Lines, and characters of each, that are remembered.
 _LINES, _WIDTH = 40, 500
@@ -19,6 +20,41 @@ _CHUNK = 1 << 16
 _PATIENCE = 0.2
 #: Seconds that somebody who reads the broker's own has to make room.
 _READER = 1.0
+
+
+#: Between the look for room and the write nobody else of this process must write.
+_writing = threading.Lock()
+
+
+def _write(data: bytes) -> bool:
+    """Write to standard error what there is room for at once, at most PIPE_BUF bytes of it; False if there is none."""
+    with _writing:
+        if not _room(0):
+            return False
+        os.write(2, data[: select.PIPE_BUF])
+        return True
+
+
+def _room(seconds: float) -> bool:
+    ready = select.poll()
+    ready.register(2, select.POLLOUT)
+    return bool(ready.poll(seconds * 1000))
+
+
+class LogHandler(logging.Handler):
+    """Where nobody reads the broker's standard error, what does not fit is dropped: its loop must not wait for a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See :class:`logging.Handler`."""
+        try:
+            data = f"{self.format(record)}\n".encode(errors="replace")
+            while data and _write(data):
+                data = data[select.PIPE_BUF :]
+        except Exception:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nowhere to tell it."""
 
 
 class Tail:
@@ -43,14 +79,11 @@ class Tail:
 
     def _pass_on(self, data: bytes) -> None:
         """Where nobody reads the broker's standard error, what does not fit is dropped: no worker waits for a terminal."""
-        ready = select.poll()
-        ready.register(2, select.POLLOUT)
         for start in range(0, len(data), select.PIPE_BUF):
-            if not ready.poll(0 if self._stuck else _READER * 1000):
-                self._stuck = True
+            self._stuck = not _room(0 if self._stuck else _READER)
+            if self._stuck:
                 return
-            self._stuck = False
-            os.write(2, data[start : start + select.PIPE_BUF])
+            _write(data[start : start + select.PIPE_BUF])
 
     def _remember(self, data: bytes) -> None:
         with self._lock:

@@ -89,15 +89,23 @@ class Supervisor:
         :raises WorkerCrashed: if one fails to.
         """
         self._spawn = spawn
-        for number in range(self._count):
-            self.workers.append(self._new(number))
-        if wait:
-            await self._all_loaded(self.workers)
-        for worker in self.workers:
-            self._settle(worker, None)  # nobody waits for it
+        async with self._reloading:
+            for number in range(self._count):
+                self.workers.append(self._new(number))
+            if wait:
+                await self._all_loaded(self.workers)
+            for worker in self.workers:
+                self._settle(worker, None)  # nobody waits for it
 
     def _new(self, number: int) -> Worker:
-        worker = Worker(self._command, number, self._take, self._ended)
+        """Start a worker.
+
+        :raises WorkerCrashed: if the system lets no process begin.
+        """
+        try:
+            worker = Worker(self._command, number, self._take, self._ended)
+        except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
+            raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
         self._loaded[worker].add_done_callback(_seen)
         return worker
@@ -126,7 +134,8 @@ class Supervisor:
         elif isinstance(message, w.Shared):
             worker.endpoints[message.key][message.endpoint.name] = message.endpoint
         elif isinstance(message, w.Loaded):
-            worker.state = "ready"
+            if worker.state == "starting":  # else it was replaced meanwhile
+                worker.state = "ready"
             self._settle(worker, None)
         elif isinstance(message, w.Refused):
             worker.refusal = from_wire(message.code, message.text, message.detail)
@@ -166,18 +175,18 @@ class Supervisor:
                 group.remove(worker)
         if crashed:
             _log.error("%s", crash)
-            self._count_crash(worker, crash)
+            self._count_crash(crash, time.monotonic() - worker.started)
         self._watcher.lost(worker, crash)
         self._settle(worker, worker.refusal or crash)
         self._watcher.changed()
         if crashed:
             await self._restart(worker.number)
 
-    def _count_crash(self, worker: Worker, crash: WorkerCrashed) -> None:
+    def _count_crash(self, crash: WorkerCrashed, lived: float) -> None:
         now = time.monotonic()
         self._crashes.append(now)
         self._last = crash
-        self._short_lives = self._short_lives + 1 if now - worker.started < _SHORT else 0
+        self._short_lives = self._short_lives + 1 if lived < _SHORT else 0
         if len(self._crashes) == _LIMIT and now - self._crashes[0] < _WINDOW:
             self._stopped_until = now + _WINDOW
             self._crashes.clear()
@@ -185,13 +194,21 @@ class Supervisor:
 
     async def _restart(self, number: int) -> None:
         """One for one that ended, after a pause; unless a reload comes first."""
-        pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
-        await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
-        if number in {worker.number for worker in self.workers} or self._stopping:
-            return
-        self.restarts += 1
-        self.workers.append(self._new(number))
-        self._settle(self.workers[-1], None)  # nobody waits for it
+        while True:
+            pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
+            await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
+            if number in {worker.number for worker in self.workers} or self._stopping:
+                return
+            self.restarts += 1
+            try:
+                self.workers.append(self._new(number))
+            except WorkerCrashed as crash:
+                _log.error("%s", crash)
+                self._count_crash(crash, 0.0)
+                self._watcher.changed()
+            else:
+                self._settle(self.workers[-1], None)  # nobody waits for it
+                return
 
     async def reload(self) -> list[Worker]:
         """Start workers with the app's code as it is now, and let them take over when all are ready: the new ones.
@@ -201,10 +218,13 @@ class Supervisor:
         async with self._reloading:
             if self._stopping:
                 raise ConfigurationError("the broker is stopping")
-            self._next = [self._new(number) for number in range(self._count)]
-            mine = tuple(self._next)
+            mine: list[Worker] = []
+            self._next = []
             try:
-                await self._all_loaded(self._next)
+                for number in range(self._count):
+                    mine.append(self._new(number))
+                    self._next.append(mine[-1])
+                await self._all_loaded(mine)
             except BaseException:
                 for worker in mine:
                     self._loaded.pop(worker, None)
@@ -214,6 +234,9 @@ class Supervisor:
             self.workers, self._next = self._next, []
             self._crashes.clear()
             self._stopped_until, self._last = 0.0, None
+            for worker in mine:
+                if worker not in self.workers:  # it ended while the others loaded the app
+                    self._spawn(self._restart, worker.number)
             return self.workers
 
     def retire_old(self) -> None:

@@ -67,11 +67,16 @@ class Worker:
             except BaseException:
                 ours.close()
                 raise
-        assert self.process.stderr is not None, "it is a pipe"
-        self._tail = Tail(self.process.stderr)
-        self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up)
-        self._pidfd = os.pidfd_open(self.process.pid)
-        self._loop.add_reader(self._pidfd, self._gone)
+        try:
+            assert self.process.stderr is not None, "it is a pipe"
+            self._tail = Tail(self.process.stderr)
+            self._pidfd = os.pidfd_open(self.process.pid)
+            self._loop.add_reader(self._pidfd, self._gone)
+            self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up)
+        except BaseException:
+            ours.close()
+            self.process.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -79,7 +84,9 @@ class Worker:
         return self.process.pid
 
     def serves(self, key: str, endpoint: str) -> bool:
-        """Whether a run of an endpoint may be sent to it now."""
+        """Whether a run of an endpoint may be sent to it now. Not to one that has ended, and is not buried yet."""
+        if self.state == "ended":
+            return False
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
 
     def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:

@@ -45,6 +45,7 @@ class ArgumentReader:
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
         arguments.chunks, arguments.held = message.chunks, message.held
+        arguments.session = self._connection.session_id
         arguments.returnable = message.returnable and message.pooled
         arguments.loans = self._lane.lent(message.chunks) if message.chunks else {}
         try:

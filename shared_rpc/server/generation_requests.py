@@ -49,7 +49,8 @@ class GenerationRequests:
                 self._reply(frame.request_id, g.Refreshed(outcome))
 
         self._waiters[frame.request_id] = waiter
-        self._core.refresh(waiter, told, message.endpoint, (arguments.args, arguments.kwargs), arguments)
+        lowered, chain = (arguments.args, arguments.kwargs), frozenset(message.chain)
+        self._core.refresh(waiter, told, message.endpoint, lowered, arguments, chain)
 
     def _await_refreshes(self, frame: Frame, message: g.AwaitRefreshes) -> None:
         waiter = self._waiter(frame.request_id)

@@ -59,11 +59,15 @@ class Link:
             self._socket.close()
 
     def drain(self) -> None:
-        """Take all that has come. For when the other process has ended."""
-        with suppress(BlockingIOError, ConnectionClosed):
+        """Take all that has come, as far as it can be read. For when the other process has ended. Never raises."""
+        try:
             while not self.closed:
                 self._take_frames()
                 self._socket.receive()
+        except (BlockingIOError, ConnectionClosed):
+            pass
+        except Exception:
+            _log.exception("what a process had sent before its end cannot be read")
 
     def _readable(self) -> None:
         if not self._behind:

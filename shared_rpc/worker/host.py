@@ -120,7 +120,7 @@ class WorkerHost:
             provider.base_path = self._overrides.base_path if self._overrides.base_path is not None else provider.base_path
             provider.device = self._overrides.device if self._overrides.device is not None else provider.device
             hosted = self._hosted[key] = _Hosted(key, provider, self._overrides.max_workers)
-            runtime = WorkerRuntime(provider, self._overrides.socket, hosted.executor.lend_thread)
+            runtime = WorkerRuntime(provider, self._overrides.socket, hosted.executor.lend_thread, self._here)
             message = w.Serve(
                 key,
                 runtime.socket_path,
@@ -156,17 +156,23 @@ class WorkerHost:
         sys.stderr.flush()
         if any(hosted.executor.busy for hosted in self._hosted.values()):
             os._exit(code)
-        threading.Timer(_GRACE, os._exit, (code,)).start()
+        _end_within(_GRACE, code)
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
         """The app cannot be served: the broker tells why."""
         self._tell(w.Refused(*to_wire(error)))
+        told = threading.Event()
+        self._on_loop(told.set)
+        told.wait(_GRACE)
         self.leave(1)
 
     def abandon(self) -> None:
         """The app failed to load; what is raised then ends the process, with its traceback."""
-        threading.Timer(_GRACE, os._exit, (1,)).start()
+        _end_within(_GRACE, 1)
+
+    def _here(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _tell(self, message: Message, number: int = 0) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is about to end
@@ -215,15 +221,20 @@ class WorkerHost:
     def _run(self, number: int, message: w.Run, frame: Frame) -> None:
         hosted = self._hosted.get(message.key)
         endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
+        arguments: Arguments | None = None
         try:
-            if hosted is None or endpoint is None:
+            if hosted is not None:  # whatever becomes of the run: a client's arena comes once
+                arguments = _arguments(hosted, message, frame)
+            if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "
                     f"was loaded, by a worker that has ended"
                 )
-            arguments = _arguments(hosted, message, frame)
-        except SharedRPCError as error:
-            self._fail(number, hosted, message.session, Failure.of(error), unused=message.chunks)
+        except (SharedRPCError, OSError) as error:
+            if arguments is not None:
+                arguments.close()
+            known = error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot take the call: {error}")
+            self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
             return
         invocation = Invocation(
             endpoint.spec,
@@ -363,6 +374,13 @@ def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
     MAPPINGS.drain()
     segment = backend_for(device).create(nbytes)
     return w.Allocated(segment.info), segment
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End the process by then, if it has not ended by itself. The interpreter does not wait for the timer."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _nothing() -> None:
