@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -56,8 +55,24 @@ def _load_module(name: str) -> ModuleType:
         raise ConfigurationError(f"{name!r} is neither a file nor a module: write app.py, or package.module")
     sys.path.insert(0, "")
     try:
-        return importlib.import_module(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
+            raise  # the package is there, and what it imports is not
         raise ConfigurationError(f"there is no module {error.name!r} here; for a file write {name}.py") from error
+    if name in sys.modules:  # its package imports it
+        return sys.modules[name]
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"there is no module {name!r} here; for a file write {name}.py")
+    # Not by an import, which locks the module: a call at its top waits for a thread that pickles what is of this module, and
+    # would wait for the lock.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    package, _, last = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], last, module)
+    return module

@@ -644,3 +644,30 @@ def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], c
             check=False,
         )
     assert process.stderr == b""
+
+
+def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
+    start: Callable[..., Child], connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    """The thread that pickles the result imports the module that waits for it."""
+    (tmp_path / "modelling.py").write_text(
+        textwrap.dedent("""
+        import torch
+        from shared_rpc import Provider
+
+        provider = Provider(device="cpu", timeout=20)
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(3))
+
+        @provider.share
+        def model():
+            return Model()
+
+        warm = model()
+        """)
+    )
+    start("serve", "modelling").expect("serving")
+    assert connect().get_server_info()["objects"] == 1

@@ -70,7 +70,7 @@ def main() -> int:
         return 1
     finally:
         broker.stop()
-    return 0
+    return int(broker.failed)
 
 
 def _options() -> argparse.Namespace:

@@ -85,6 +85,8 @@ class Broker:
         self._keeping = Keeping(inherited or Inherited())
         self._earlier = Earlier(self._services, self._keeping, self._add_service)
         self._bound: dict[Worker, set[str]] = {}
+        #: Whether its loop ended though nobody asked for that.
+        self.failed = False
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
         self._ready: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop
@@ -143,6 +145,8 @@ class Broker:
                 self._ready.set_exception(problem)
             else:
                 _log.exception("the broker failed")
+                self.failed = True
+                self._on_end("the broker failed")
         finally:
             if not self._ready.done():
                 self._ready.set_exception(ConnectionClosed("the broker was stopped"))

@@ -44,6 +44,8 @@ class WorkerCommand:
         for option, value in options.items():
             if value is not None:
                 words += [option, str(value)]
+        if self.devices and self.socket is None:
+            words += ["--listen-device", self.devices[0]]
         for quota in self.quotas:
             words += ["--quota", quota]
         return subprocess.Popen(

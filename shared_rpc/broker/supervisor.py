@@ -111,8 +111,9 @@ class Supervisor:
         return worker
 
     async def _all_loaded(self, workers: list[Worker]) -> None:
-        for loaded in [self._loaded[worker] for worker in workers]:
-            await loaded
+        done, _ = await asyncio.wait([self._loaded[worker] for worker in workers], return_when=asyncio.FIRST_EXCEPTION)
+        for loaded in done:
+            loaded.result()
 
     def refusal(self) -> SharedRPCError | None:
         """Why no worker will come soon; None where one is there, or may come."""
@@ -130,9 +131,10 @@ class Supervisor:
     def _take(self, worker: Worker, message: Message, frame: Frame) -> None:
         if isinstance(message, w.Serve):
             worker.served[message.key] = message
-            worker.endpoints[message.key] = {spec.name: spec for spec in message.endpoints}
+            worker.endpoints.setdefault(message.key, {}).update({spec.name: spec for spec in message.endpoints})
         elif isinstance(message, w.Shared):
-            worker.endpoints[message.key][message.endpoint.name] = message.endpoint
+            # Shared by another thread, it may come before the provider does.
+            worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         elif isinstance(message, w.Loaded):
             if worker.state == "starting":  # else it was replaced meanwhile
                 worker.state = "ready"

@@ -23,9 +23,12 @@ def main() -> None:
     parser.add_argument("--socket")
     parser.add_argument("--max-workers", type=int)
     parser.add_argument("--quota", action="append", default=[])
+    parser.add_argument("--listen-device")
     options = parser.parse_args()
     die_with_parent(options.parent)
-    overrides = Overrides(options.base_path, options.device, options.socket, options.max_workers, options.quota)
+    overrides = Overrides(
+        options.base_path, options.device, options.socket, options.max_workers, options.quota, options.listen_device
+    )
     host = WorkerHost(options.fd, overrides)
     set_host(host)
     host.start()

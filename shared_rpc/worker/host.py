@@ -19,6 +19,7 @@ import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SegmentNotFound, SharedRPCError, to_wire
+from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -31,6 +32,7 @@ from shared_rpc.server.lanes import Lane, lanes_of
 from shared_rpc.server.link import Link
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.settings import resolve_base_path, socket_path
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
@@ -59,6 +61,14 @@ class Overrides:
     socket: str | None = None
     max_workers: int | None = None
     quotas: Sequence[str] = ()
+    #: The device whose name is in the socket's: with several workers that of the first.
+    listen_device: str | None = None
+
+    def socket_of(self, provider: Provider) -> str | None:
+        """Where the broker listens for a provider; None for where its own device says."""
+        if self.socket is not None or self.listen_device is None:
+            return self.socket
+        return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.listen_device)))
 
 
 class _Hosted:
@@ -120,7 +130,7 @@ class WorkerHost:
             provider.base_path = self._overrides.base_path if self._overrides.base_path is not None else provider.base_path
             provider.device = self._overrides.device if self._overrides.device is not None else provider.device
             hosted = self._hosted[key] = _Hosted(key, provider, self._overrides.max_workers)
-            runtime = WorkerRuntime(provider, self._overrides.socket, hosted.executor.lend_thread, self._here)
+            runtime = WorkerRuntime(provider, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here)
             message = w.Serve(
                 key,
                 runtime.socket_path,
