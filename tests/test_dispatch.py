@@ -8,7 +8,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.dispatch import Dispatcher
+from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.memfd import HOST

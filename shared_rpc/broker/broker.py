@@ -15,7 +15,8 @@ from typing import Any
 import anyio
 
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.dispatch import Dispatcher
+from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.idling import unused
 from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory

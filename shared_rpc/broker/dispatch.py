@@ -5,58 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from shared_rpc.broker.lanes import RelayedLane
+from shared_rpc.broker.relay import Relayed, message_of, outcome_of
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, SharedRPCError
-from shared_rpc.memory.segments import Segment
-from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.server.session_lanes import Lanes
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
-from shared_rpc.wire.values import encode
 
-__all__ = ["Dispatcher", "Relayed", "WorkerExecutor"]
+if TYPE_CHECKING:
+    from shared_rpc.broker.executor import WorkerExecutor
+
+__all__ = ["Dispatcher"]
 
 _log = logging.getLogger("shared_rpc.broker")
-
-
-@dataclass(eq=False)
-class Relayed:
-    """One run. It is with a worker, or waits for one."""
-
-    number: int
-    executor: WorkerExecutor
-    invocation: Invocation
-    done: Callable[[Produced | Failure], None]
-    worker: Worker | None = None
-    begun: bool = False
-    hungry: bool = False
-    #: Whether a worker has ended under it before it had begun.
-    again: bool = False
-    #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
-    forgotten: bool = False
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-    @property
-    def arguments(self) -> Arguments:
-        """Those of a caller in another process, as all callers of a broker are."""
-        assert isinstance(self.invocation.arguments, Arguments), "a broker has no callers of its own"
-        return self.invocation.arguments
-
-    @property
-    def session(self) -> str:
-        """Whose memory it has: a task's arguments are those of the session that submitted it."""
-        return self.arguments.session or self.invocation.session
 
 
 class Dispatcher:
@@ -106,7 +72,7 @@ class Dispatcher:
 
     def _send(self, run: Relayed, worker: Worker) -> None:
         arguments, lane = run.arguments, run.executor.lanes.find(run.session)
-        message, fds = _message(run, worker, lane)
+        message, fds = message_of(run, worker, lane)
         try:
             worker.send(message, run.number, b"".join(arguments.skeletons), fds)
         except (ProtocolError, OSError) as error:
@@ -205,7 +171,7 @@ class Dispatcher:
 
     def _ended(self, worker: Worker, run: Relayed, message: w.Ran | w.Failed, frame: Frame) -> None:
         del worker.runs[run.number]
-        outcome = _outcome(message, frame)
+        outcome = outcome_of(message, frame)
         record = outcome.record if isinstance(outcome, Produced) else None
         lane = run.executor.lanes.find(run.session)
         if lane is not None and record is not None:
@@ -248,126 +214,3 @@ class Dispatcher:
             self._let_go(run)
             run.done(gone)
         self._waiting.clear()
-
-
-class WorkerExecutor:
-    """Runs the endpoints of one provider in the broker's workers.
-
-    :param key: the provider's.
-    """
-
-    def __init__(self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]]) -> None:
-        self.key = key
-        self.lanes: Lanes[RelayedLane] = Lanes(lambda session: RelayedLane(key, session))
-        self._dispatcher = dispatcher
-        self._workers = workers
-
-    @property
-    def busy(self) -> int:
-        """See :class:`Executor`."""
-        return 0
-
-    def lend_thread(self) -> AbstractContextManager[None]:
-        """See :class:`Executor`."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """See :class:`Executor`."""
-
-    def facts(self) -> dict[str, Any]:
-        """See :class:`Executor`."""
-        return {"workers": [worker.facts() for worker in self._workers()]}
-
-    def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
-        """A worker has done with chunks of the client whose run it is."""
-        lane = self.lanes.find(run.session)
-        if lane is not None and run.worker is not None:
-            lane.came_back(run.worker, chunks)
-
-    def lost(self, worker: Worker) -> None:
-        """A worker has ended: nobody has anything of its."""
-        for lane in self.lanes.all():
-            lane.lost(worker)
-
-    async def finish(self) -> None:
-        """See :class:`Executor`."""
-
-    def reclaim(self) -> None:
-        """See :class:`Executor`."""
-        for worker in self._workers():
-            worker.send(w.Reclaim())
-
-    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
-        """See :class:`Executor`."""
-        self._dispatcher.start(self, invocation, done)
-
-    def withdraw(self, invocation: Invocation) -> bool:
-        """See :class:`Executor`."""
-        return self._dispatcher.withdraw(invocation)
-
-    def cancel(self, invocation: Invocation) -> None:
-        """See :class:`Executor`."""
-        self._dispatcher.cancel(invocation)
-
-    def abandon(self, invocation: Invocation) -> bool:
-        """See :class:`Executor`."""
-        return self._dispatcher.abandon(invocation)
-
-    def take_back(self, invocation: Invocation, record: Record) -> None:
-        """See :class:`Executor`."""
-        lane = self.lanes.find(invocation.session)
-        if lane is not None:
-            lane.give(record.chunks)
-
-    def lane_owner(self, run: Relayed) -> Worker | None:
-        """The worker whose results a run takes as arguments: no other one can hold them."""
-        lane = self.lanes.find(run.session)
-        return lane.owner(run.arguments.held) if lane is not None and run.arguments.held else None
-
-
-def _message(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
-    """A run as it travels, and the descriptors that go with it."""
-    invocation, arguments = run.invocation, run.arguments
-    known = worker.arenas.get(run.session, set())
-    #: Of a session that has ended nothing comes back: its memory is that of any caller.
-    arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
-    kept = [number for number in arenas if arguments.segments[number].info.id in known]
-    message = w.Run(
-        invocation.spec.name,
-        [encode(value) for value in arguments.args],
-        {name: encode(value) for name, value in arguments.kwargs.items()},
-        table=msgspec.Raw(arguments.table),
-        segments=[segment.info for segment in arguments.segments],
-        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-        kept=kept,
-        arenas=arenas,
-        chunks=list(arguments.chunks) if lane is not None else [],
-        held=list(arguments.held) if lane is not None else [],
-        pooled=invocation.pooled and lane is not None,
-        returnable=arguments.returnable and lane is not None,
-        chain=sorted(invocation.chain),
-        key=run.executor.key,
-        session=run.session,
-        background=invocation.background,
-    )
-    fds = tuple(segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept)
-    return message, fds
-
-
-def _outcome(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
-    if isinstance(message, w.Failed):
-        return Failure(message.code, message.text, message.detail, frame.payload)
-    segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
-    return Produced(
-        Record(
-            frame.payload,
-            bytes(message.table),
-            segments,
-            message.nbytes,
-            message.device,
-            message.chunks,
-            frozenset(message.arenas),
-            own=message.own,
-        ),
-        None,
-    )

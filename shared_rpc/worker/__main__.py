@@ -8,7 +8,8 @@ from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.exits import close_all
 from shared_rpc.hosting import set_host
 from shared_rpc.loading import load_providers
-from shared_rpc.worker.host import Overrides, WorkerHost
+from shared_rpc.worker.host import WorkerHost
+from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.parent import die_with_parent
 
 

@@ -8,18 +8,15 @@ import os
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
-from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SegmentNotFound, SharedRPCError, to_wire
-from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SharedRPCError, to_wire
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -27,62 +24,27 @@ from shared_rpc.records import Arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.executor import Invocation
-from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.lanes import Lane, lanes_of
 from shared_rpc.server.link import Link
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.settings import resolve_base_path, socket_path
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
 from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.values import decode_call
+from shared_rpc.worker.hosted import Hosted, arguments_of, given_back
+from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
     from shared_rpc.runtime import Runtime
 
-__all__ = ["Overrides", "WorkerHost"]
+__all__ = ["WorkerHost"]
 
 _log = logging.getLogger("shared_rpc.worker")
 
 #: Seconds that threads have, when the broker hangs up, before the process is ended under them.
 _GRACE = 0.5
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """What the broker's command line says of the app's providers, None for what it leaves to them."""
-
-    base_path: str | None = None
-    device: str | None = None
-    socket: str | None = None
-    max_workers: int | None = None
-    quotas: Sequence[str] = ()
-    #: The device whose name is in the socket's: with several workers that of the first.
-    listen_device: str | None = None
-
-    def socket_of(self, provider: Provider) -> str | None:
-        """Where the broker listens for a provider; None for where its own device says."""
-        if self.socket is not None or self.listen_device is None:
-            return self.socket
-        return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.listen_device)))
-
-
-class _Hosted:
-    """One provider: its executor, and the memory of the broker's sessions."""
-
-    def __init__(self, key: str, provider: Provider, max_workers: int | None) -> None:
-        self.key = key
-        self.provider = provider
-        self.lanes = lanes_of(provider.pool)
-        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, self.lanes, max_workers)
-
-    def find(self, session: str) -> Lane | None:
-        """The lane of a session that has one."""
-        return self.lanes.find(session)
 
 
 class WorkerHost:
@@ -95,9 +57,9 @@ class WorkerHost:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._overrides = overrides
-        self._hosted: dict[str, _Hosted] = {}
+        self._hosted: dict[str, Hosted] = {}
         self._adopting = threading.RLock()
-        self._runs: dict[int, tuple[_Hosted, Invocation]] = {}
+        self._runs: dict[int, tuple[Hosted, Invocation]] = {}
         self._link: Link
         self._loop: asyncio.AbstractEventLoop
         self._memory = WorkerThreads(1, _nothing)
@@ -129,7 +91,7 @@ class WorkerHost:
                 )
             provider.base_path = self._overrides.base_path if self._overrides.base_path is not None else provider.base_path
             provider.device = self._overrides.device if self._overrides.device is not None else provider.device
-            hosted = self._hosted[key] = _Hosted(key, provider, self._overrides.max_workers)
+            hosted = self._hosted[key] = Hosted(key, provider, self._overrides.max_workers)
             runtime = WorkerRuntime(provider, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here)
             message = w.Serve(
                 key,
@@ -234,7 +196,7 @@ class WorkerHost:
         arguments: Arguments | None = None
         try:
             if hosted is not None:  # whatever becomes of the run: a client's arena comes once
-                arguments = _arguments(hosted, message, frame)
+                arguments = arguments_of(hosted, message, frame)
             if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "
@@ -276,7 +238,7 @@ class WorkerHost:
             list(record.arenas),
             list(record.chunks),
             list(record.own),
-            _returned(hosted, invocation.session),
+            given_back(hosted, invocation.session),
         )
         try:
             self._link.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
@@ -290,18 +252,18 @@ class WorkerHost:
         finally:
             record.close()
 
-    def _fail(self, number: int, hosted: _Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
-        returned = [*_returned(hosted, session), *unused]
+    def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
+        returned = [*given_back(hosted, session), *unused]
         self._link.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
 
-    def _interrupt(self, number: int, message: Message, hosted: _Hosted, invocation: Invocation) -> None:
+    def _interrupt(self, number: int, message: Message, hosted: Hosted, invocation: Invocation) -> None:
         if isinstance(message, w.Stop):
             hosted.executor.cancel(invocation)
         elif (hosted.executor.abandon if isinstance(message, w.Drop) else hosted.executor.withdraw)(invocation):
             del self._runs[number]
-            self._link.send(w.Withdrawn(_returned(hosted, invocation.session)), number)
+            self._link.send(w.Withdrawn(given_back(hosted, invocation.session)), number)
 
-    def _see_to_session(self, hosted: _Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
+    def _see_to_session(self, hosted: Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
         lane = hosted.find(message.session)
         if lane is None:
             return
@@ -312,8 +274,8 @@ class WorkerHost:
         else:
             lane.await_chunks(lambda: self._on_loop(lambda: self._return(hosted, message.session)))
 
-    def _return(self, hosted: _Hosted, session: str) -> None:
-        chunks = _returned(hosted, session)
+    def _return(self, hosted: Hosted, session: str) -> None:
+        chunks = given_back(hosted, session)
         if chunks:
             self._link.send(w.Returned(hosted.key, session, chunks))
 
@@ -339,45 +301,6 @@ class WorkerHost:
                 segment.close()
 
         self._memory.start(Job(attempt, _nothing, done))
-
-
-def _returned(hosted: _Hosted | None, session: str) -> list[int]:
-    """Chunks of the client's that can go back to it."""
-    lane = hosted.find(session) if hosted is not None else None
-    return lane.returned() if lane is not None else []
-
-
-def _arguments(hosted: _Hosted, message: w.Run, frame: Frame) -> Arguments:
-    """The arguments of a run. They own the frame's descriptors from here on."""
-    arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas), returnable=message.returnable)
-    kept = frozenset(message.kept)
-    sent = deque(frame.take_fds())
-    try:
-        for number, info in enumerate(message.segments):
-            if number in kept:
-                arguments.segments.append(hosted.lanes.of(message.session).arena(info.id))
-            elif number in arguments.arenas and message.chunks:
-                arguments.segments.append(hosted.lanes.of(message.session).take_arena(info, sent.popleft()))
-            else:
-                arguments.segments.append(Segment(info, sent.popleft()))
-        if message.chunks:
-            arguments.loans.update(hosted.lanes.of(message.session).lent(message.chunks))
-        if message.held:
-            held = hosted.lanes.of(message.session).hold(message.held)
-            if held is None:
-                raise SegmentNotFound("the session has no such results", [info.id for info in message.segments])
-            arguments.loans.update(held)
-        arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
-        start = 0
-        for size in message.skeletons:
-            arguments.skeletons.append(frame.payload[start : start + size])
-            start += size
-    except BaseException:
-        arguments.close()
-        for fd in sent:
-            os.close(fd)
-        raise
-    return arguments
 
 
 def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
