@@ -6,6 +6,7 @@ Exits with 1 where a check fails. Real processes, real weights, real kills.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -161,6 +162,7 @@ def last_act(directory: str, answers: list[str]) -> None:
         apps += [App("client", environ), App("client", environ)]
         with Client(f"{directory}/broker", device="cpu", timeout=60) as client, ThreadPoolExecutor() as threads:
             worker = client.get_server_info()["workers"][0]["pid"]
+            importlib.import_module("sentence_transformers")  # the classes of what it attaches, as every client needs
             searches = [threads.submit(_search, app, 4) for app in apps]
             os.kill(worker, signal.SIGKILL)
             begin = time.perf_counter()
