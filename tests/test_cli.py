@@ -646,10 +646,11 @@ def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], c
     assert process.stderr == b""
 
 
+@pytest.mark.parametrize("options", [[], ["--in-process", "--max-bytes", "1G"]], ids=["workers", "in-process"])
 def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
-    start: Callable[..., Child], connect: Callable[..., Client], tmp_path: Path
+    start: Callable[..., Child], connect: Callable[..., Client], tmp_path: Path, options: list[str]
 ) -> None:
-    """The thread that pickles the result imports the module that waits for it."""
+    """The thread that pickles the result imports the module that waits for it; what it made is there for clients."""
     (tmp_path / "modelling.py").write_text(
         textwrap.dedent("""
         import torch
@@ -669,5 +670,6 @@ def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
         warm = model()
         """)
     )
-    start("serve", "modelling").expect("serving")
-    assert connect().get_server_info()["objects"] == 1
+    start("serve", "modelling", *options).expect("serving")
+    info = connect().get_server_info()
+    assert (info["objects"], info["builds"]) == (1, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +12,11 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from shared_rpc.provider import Provider
+    from shared_rpc.runtime import Runtime
+    from shared_rpc.server import Server
 
 __all__ = ["reload", "serve"]
 
@@ -110,32 +115,54 @@ def _serve_in_process(
     options: dict[str, Any],
 ) -> None:
     from shared_rpc.exits import close_all, end_now_if_busy
+    from shared_rpc.hosting import set_host
     from shared_rpc.loading import load_providers
-    from shared_rpc.server import Server
     from shared_rpc.server.signals import wait_for_signal
 
-    servers: list[Server] = []
+    host = _InProcessHost(base_path, device, socket, quota, options)
+    set_host(host)
 
     def begin() -> list[Server]:
-        for server in servers:
-            server.start()
+        for provider in providers:
+            host.adopt(provider)
+        for server in host.servers.values():
             _announce(server.socket_path, server.info()["endpoints"])
-        return servers
+        return list(host.servers.values())
 
     try:
         providers = load_providers(target)
         if socket is not None and len(providers) > 1:
             raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
-        for provider in providers:
-            provider.base_path = base_path if base_path is not None else provider.base_path
-            provider.device = device if device is not None else provider.device
-            check_quotas(quota, provider.device_id)
-            servers.append(Server(provider, socket_path=socket, quotas=quotas_of(quota), **options))
         wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
         close_all()
-    end_now_if_busy(servers)
+    end_now_if_busy(host.servers.values())
+
+
+class _InProcessHost:
+    """Serves each provider as the command line says, from its first call on: that may come while the app is loaded."""
+
+    def __init__(
+        self, base_path: str | None, device: str | None, socket: str | None, quota: list[str], options: dict[str, Any]
+    ) -> None:
+        self._base_path, self._device, self._socket = base_path, device, socket
+        self._quota = quota
+        self._options = options
+        self.servers: dict[Provider, Server] = {}
+
+    def adopt(self, provider: Provider) -> Runtime:
+        """See :class:`shared_rpc.hosting.Host`."""
+        from shared_rpc.runtime import ServerRuntime
+        from shared_rpc.server import Server
+
+        if provider not in self.servers:
+            provider.base_path = self._base_path if self._base_path is not None else provider.base_path
+            provider.device = self._device if self._device is not None else provider.device
+            check_quotas(self._quota, provider.device_id)
+            server = Server(provider, socket_path=self._socket, quotas=quotas_of(self._quota), **self._options)
+            self.servers[provider] = server.start()
+        return ServerRuntime(self.servers[provider])
 
 
 def reload(
