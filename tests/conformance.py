@@ -155,7 +155,7 @@ class BackendConformance:
         yield
         gc.collect()
         _await_makers()
-        assert open_fds() == fds
+        assert open_fds() <= fds
         # A driver gives the memory of a process that died back in its own time.
         eventually(lambda: self.footprint(backend) <= footprint + self.slack, what=f"footprint back to {footprint}")
 

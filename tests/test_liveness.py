@@ -102,7 +102,7 @@ def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
     assert stays_unset(ended)
     os.close(other)
     assert is_set_soon(ended)
-    eventually(lambda: open_fds() == before, what=f"{before} open descriptors")
+    eventually(lambda: open_fds() <= before, what=f"{before} open descriptors")
 
 
 def test_a_copy_in_another_process_counts(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
@@ -169,7 +169,7 @@ def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
     os.close(liveness.issue(b"content", fail))
     eventually(lambda: "the driver is gone" in caplog.text)
-    eventually(lambda: open_fds() == before)
+    eventually(lambda: open_fds() <= before)
 
 
 # What it says.
