@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import signal
 import threading
@@ -19,6 +20,7 @@ from shared_rpc.codec import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.records import Record
 from tests.apps import ROLES, App
+from tests.brokers import BrokerApp
 from tests.processes import Child, eventually, open_fds
 
 pytest.register_assert_rewrite("tests.conformance")
@@ -121,6 +123,22 @@ def children() -> Iterator[list[Child]]:
         if child.process.poll() is None:
             child.process.kill()
         child.process.communicate()
+
+
+@pytest.fixture
+def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+    """An app for a broker, with the endpoints that every such app has; it is not served yet."""
+    app = BrokerApp(tmp_path, base_path, children)
+    app.write()
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """For calls that wait."""
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import concurrent.futures
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,9 @@ from tests.processes import ROOT, Child, eventually
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write()
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield pool
+    return broker_app
 
 
 def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from shared_rpc import Client, errors
 from tests.brokers import BrokerApp, another_worker, worker_pids
-from tests.processes import Child, eventually
+from tests.processes import eventually
 
 pytestmark = pytest.mark.gpu
 
@@ -30,12 +28,10 @@ def plus(x):
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app on the GPU that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write(ON_GPU)
-    yield app
-    app.close()
+    broker_app.write(ON_GPU)
+    return broker_app
 
 
 def connect(app: BrokerApp) -> Client:

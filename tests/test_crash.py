@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,19 +21,9 @@ from tests.processes import Child, eventually
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write()
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield pool
+    return broker_app
 
 
 @pytest.mark.parametrize(("how", "name", "code"), [("segfault", "SIGSEGV", None), ("kill", "SIGKILL", None), ("exit", None, 3)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,10 @@ NEW = OLD.replace("1.0", "2.0")
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write(OLD)
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield pool
+    broker_app.write(OLD)
+    return broker_app
 
 
 def test_what_changed_is_built_anew(app: BrokerApp) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +33,15 @@ from shared_rpc.records import EMPTY_TABLE
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 from tests.brokers import BrokerApp, begun
-from tests.processes import Child, eventually
+from tests.processes import eventually
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write()
-    yield app
-    app.close()
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield pool
+    return broker_app
 
 
 @pytest.fixture

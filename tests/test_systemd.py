@@ -81,13 +81,6 @@ def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
     return make_manager()
 
 
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """For calls that wait."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield pool
-
-
 def loaded(client: Any) -> bool:
     """Whether a worker of the current broker has loaded the app."""
     return any(worker["state"] == "ready" for worker in client.get_server_info()["workers"])
