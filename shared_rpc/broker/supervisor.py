@@ -73,6 +73,9 @@ class Supervisor:
         self._stopped_until = 0.0
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
         self._reloading = anyio.Lock()
+        #: The number of the latest reload asked for, and of the latest that was done or refused, and then why.
+        self._asked = self._answered = 0
+        self._refused: Exception | None = None
         self._stopping = False
         self._spawn: Spawner
 
@@ -215,31 +218,52 @@ class Supervisor:
     async def reload(self) -> list[Worker]:
         """Start workers with the app's code as it is now, and let them take over when all are ready: the new ones.
 
-        :raises WorkerCrashed: if one fails to load it; then nothing has changed.
+        A later reload ends the loading of an earlier one, which may hang; the earlier one then ends as the later one does.
+
+        :raises WorkerCrashed: if a worker fails to load the code; then nothing has changed.
         """
-        async with self._reloading:
-            if self._stopping:
-                raise ConfigurationError("the broker is stopping")
-            mine: list[Worker] = []
-            self._next = []
-            try:
-                for number in range(self._count):
-                    mine.append(self._new(number))
-                    self._next.append(mine[-1])
-                await self._all_loaded(mine)
-            except BaseException:
-                for worker in mine:
-                    self._loaded.pop(worker, None)
-                    worker.kill("another worker of the same reload failed")
-                raise
-            self._old += self.workers
-            self.workers, self._next = self._next, []
-            self._crashes.clear()
-            self._stopped_until, self._last = 0.0, None
+        self._asked += 1
+        number = self._asked
+        for worker in self._next:
+            if worker in self._loaded:
+                worker.kill("a later reload took its place")
+        while True:
+            async with self._reloading:  # first come, first served: an earlier one that has to wait is behind the later ones
+                if self._answered < number == self._asked:
+                    self._refused = await self._load_next()
+                if self._asked == number:
+                    self._answered = number
+                if self._answered >= number:
+                    if self._refused is not None:
+                        raise self._refused
+                    return self.workers
+
+    async def _load_next(self) -> Exception | None:
+        """Replace the workers by new ones; what kept them from loading the app."""
+        if self._stopping:
+            return ConfigurationError("the broker is stopping")
+        mine: list[Worker] = []
+        self._next = []
+        try:
+            for number in range(self._count):
+                mine.append(self._new(number))
+                self._next.append(mine[-1])
+            await self._all_loaded(mine)
+        except BaseException as error:
             for worker in mine:
-                if worker not in self.workers:  # it ended while the others loaded the app
-                    self._spawn(self._restart, worker.number)
-            return self.workers
+                self._loaded.pop(worker, None)
+                worker.kill("another worker of the same reload failed")
+            if not isinstance(error, Exception):
+                raise
+            return error
+        self._old += self.workers
+        self.workers, self._next = self._next, []
+        self._crashes.clear()
+        self._stopped_until, self._last = 0.0, None
+        for worker in mine:
+            if worker not in self.workers:  # it ended while the others loaded the app
+                self._spawn(self._restart, worker.number)
+        return None
 
     def retire_old(self) -> None:
         """Those that were replaced end as soon as they have nothing to do."""

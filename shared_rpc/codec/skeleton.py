@@ -179,7 +179,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+    # The operator itself: the public function of torch 2.11 asks for the setting of invariant checks, and warns the first time
+    # of what it is, whatever it was told. That is for who makes a sparse tensor; here one comes back as it was.
+    rebuilt: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape, is_coalesced=coalesced)
+    return rebuilt
 
 
 def _reduce_parametrized(module: torch.nn.Module) -> Any:
