@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.statistics import Statistics
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
@@ -96,6 +98,7 @@ class Runs:
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
+        self.statistics = Statistics()
         self._executor = executor
         self._objects = objects
         self._leases = leases
@@ -131,6 +134,7 @@ class Runs:
         if waiter.flight is not None:
             close_arguments(arguments)
             self.counters["joined"] += 1
+            self.statistics.of(spec.name).joined += 1
             self._catch_up(waiter, waiter.flight)
             return
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
@@ -160,6 +164,7 @@ class Runs:
         if stored is None:
             return False
         self.counters["cache_hits"] += 1
+        self.statistics.of(spec.name).hits += 1
         self._deliver([waiter], spec, stored.record, stored.live, stored)
         return True
 
@@ -195,7 +200,8 @@ class Runs:
 
     def _begin(self, flight: Flight[Waiter]) -> None:
         self.counters["builds"] += 1
-        self.calls.begin(flight)
+        self.statistics.of(flight.endpoint).builds += 1
+        self.calls.begin(flight, time.monotonic())
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
@@ -217,6 +223,8 @@ class Runs:
 
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
+        if flight.running:
+            self.statistics.of(flight.endpoint).build_seconds += time.monotonic() - flight.begun_at
         if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
             self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
@@ -263,7 +271,7 @@ class Runs:
         if refusal is not None:
             record.close()
             self._executor.reclaim()
-            self._tell_all(waiters, refusal)
+            self._tell_all(spec.name, waiters, refusal)
             return
         stored = self._objects.add(
             spec.name,
@@ -288,11 +296,12 @@ class Runs:
         return None
 
     def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        self._tell_all(self.calls.close(flight), failure)
+        self._tell_all(flight.endpoint, self.calls.close(flight), failure)
 
-    def _tell_all(self, waiters: Sequence[Waiter], failure: Failure) -> None:
+    def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
+        self.counters["failures"] += len(waiters)
+        self.statistics.of(endpoint).errors += len(waiters)
         for waiter in waiters:
-            self.counters["failures"] += 1
             tell(waiter, failure)
 
     def _deliver(
