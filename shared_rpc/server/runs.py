@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
+from shared_rpc.server.observing import Observed
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.statistics import Statistics
 from shared_rpc.store.calls import CallTable, Flight
@@ -60,6 +62,8 @@ class Waiter:
     :param on_leave: called when it no longer waits, of one that the core does not know of.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of somebody who waits for a task: called with every change.
+    :param request_id: tells its request from all others, for logs and errors.
+    :param observed: its call, where somebody listens.
     """
 
     session: str
@@ -75,6 +79,8 @@ class Waiter:
     on_leave: Callable[[], None] | None = None
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
+    request_id: str = ""
+    observed: Observed | None = field(default=None, repr=False)
     flight: Flight[Waiter] | None = field(default=None, repr=False)
     task: Task[Waiter] | None = field(default=None, repr=False)
 
@@ -85,6 +91,7 @@ class Runs:
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record that is to be kept; what it raises is told instead.
     :param listed: called with an object that the cache lists from now on.
+    :param server_id: the server's, for those who listen.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class Runs:
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
         listed: Callable[[StoredObject], None],
+        server_id: str,
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
@@ -105,6 +113,7 @@ class Runs:
         self._settle = settle
         self._admit = admit
         self._listed = listed
+        self._server_id = server_id
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -135,8 +144,12 @@ class Runs:
             close_arguments(arguments)
             self.counters["joined"] += 1
             self.statistics.of(spec.name).joined += 1
+            if waiter.observed is not None:
+                waiter.observed.how = "joined"
             self._catch_up(waiter, waiter.flight)
             return
+        if key is not None and not waiter.refreshes:
+            self.statistics.of(spec.name).misses += 1
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
         self._invocations[flight] = Invocation(
@@ -150,6 +163,7 @@ class Runs:
             on_starved=lambda why: self._starved(flight, why),
             on_begin=lambda: self._begin(flight),
             on_progress=lambda progress: self._progress(flight, progress),
+            request_id=waiter.request_id,
         )
         if spec.concurrency == "serialized":
             line = self._lines[spec.name]
@@ -165,6 +179,8 @@ class Runs:
             return False
         self.counters["cache_hits"] += 1
         self.statistics.of(spec.name).hits += 1
+        if waiter.observed is not None:
+            waiter.observed.how = "hit"
         self._deliver([waiter], spec, stored.record, stored.live, stored)
         return True
 
@@ -202,6 +218,16 @@ class Runs:
         self.counters["builds"] += 1
         self.statistics.of(flight.endpoint).builds += 1
         self.calls.begin(flight, time.monotonic())
+        if HOOKS.registered:
+            invocation = self._invocations[flight]
+            HOOKS.emit(
+                BuildStarted(
+                    server_id=self._server_id,
+                    endpoint=flight.endpoint,
+                    request_id=invocation.request_id,
+                    cached=flight.key is not None,
+                )
+            )
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
@@ -224,7 +250,7 @@ class Runs:
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
         if flight.running:
-            self.statistics.of(flight.endpoint).build_seconds += time.monotonic() - flight.begun_at
+            self._count_build(flight, invocation, outcome)
         if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
             self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
@@ -232,6 +258,21 @@ class Runs:
         elif isinstance(outcome, Produced) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
         self._next_turn(flight, invocation.spec)
+
+    def _count_build(self, flight: Flight[Waiter], invocation: Invocation, outcome: Produced | Failure) -> None:
+        seconds = time.monotonic() - flight.begun_at
+        self.statistics.of(flight.endpoint).build_seconds += seconds
+        if HOOKS.registered:
+            HOOKS.emit(
+                BuildFinished(
+                    server_id=self._server_id,
+                    endpoint=flight.endpoint,
+                    request_id=invocation.request_id,
+                    cached=flight.key is not None,
+                    seconds=seconds,
+                    error=outcome.code if isinstance(outcome, Failure) else "",
+                )
+            )
 
     def _drop(self, flight: Flight[Waiter]) -> None:
         """Nobody waits, and it has not begun."""
@@ -321,6 +362,8 @@ class Runs:
 def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
     """Deliver. What goes wrong with one waiter must not reach the next, and not end the server."""
     waiter.flight = None
+    if waiter.observed is not None:
+        waiter.observed.told(outcome)
     try:
         waiter.deliver(outcome)
     except Exception:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from shared_rpc.instrumentation import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.server.core import Core
 from shared_rpc.transport import Peer
 
@@ -28,6 +30,9 @@ class Session:
         self.token = secrets.token_hex(16)
         self.peer = peer
         self.connections: set[Connection] = set()
+        #: Whether its client has said that it ends.
+        self.closing = False
+        self.began = time.monotonic()
 
     def facts(self) -> dict[str, Any]:
         """Who holds something: shown to people."""
@@ -58,6 +63,10 @@ class Sessions:
         if session is None or session.peer != connection.peer:
             session = Session(connection.peer)
             self._by_token[session.token] = self._by_id[session.session_id] = session
+            if HOOKS.registered:
+                HOOKS.emit(
+                    SessionOpened(server_id=self._core.server_id, session=session.session_id, pid=session.peer.pid),
+                )
         session.connections.add(connection)
         return session
 
@@ -69,7 +78,19 @@ class Sessions:
         session.connections.discard(connection)
         if not session.connections:
             del self._by_token[session.token], self._by_id[session.session_id]
-            self._core.end_session(session.session_id)
+            leases = self._core.leases.count(session.session_id)
+            self._core.end_session(session.session_id, clean=session.closing)
+            if HOOKS.registered:
+                HOOKS.emit(
+                    SessionClosed(
+                        server_id=self._core.server_id,
+                        session=session.session_id,
+                        pid=session.peer.pid,
+                        seconds=time.monotonic() - session.began,
+                        leases=leases,
+                        clean=session.closing,
+                    )
+                )
 
     def holders(self, object_id: str) -> list[dict[str, Any]]:
         """Who holds an object: clients, and without a connection this process itself, and tasks nobody has fetched yet."""

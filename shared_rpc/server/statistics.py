@@ -19,6 +19,7 @@ class EndpointCounts:
 
     :param calls: calls and submits that named it and had arguments that fit.
     :param hits: of these, those that were answered from the cache.
+    :param misses: those that the cache could have answered, and that began a run.
     :param joined: those that joined a run that went on already (singleflight).
     :param builds: runs of the endpoint that began; one that is not cached has as many as calls.
     :param build_seconds: what the runs that ended took together, from their beginning to their outcome.
@@ -27,6 +28,7 @@ class EndpointCounts:
 
     calls: int = 0
     hits: int = 0
+    misses: int = 0
     joined: int = 0
     builds: int = 0
     build_seconds: float = 0.0

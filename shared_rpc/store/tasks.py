@@ -93,7 +93,7 @@ class TaskTable(Generic[W]):
         remembered: int = 10_000,
         first: int = 1,
     ) -> None:
-        self._issuer = issuer
+        self.issuer = issuer
         self._now = now
         self._on_forget = on_forget
         self._result_ttl = result_ttl
@@ -120,7 +120,7 @@ class TaskTable(Generic[W]):
         """A new, pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
-            task_id=f"{self._issuer}-{self._issued}",
+            task_id=f"{self.issuer}-{self._issued}",
             endpoint=endpoint,
             status=TaskStatus.PENDING,
             created_at=self._now(),
@@ -166,7 +166,7 @@ class TaskTable(Generic[W]):
         issuer, _, number = task_id[:100].rpartition("-")
         # As it would have been written: int() takes more than that.
         if (
-            issuer == self._issuer
+            issuer == self.issuer
             and number.isdecimal()
             and number == str(int(number))
             and self._first <= int(number) <= self._issued
