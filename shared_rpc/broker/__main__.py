@@ -15,6 +15,7 @@ from shared_rpc.broker.detaching import detach
 from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConnectionClosed, SharedRPCError, WorkerCrashed
+from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import take_service_variables
 
@@ -35,6 +36,9 @@ def main() -> int:
         options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
     )
     try:
+        exporter = None
+        if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
+            exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
         inherited = inherit(take_service_variables())
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
@@ -49,12 +53,15 @@ def main() -> int:
         idle_exit=options.idle_exit,
         on_end=end,
         inherited=inherited,
+        exporter=exporter,
     )
 
     def begin() -> Broker:
         broker.start()
         for path, names in broker.served().items():
             print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
+        if exporter is not None:
+            print(f"metrics at {exporter.url}", flush=True)
         return broker
 
     try:
@@ -87,6 +94,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tasks", type=int, default=1000)
     parser.add_argument("--result-ttl", type=float, default=3600.0)
     parser.add_argument("--idle-exit", type=float)
+    parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--metrics-host", default="127.0.0.1")
     #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
     parser.add_argument("--detach", type=int)
     return parser.parse_args()

@@ -51,6 +51,12 @@ def serve(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="End when nobody has used it for so long: no client, lease or task."),
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve metrics for Prometheus there; 0 for any free port.")
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address that port is on; others than this host's reach 0.0.0.0.")
+    ] = "127.0.0.1",
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
 
@@ -72,7 +78,8 @@ def serve(
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
         if idle_exit is not None:
             raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
-        _serve_in_process(target, device, base_path, socket, quota or [], options | {"max_workers": max_workers})
+        options |= {"max_workers": max_workers, "metrics_port": metrics_port, "metrics_host": metrics_host}
+        _serve_in_process(target, device, base_path, socket, quota or [], options)
         return
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
@@ -83,7 +90,8 @@ def serve(
         options
         | {"base_path": base_path, "socket": socket}
         | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout}
-        | {"idle_exit": idle_exit},
+        | {"idle_exit": idle_exit}
+        | {"metrics_port": metrics_port, "metrics_host": metrics_host if metrics_port is not None else None},
     )
 
 
@@ -127,12 +135,19 @@ def _serve_in_process(
             host.adopt(provider)
         for server in host.servers.values():
             _announce(server.socket_path, server.info()["endpoints"])
+            if server.metrics_url is not None:
+                print(f"metrics at {server.metrics_url}", flush=True)
         return list(host.servers.values())
 
     try:
         providers = load_providers(target)
         if socket is not None and len(providers) > 1:
             raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+        if options["metrics_port"] is not None and len(providers) > 1:
+            raise ConfigurationError(
+                f"{target} has {len(providers)} providers for one --metrics-port: name one with {target}:name, or leave out "
+                f"--in-process"
+            )
         wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
