@@ -139,7 +139,9 @@ class LeaseGiven(Event, frozen=True, kw_only=True):
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
-    """It holds it no more. ``reclaimed``: its client ended without having closed, as one does that is killed."""
+    """It holds it no more. ``reclaimed``: its client's process ended without having closed, as one does that is
+    killed.
+    """
 
     object_id: str
     session: str
@@ -154,7 +156,7 @@ class SessionOpened(Event, frozen=True, kw_only=True):
 
 
 class SessionClosed(Event, frozen=True, kw_only=True):
-    """Its last connection has ended. ``clean``: it had said that it would."""
+    """Its last connection has ended. ``clean``: by its client, which closed; else the process has ended, or been killed."""
 
     session: str
     pid: int
@@ -173,7 +175,9 @@ class TaskChanged(Event, frozen=True, kw_only=True):
 
 
 class RequestFailed(Event, frozen=True, kw_only=True):
-    """A client was answered with an error, whatever it had asked for. Its exception has the same ``request_id``."""
+    """A client was answered with an error, whatever it had asked for. Its exception has the same ``request_id``.
+    ``text`` is the beginning of its message.
+    """
 
     request_id: str
     session: str

@@ -23,7 +23,7 @@ LAYERS = [
     ["wire"],
     ["revised"],
     ["endpoints", "handle", "running"],
-    ["store", "transport", "codec"],
+    ["store", "transport", "codec", "logs"],
     ["preload"],
     ["client", "server"],
     ["in_process_generations"],

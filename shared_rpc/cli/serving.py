@@ -12,6 +12,7 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -57,6 +58,12 @@ def serve(
     metrics_host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="The address that port is on; others than this host's reach 0.0.0.0.")
     ] = "127.0.0.1",
+    log_format: Annotated[LogFormat | None, typer.Option(help="Log to standard error, one line for each event.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged: info where only a format is given.")] = None,
+    hook: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:NAME", help="A function that gets every event, imported by the server. May be repeated."),
+    ] = None,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
 
@@ -74,10 +81,16 @@ def serve(
     }
     quotas_of(quota or ())  # what is not well-formed is told before anything starts
     if in_process:
+        if hook:
+            raise ConfigurationError(
+                "--in-process loads the app into the server: have the app call add_hook, and leave out --hook"
+            )
         if workers != 1 or worker_device or build_timeout is not None:
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
         if idle_exit is not None:
             raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
+        if log_format is not None or log_level is not None:
+            configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
         options |= {"max_workers": max_workers, "metrics_port": metrics_port, "metrics_host": metrics_host}
         _serve_in_process(target, device, base_path, socket, quota or [], options)
         return
@@ -86,11 +99,12 @@ def serve(
     devices = worker_device or ([device] if device is not None else [])
     _become_broker(
         target,
-        {"device": devices, "quota": quota or []},
+        {"device": devices, "quota": quota or [], "hook": hook or []},
         options
         | {"base_path": base_path, "socket": socket}
         | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout}
         | {"idle_exit": idle_exit}
+        | {"log_format": log_format, "log_level": log_level}
         | {"metrics_port": metrics_port, "metrics_host": metrics_host if metrics_port is not None else None},
     )
 

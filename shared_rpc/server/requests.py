@@ -35,6 +35,8 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Calls of one connection that may be under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
+#: Characters of an error's text for those who listen.
+_SHOWN = 500
 #: Tasks that one page lists.
 _PAGE = 1000
 
@@ -104,7 +106,7 @@ class Requests(GenerationRequests):
                 session=self._connection.session_id,
                 pid=self._connection.peer.pid,
                 code=code,
-                text=text,
+                text=text[:_SHOWN],
             )
         )
 

@@ -79,7 +79,9 @@ class Sessions:
         if not session.connections:
             del self._by_token[session.token], self._by_id[session.session_id]
             leases = self._core.leases.count(session.session_id)
-            self._core.end_session(session.session_id, clean=session.closing)
+            # One that hangs up while another of its threads waits cannot say goodbye, and lives on.
+            clean = session.closing or not _ends(session.peer.pid)
+            self._core.end_session(session.session_id, clean=clean)
             if HOOKS.registered:
                 HOOKS.emit(
                     SessionClosed(
@@ -88,7 +90,7 @@ class Sessions:
                         pid=session.peer.pid,
                         seconds=time.monotonic() - session.began,
                         leases=leases,
-                        clean=session.closing,
+                        clean=clean,
                     )
                 )
 
@@ -107,3 +109,16 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+
+#: PF_EXITING of the kernel (include/linux/sched.h). It is set before a process's descriptors are closed.
+_EXITING = 0x4
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process has ended, or is about to. One of another pid namespace cannot be seen, and is taken for ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return bool(int(stat.read().rpartition(b")")[2].split()[6]) & _EXITING)
+    except (OSError, ValueError, IndexError):
+        return True
