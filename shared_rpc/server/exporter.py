@@ -72,6 +72,7 @@ class Exporter:
         self._post: Callable[[Callable[[], None]], object]
         self._read: Callable[[], Found]
         self._thread = threading.Thread(target=self._run, name="shared-rpc-metrics", daemon=True)
+        self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event
         self._found: Found
@@ -89,13 +90,16 @@ class Exporter:
         return f"http://{host}:{self.port}/metrics"
 
     def start(self, post: Callable[[Callable[[], None]], object], read: Callable[[], Found]) -> None:
-        """Serve.
+        """Serve; return when it does.
 
         :param post: has the server's loop call a function; what it raises means that the server has ended.
         :param read: is called there.
         """
         self._post, self._read = post, read
+        import prometheus_client  # noqa: F401  here, and not while another thread may fork
+
         self._thread.start()
+        self._ready.wait()
 
     def close(self) -> None:
         """Give the port back. Who is being answered is not waited for."""
@@ -111,6 +115,8 @@ class Exporter:
             asyncio.run(self._serve())
         except Exception:
             _log.exception("metrics are not served any more at %s", self.url)
+        finally:
+            self._ready.set()
 
     async def _serve(self) -> None:
         from prometheus_client import CollectorRegistry, ProcessCollector
@@ -120,6 +126,7 @@ class Exporter:
         ProcessCollector(registry=self._registry)
         self._registry.register(_Collector(lambda: self._found))
         server = await asyncio.start_server(self._welcome, sock=self._listener, limit=_HEADER)
+        self._ready.set()
         await self._stop.wait()
         server.close()
         for connection in tuple(self._connections):
