@@ -33,7 +33,10 @@ BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 
 
 class Durations:
-    """A histogram of seconds."""
+    """A histogram of seconds.
+
+    :param bounds: of the buckets; there is one more for what took longer.
+    """
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -41,6 +44,13 @@ class Durations:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+
+    def plus(self, *others: Durations) -> Durations:
+        """All of them together, in a histogram of its own."""
+        made = Durations(self._bounds)
+        made._counts = [sum(counts) for counts in zip(self._counts, *(other._counts for other in others), strict=True)]
+        made.sum = sum((other.sum for other in others), self.sum)
+        return made
 
     def add(self, seconds: float) -> None:
         """One more."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from shared_rpc.instrumentation import Outcome
 from shared_rpc.server.meter import BUILD_BUCKETS, CALL_BUCKETS, Durations, Meter
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Reading", "WorkersReading", "families", "read"]
 
 _PREFIX = "shared_rpc_"
+_NO_CALLS, _NO_BUILDS = Durations(CALL_BUCKETS), Durations(BUILD_BUCKETS)
 
 
 @dataclass
@@ -40,11 +42,12 @@ class WorkersReading:
 class Reading:
     """One server at one moment, or several together. It shares nothing with what it was read from."""
 
-    #: By endpoint: of :class:`shared_rpc.server.statistics.EndpointCounts` each field.
+    #: By endpoint: of :class:`shared_rpc.server.statistics.EndpointCounts` each field. All are there that are registered.
     endpoints: dict[str, Counter[str]] = field(default_factory=dict)
-    #: By endpoint and outcome, and by endpoint: cumulated counts and the sum.
-    calls: dict[tuple[str, str], tuple[list[tuple[str, int]], float]] = field(default_factory=dict)
-    builds: dict[str, tuple[list[tuple[str, int]], float]] = field(default_factory=dict)
+    #: By endpoint and outcome.
+    calls: dict[tuple[str, str], Durations] = field(default_factory=dict)
+    #: By endpoint.
+    builds: dict[str, Durations] = field(default_factory=dict)
     failed_builds: Counter[str] = field(default_factory=Counter)
     running: Counter[str] = field(default_factory=Counter)
     queued: Counter[str] = field(default_factory=Counter)
@@ -70,40 +73,26 @@ class Reading:
             getattr(self, name).update(getattr(other, name))
 
 
-def _merge(into: dict[Any, tuple[list[tuple[str, int]], float]], other: dict[Any, tuple[list[tuple[str, int]], float]]) -> None:
-    for key, (buckets, total) in other.items():
-        if key in into:
-            mine, sum_ = into[key]
-            into[key] = [(name, count + more) for (name, count), (_, more) in zip(mine, buckets, strict=True)], sum_ + total
-        else:
-            into[key] = buckets, total
+def _merge(into: dict[Any, Durations], other: dict[Any, Durations]) -> None:
+    for key, durations in other.items():
+        into[key] = into[key].plus(durations) if key in into else durations
 
 
 def read(core: Core, acceptor: Acceptor, meter: Meter) -> Reading:
     """A server as it is now. On its loop; of its whole work this is what must be done there."""
     reading = Reading()
-    names = {spec.name for spec in core.registry.all()}
-    for name in names:  # one that was not called yet is told with zeros, so that rates begin with its first call
-        reading.endpoints[name] = Counter()
-        reading.builds[name] = Durations(BUILD_BUCKETS).cumulated(), 0.0
-        for outcome in ("hit", "joined", "built", "failed", "left"):
-            reading.calls[name, outcome] = Durations(CALL_BUCKETS).cumulated(), 0.0
-    for name, counts in core.runs.statistics:
-        reading.endpoints[name] = Counter(counts.facts())
-    for call, durations in meter.calls.items():
-        reading.calls[call] = durations.cumulated(), durations.sum
-    for name, durations in meter.builds.items():
-        reading.builds[name] = durations.cumulated(), durations.sum
-    reading.failed_builds.update({**dict.fromkeys(names, 0), **meter.failed_builds})
-    reading.running.update(dict.fromkeys(names, 0))
-    reading.queued.update(dict.fromkeys(names, 0))
+    reading.endpoints = {spec.name: Counter() for spec in core.registry.all()}
+    reading.endpoints |= {name: Counter(counts.facts()) for name, counts in core.runs.statistics}
+    reading.calls = {call: durations.plus() for call, durations in meter.calls.items()}
+    reading.builds = {name: durations.plus() for name, durations in meter.builds.items()}
+    reading.failed_builds.update(meter.failed_builds)
     for flight in core.runs.calls:
         (reading.running if flight.running else reading.queued)[flight.endpoint] += 1
     reading.errors.update(meter.errors)
     reading.objects.update({"result": len(core.objects) - len(core.buffers.table), "buffer": len(core.buffers.table)})
     reading.memory.update({core.device: 0, **core.objects.usage()})
     reading.tasks.update(core.tasks.table.counts())
-    reading.task_changes.update({**dict.fromkeys(core.tasks.table.counts(), 0), **meter.task_changes})
+    reading.task_changes.update(meter.task_changes)
     pools = core.lanes.facts()
     reading.plain.update(
         {
@@ -130,26 +119,27 @@ def families(reading: Reading, workers: WorkersReading | None, version: str) -> 
 
 
 def _of_endpoints(reading: Reading) -> Iterator[Metric]:
-    calls = [(call, buckets[-1][1]) for call, (buckets, _) in reading.calls.items()]
-    yield _counter("calls", "Calls and submits that ended, by how.", ("endpoint", "outcome"), calls)
-    yield _histogram("call_duration_seconds", "From call to answer, in the server.", ("endpoint", "outcome"), reading.calls)
-    counts = reading.endpoints.items()
-    for name, field_, text in (
+    # What has not happened yet is told with zeros, so that rates begin with the first time.
+    names = reading.endpoints
+    calls = {(name, outcome): _NO_CALLS for name in names for outcome in get_args(Outcome)} | reading.calls
+    builds = dict.fromkeys(names, _NO_BUILDS) | reading.builds
+    ended = [(call, durations.count) for call, durations in calls.items()]
+    yield _counter("calls", "Calls and submits that ended, by how.", ("endpoint", "outcome"), ended)
+    yield _histogram("call_duration_seconds", "From call to answer, in the server.", ("endpoint", "outcome"), calls)
+    for name, counted, text in (
         ("cache_hits", "hits", "Calls that were answered from the cache."),
         ("cache_misses", "misses", "Calls that the cache could have answered, and that began a run."),
         ("joined_calls", "joined", "Calls that joined a run that went on (singleflight)."),
         ("builds", "builds", "Runs of the endpoint that began."),
     ):
-        yield _counter(name, text, ("endpoint",), [((endpoint,), of[field_]) for endpoint, of in counts])
-    yield _counter("build_failures", "Runs that ended with an error.", ("endpoint",), _one(reading.failed_builds))
-    yield _histogram(
-        "build_duration_seconds",
-        "How long runs took.",
-        ("endpoint",),
-        {(endpoint,): found for endpoint, found in reading.builds.items()},
-    )
-    yield _gauge("builds_running", "Runs that go on now.", ("endpoint",), _one(reading.running))
-    yield _gauge("builds_queued", "Runs that wait for their turn or for a worker.", ("endpoint",), _one(reading.queued))
+        yield _counter(name, text, ("endpoint",), [((endpoint,), counts[counted]) for endpoint, counts in names.items()])
+    failed = {name: reading.failed_builds[name] for name in names}
+    yield _counter("build_failures", "Runs that ended with an error.", ("endpoint",), _one(failed))
+    took = {(endpoint,): durations for endpoint, durations in builds.items()}
+    yield _histogram("build_duration_seconds", "How long runs took.", ("endpoint",), took)
+    running, queued = ({name: counts[name] for name in names} for counts in (reading.running, reading.queued))
+    yield _gauge("builds_running", "Runs that go on now.", ("endpoint",), _one(running))
+    yield _gauge("builds_queued", "Runs that wait for their turn or for a worker.", ("endpoint",), _one(queued))
     yield _counter("errors", "Requests that were answered with an error, by its code.", ("code",), _one(reading.errors))
 
 
@@ -173,7 +163,8 @@ def _of_clients(reading: Reading) -> Iterator[Metric]:
     yield _total("sessions_closed", "Sessions whose client closed.", reading)
     yield _total("sessions_lost", "Sessions whose client ended without having closed.", reading)
     yield _gauge("tasks", "Tasks that are remembered, by status.", ("status",), _one(reading.tasks))
-    yield _counter("task_changes", "Tasks that came to a status.", ("status",), _one(reading.task_changes))
+    changes = {status: reading.task_changes[status] for status in reading.tasks}
+    yield _counter("task_changes", "Tasks that came to a status.", ("status",), _one(changes))
 
 
 def _of_workers(workers: WorkersReading) -> Iterator[Metric]:
@@ -210,13 +201,13 @@ def _gauge(name: str, text: str, labels: Iterable[str], samples: Samples) -> Met
 
 
 def _histogram(
-    name: str, text: str, labels: Iterable[str], found: dict[tuple[str, str], Any] | dict[tuple[str], Any]
+    name: str, text: str, labels: Iterable[str], found: Mapping[tuple[str, str], Durations] | Mapping[tuple[str], Durations]
 ) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(_PREFIX + name, text, labels=tuple(labels))
-    for values, (buckets, total) in found.items():
-        family.add_metric(values, buckets, total)
+    for values, durations in found.items():
+        family.add_metric(values, durations.cumulated(), durations.sum)
     return family
 
 

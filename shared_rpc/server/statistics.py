@@ -6,7 +6,6 @@ for, see :mod:`shared_rpc.instrumentation`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ class EndpointCounts:
 
     def facts(self) -> dict[str, int | float]:
         """By name."""
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Statistics:

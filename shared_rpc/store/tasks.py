@@ -103,6 +103,7 @@ class TaskTable(Generic[W]):
         self._first = first
         self._issued = first - 1
         self._tasks: dict[str, Task[W]] = {}
+        self._counts = {status.value: 0 for status in TaskStatus}
         #: In the order they ended.
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
@@ -127,6 +128,7 @@ class TaskTable(Generic[W]):
             cache_key=cache_key,
         )
         task = self._tasks[info.task_id] = Task(info, self._issued, kept)
+        self._counts[info.status.value] += 1
         return task
 
     def advance(self, task: Task[W], status: TaskStatus, **facts: Any) -> None:
@@ -144,6 +146,8 @@ class TaskTable(Generic[W]):
             self._finished[task.info.task_id] = task
         if facts.get("error_message"):
             facts["error_message"] = facts["error_message"][:_SHOWN]
+        self._counts[task.info.status.value] -= 1
+        self._counts[status.value] += 1
         task.info = msgspec.structs.replace(task.info, status=status, **facts)
         while len(self._finished) > self._remembered:
             self._forget(next(iter(self._finished.values())))
@@ -207,13 +211,11 @@ class TaskTable(Generic[W]):
 
     def counts(self) -> dict[str, int]:
         """How many tasks there are of each status."""
-        counts = {status.value: 0 for status in TaskStatus}
-        for task in self._tasks.values():
-            counts[task.info.status.value] += 1
-        return counts
+        return dict(self._counts)
 
     def _forget(self, task: Task[W]) -> None:
         del self._tasks[task.info.task_id], self._finished[task.info.task_id]
+        self._counts[task.info.status.value] -= 1
         self._on_forget(task)
 
     def __iter__(self) -> Iterator[Task[W]]:
