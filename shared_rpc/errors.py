@@ -59,6 +59,9 @@ class SharedRPCError(Exception):
     """The root: ``except SharedRPCError`` catches all that this library raises itself."""
 
     code: ClassVar[str] = "error"
+    #: Of an error that came from a server: what the server's log calls the request by. An exception that an endpoint raised
+    #: has the same attribute.
+    request_id: str = ""
 
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> SharedRPCError:

@@ -1,7 +1,7 @@
 """What an endpoint can say of itself, and ask, while it runs.
 
-``progress``, ``cancelled`` and ``raise_if_cancelled`` may be called anywhere: where no endpoint runs, or nobody asked, they
-do nothing.
+``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: where no endpoint runs, or nobody
+asked, they do nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.wire.tasks import Progress
 
-__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled"]
+__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled", "request_id"]
 
 
 class Run:
@@ -23,13 +23,15 @@ class Run:
 
     :param chain: names and keys of the calls it serves: they tell a call that would wait for itself.
     :param report: takes progress, from whichever thread.
+    :param request_id: of the call that it was started for.
     """
 
-    __slots__ = ("cancelled", "chain", "report")
+    __slots__ = ("cancelled", "chain", "report", "request_id")
 
-    def __init__(self, chain: frozenset[str], report: Callable[[Progress], None]) -> None:
+    def __init__(self, chain: frozenset[str], report: Callable[[Progress], None], request_id: str = "") -> None:
         self.chain = chain
         self.report = report
+        self.request_id = request_id
         #: Whether it was asked to stop.
         self.cancelled = False
 
@@ -61,6 +63,15 @@ _SHOWN = 1000
 def _progress(done: float, total: float | None, message: str) -> Progress:
     # A message may be the name of a file, and such names need not be text.
     return Progress(float(done), None if total is None else float(total), sendable(message[:_SHOWN]))
+
+
+def request_id() -> str:
+    """What tells the call that this endpoint runs for from all others: in the server's log, and in its caller's error.
+
+    Empty where no endpoint runs. Of calls that joined the run it is the first one's.
+    """
+    run = CURRENT_RUN.get()
+    return run.request_id if run is not None else ""
 
 
 def cancelled() -> bool:

@@ -17,13 +17,13 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
-    ["errors", "reaper", "by_value"],
+    ["errors", "reaper", "by_value", "instrumentation"],
     ["settings", "memory"],
     ["records"],
     ["wire"],
     ["revised"],
     ["endpoints", "handle", "running"],
-    ["store", "transport", "codec"],
+    ["store", "transport", "codec", "logs"],
     ["preload"],
     ["client", "server"],
     ["in_process_generations"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 import threading
@@ -14,7 +15,10 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.detaching import detach
 from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
-from shared_rpc.errors import ConnectionClosed, SharedRPCError, WorkerCrashed
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
+from shared_rpc.instrumentation import HookFactory, add_hook
+from shared_rpc.logs import LogFormat, LogLevel, configure
+from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import take_service_variables
 
@@ -32,9 +36,23 @@ def main() -> int:
         asked.set()
 
     command = WorkerCommand(
-        options.target, options.base_path, options.socket, options.device, options.max_workers, options.quota
+        options.target,
+        options.base_path,
+        options.socket,
+        options.device,
+        options.max_workers,
+        options.quota,
+        options.log_format,
+        options.log_level,
     )
+    if options.log_format is not None or options.log_level is not None:
+        configure(options.log_format or "text", options.log_level or "info", LogHandler())
     try:
+        for name in options.hook:
+            _add_hook(name)
+        exporter = None
+        if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
+            exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
         inherited = inherit(take_service_variables())
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
@@ -49,12 +67,15 @@ def main() -> int:
         idle_exit=options.idle_exit,
         on_end=end,
         inherited=inherited,
+        exporter=exporter,
     )
 
     def begin() -> Broker:
         broker.start()
         for path, names in broker.served().items():
             print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
+        if exporter is not None:
+            print(f"metrics at {exporter.url}", flush=True)
         return broker
 
     try:
@@ -87,9 +108,30 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tasks", type=int, default=1000)
     parser.add_argument("--result-ttl", type=float, default=3600.0)
     parser.add_argument("--idle-exit", type=float)
+    parser.add_argument("--log-format", choices=list(LogFormat))
+    parser.add_argument("--log-level", choices=list(LogLevel))
+    parser.add_argument("--hook", action="append", default=[])
+    parser.add_argument("--metrics-port", type=int)
+    parser.add_argument("--metrics-host", default="127.0.0.1")
     #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
     parser.add_argument("--detach", type=int)
     return parser.parse_args()
+
+
+def _add_hook(name: str) -> None:
+    """Import a hook, ``package.module:name``.
+
+    :raises ConfigurationError: if there is none.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        hook = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"--hook {name}: it cannot be imported as package.module:name: {problem}") from error
+    if not callable(hook) and not isinstance(hook, HookFactory):
+        raise ConfigurationError(f"--hook {name}: a {type(hook).__name__} is neither a function nor a HookFactory")
+    add_hook(hook)
 
 
 def _reload(broker: Broker) -> None:

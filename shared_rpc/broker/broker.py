@@ -19,6 +19,7 @@ from shared_rpc.broker.dispatch import Dispatcher
 from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.idling import unused
 from shared_rpc.broker.keeping import Keeping
+from shared_rpc.broker.measuring import Measuring
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
 from shared_rpc.broker.restoring import Earlier, Service
 from shared_rpc.broker.spawning import Spawner
@@ -31,6 +32,7 @@ from shared_rpc.memory.segments import BOUND
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
@@ -52,6 +54,7 @@ class Broker:
     :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
 
     :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
+    :param exporter: what serves metrics, None for nothing; it is closed in the end.
     :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
 
     For the other parameters see :class:`shared_rpc.Server`.
@@ -71,6 +74,7 @@ class Broker:
         idle_exit: float | None = None,
         on_end: Callable[[str], None] = lambda why: None,
         inherited: Inherited | None = None,
+        exporter: Exporter | None = None,
     ) -> None:
         self._command = command
         self._count = workers
@@ -85,6 +89,7 @@ class Broker:
         self._services: dict[str, Service] = {}
         self._keeping = Keeping(inherited or Inherited())
         self._earlier = Earlier(self._services, self._keeping, self._add_service)
+        self._measuring = Measuring(exporter)
         self._bound: dict[Worker, set[str]] = {}
         #: Whether its loop ended though nobody asked for that.
         self.failed = False
@@ -159,6 +164,7 @@ class Broker:
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
             try:
+                self._measuring.start(self._loop.call_soon_threadsafe, lambda: tuple(self._services.values()), self._supervisor)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._earlier.restore()
@@ -173,6 +179,7 @@ class Broker:
                         await unused(self._idle_exit, self._look)
                         self._end(f"nobody has used it for {self._idle_exit:g} s")
             finally:
+                self._measuring.stop()
                 self._dispatcher.stop()
                 for service in self._services.values():
                     service.core.stop()
@@ -207,6 +214,7 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
+        self._measuring.watch(core.server_id)
         listener = self._keeping.listener(message.socket_path)
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
         service = self._services[message.key] = Service(message, core, acceptor, executor)

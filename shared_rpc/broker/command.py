@@ -26,6 +26,8 @@ class WorkerCommand:
     devices: Sequence[str] = ()
     max_workers: int | None = None
     quotas: Sequence[str] = ()
+    log_format: str | None = None
+    log_level: str | None = None
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
@@ -40,6 +42,8 @@ class WorkerCommand:
             "--socket": self.socket,
             "--device": device,
             "--max-workers": self.max_workers,
+            "--log-format": self.log_format,
+            "--log-level": self.log_level,
         }
         for option, value in options.items():
             if value is not None:

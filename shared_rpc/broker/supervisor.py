@@ -15,6 +15,7 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
+from shared_rpc.instrumentation import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
@@ -66,6 +67,8 @@ class Supervisor:
         #: Those that only end what they have.
         self._old: list[Worker] = []
         self.restarts = 0
+        #: Workers that ended though nobody had asked for that.
+        self.crashes = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
         self._last: WorkerCrashed | None = None
         #: Workers one after the other that did not live long.
@@ -141,6 +144,9 @@ class Supervisor:
         elif isinstance(message, w.Loaded):
             if worker.state == "starting":  # else it was replaced meanwhile
                 worker.state = "ready"
+                if HOOKS.registered:
+                    lived = time.monotonic() - worker.started
+                    HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
             self._settle(worker, None)
         elif isinstance(message, w.Refused):
             worker.refusal = from_wire(message.code, message.text, message.detail)
@@ -178,8 +184,20 @@ class Supervisor:
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
+        if HOOKS.registered:
+            HOOKS.emit(
+                WorkerEnded(
+                    number=worker.number,
+                    pid=worker.pid,
+                    seconds=time.monotonic() - worker.started,
+                    crashed=crashed,
+                    signal=crash.signal,
+                    exit_code=crash.exit_code,
+                )
+            )
         if crashed:
             _log.error("%s", crash)
+            self.crashes += 1
             self._count_crash(crash, time.monotonic() - worker.started)
         self._watcher.lost(worker, crash)
         self._settle(worker, worker.refusal or crash)

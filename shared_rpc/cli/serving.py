@@ -12,6 +12,7 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.logs import LogFormat, LogLevel, configure
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -51,6 +52,18 @@ def serve(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="End when nobody has used it for so long: no client, lease or task."),
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve metrics for Prometheus there; 0 for any free port.")
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address that port is on; others than this host's reach 0.0.0.0.")
+    ] = "127.0.0.1",
+    log_format: Annotated[LogFormat | None, typer.Option(help="Log to standard error, one line for each event.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged: info where only a format is given.")] = None,
+    hook: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:NAME", help="A function that gets every event, imported by the server. May be repeated."),
+    ] = None,
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
 
@@ -68,22 +81,31 @@ def serve(
     }
     quotas_of(quota or ())  # what is not well-formed is told before anything starts
     if in_process:
+        if hook:
+            raise ConfigurationError(
+                "--in-process loads the app into the server: have the app call add_hook, and leave out --hook"
+            )
         if workers != 1 or worker_device or build_timeout is not None:
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
         if idle_exit is not None:
             raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
-        _serve_in_process(target, device, base_path, socket, quota or [], options | {"max_workers": max_workers})
+        if log_format is not None or log_level is not None:
+            configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
+        options |= {"max_workers": max_workers, "metrics_port": metrics_port, "metrics_host": metrics_host}
+        _serve_in_process(target, device, base_path, socket, quota or [], options)
         return
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
     devices = worker_device or ([device] if device is not None else [])
     _become_broker(
         target,
-        {"device": devices, "quota": quota or []},
+        {"device": devices, "quota": quota or [], "hook": hook or []},
         options
         | {"base_path": base_path, "socket": socket}
         | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout}
-        | {"idle_exit": idle_exit},
+        | {"idle_exit": idle_exit}
+        | {"log_format": log_format, "log_level": log_level}
+        | {"metrics_port": metrics_port, "metrics_host": metrics_host if metrics_port is not None else None},
     )
 
 
@@ -127,12 +149,19 @@ def _serve_in_process(
             host.adopt(provider)
         for server in host.servers.values():
             _announce(server.socket_path, server.info()["endpoints"])
+            if server.metrics_url is not None:
+                print(f"metrics at {server.metrics_url}", flush=True)
         return list(host.servers.values())
 
     try:
         providers = load_providers(target)
         if socket is not None and len(providers) > 1:
             raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+        if options["metrics_port"] is not None and len(providers) > 1:
+            raise ConfigurationError(
+                f"{target} has {len(providers)} providers for one --metrics-port: name one with {target}:name, or leave out "
+                f"--in-process"
+            )
         wait_for_signal(begin)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.

@@ -216,6 +216,7 @@ class AsyncClient(AsyncRefreshing):
         channel, session = self._channel, self._session
         self._channel, self._session = None, None
         if channel is not None:
+            channel.tell(m.Goodbye())
             channel.close()
         if session is not None:  # on a GPU it waits for the device
             await anyio.to_thread.run_sync(session.lane.close)

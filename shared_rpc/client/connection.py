@@ -277,6 +277,12 @@ class Connection:
         with suppress(OSError):  # the server was first
             self._socket.sock.shutdown(socket.SHUT_RDWR)
 
+    def say_goodbye(self) -> None:
+        """Tell the server that the session ends on purpose, as far as that goes without waiting."""
+        with suppress(SharedRPCError, OSError, ValueError):
+            self._socket.queue(m.Goodbye(), 0)
+            self._socket.flush()
+
     def close(self) -> None:
         """Hang up, and give up the descriptor."""
         self._socket.close()

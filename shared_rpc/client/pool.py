@@ -140,6 +140,7 @@ class ConnectionPool:
             waiting, self._connections = self._connections.difference(idle), set()
             session, self.session = self.session, None
         for connection in idle:
+            connection.say_goodbye()
             connection.close()
         for connection in waiting:
             connection.hang_up()  # whoever waits on it closes it

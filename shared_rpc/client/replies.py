@@ -125,5 +125,16 @@ def _raise_error(message: m.Error, frame: Frame) -> NoReturn:
         except Exception:
             own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
         if isinstance(own, Exception):
-            raise own from cause
-    raise error from cause
+            raise _marked(own, message) from cause
+    raise _marked(error, message) from cause
+
+
+def _marked(error: Exception, message: m.Error) -> Exception:
+    """The error with the id by which the server's log knows its request."""
+    request_id = message.detail.get("request_id", "")
+    if request_id:
+        # An exception of somebody else's may refuse further attributes.
+        with suppress(Exception):
+            error.request_id = request_id  # type: ignore[attr-defined]
+            error.add_note(f"request {request_id} of the server's log")
+    return error

@@ -76,6 +76,16 @@ class Acceptor:
             "ready": True,
         }
 
+    @property
+    def sessions(self) -> int:
+        """How many client processes there are."""
+        return len(self._sessions)
+
+    @property
+    def connections(self) -> int:
+        """How many connections they have."""
+        return len(self._connections)
+
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
         """What others use of the server. On the loop only.
 

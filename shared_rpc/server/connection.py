@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import os
 import socket
@@ -30,6 +31,8 @@ _HANDSHAKE_TIMEOUT = 10.0
 _BACKPRESSURE = 1 << 20
 #: Reads of one connection after which the others have their turn, and requests that are answered in one write.
 _TURN = 32
+#: Connections of this process, in the order they came.
+_numbers = itertools.count(1)
 
 
 class Connection:
@@ -50,6 +53,8 @@ class Connection:
     ) -> None:
         self.peer = peer
         self.session: Session | None = None
+        #: Tells it from all others, of all servers: what its requests are called begins with it.
+        self.name = ""
         self._socket = FrameSocket(sock)
         self._core = core
         self._sessions = sessions
@@ -223,5 +228,6 @@ class Connection:
         if not isinstance(hello, m.Hello):
             raise ProtocolError(f"a connection begins with Hello, not with {type(hello).__name__}")
         self.session = self._sessions.join(self, hello.token)
+        self.name = f"{self.session.session_id[:8]}-{next(_numbers)}"
         welcome = m.Welcome(self._core.server_id, self.session.token, os.getpid(), self._core.device)
         self.reply(frame.request_id, welcome)

@@ -17,14 +17,16 @@ import anyio
 
 from shared_rpc.endpoints import Registry, check_chain, key_of
 from shared_rpc.errors import ConnectionClosed, SharedRPCError, StaleHandleError
+from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
+from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.revisions import Revisions
-from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments
+from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable, Terms
@@ -80,14 +82,23 @@ class Core:
         self.mechanism = mechanism
         self.registry = registry
         self.lanes = lanes
-        self.leases = LeaseTable()
-        self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes)
+        self._told = Listeners(self.server_id)
+        self.leases = LeaseTable(self._told.given, self._told.ended)
+        self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes, on_add=self._told.added)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
         buffers = BufferTable(self.objects, self.leases, now)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.revisions = Revisions(self.objects)
-        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit, self.generations.announce)
+        self.runs = Runs(
+            executor,
+            self.objects,
+            self.leases,
+            self._settle,
+            self.quotas.admit,
+            self.generations.announce,
+            self.server_id,
+        )
         # Nobody counts so fast: ids of an earlier server's tasks never come again.
         first = int(now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(
@@ -148,17 +159,19 @@ class Core:
         self.runs.counters["calls"] += 1
         try:
             spec, key = self._bound(endpoint, lowered, chain)
+            if HOOKS.registered:
+                waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
             if spec.execution == "task":
                 if self.runs.answer_from_cache(waiter, spec, key):
                     close_arguments(arguments)
                     return
-                task = self.tasks.submit(spec, key, arguments, chain, kept=False)
+                task = self.tasks.submit(spec, key, arguments, chain, waiter, kept=False)
                 self.tasks.watch(waiter, task)
                 return
         except BaseException as error:
             close_arguments(arguments)
             self.runs.counters["failures"] += 1
-            waiter.deliver(Failure.of(error))
+            tell(waiter, Failure.of(error))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 
@@ -188,6 +201,8 @@ class Core:
         try:
             spec, key = self._bound(endpoint, lowered, chain)
             refreshable(spec, key)
+            if HOOKS.registered:
+                waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
         except BaseException as error:
             close_arguments(arguments)
             deliver(Failure.of(error))
@@ -203,9 +218,12 @@ class Core:
         endpoint = self.registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
         return [self.facts(stored) for stored in self.generations.retire(target, endpoint)]
 
-    def submit(self, endpoint: str, lowered: Lowered, arguments: CallArguments) -> TaskInfo:
+    def submit(
+        self, endpoint: str, lowered: Lowered, arguments: CallArguments, request_id: str = "", session: str = ""
+    ) -> TaskInfo:
         """Make a task of a call; for the parameters see :meth:`call`.
 
+        :param request_id: of the request that asks for it, and ``session`` whose it is.
         :raises ServerBusy: if there are too many.
         """
         self.runs.counters["calls"] += 1
@@ -215,19 +233,28 @@ class Core:
             close_arguments(arguments)
             self.runs.counters["failures"] += 1
             raise
-        return self.tasks.submit(spec, key, arguments).info
+        observed = self._observe(spec, request_id, session) if HOOKS.registered else None
+        asker = Waiter(session, lambda outcome: None, request_id=request_id, observed=observed)
+        return self.tasks.submit(spec, key, arguments, asker=asker).info
 
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more."""
+        if waiter.observed is not None:
+            waiter.observed.left()
         self.tasks.leave(waiter)
         self.runs.leave(waiter)
         self.buffers.leave(waiter)
         self.generations.leave(waiter)
 
-    def end_session(self, session: str) -> None:
-        """Give back all that the session held."""
+    def end_session(self, session: str, *, clean: bool = True) -> None:
+        """Give back all that the session held.
+
+        :param clean: False for one that ends without having said so.
+        """
         self.lanes.end(session)
-        self._settle(*self.leases.end_session(session))
+        with self._told.reclaiming("" if clean else session):
+            ended = self.leases.end_session(session)
+        self._settle(*ended)
 
     def release(self, session: str, object_ids: Iterable[str]) -> int:
         """Give back one lease of the session for each id; how many it really held."""
@@ -342,6 +369,7 @@ class Core:
         spec = self.registry.get(endpoint)
         key = key_of(spec, *lowered)
         check_chain(spec, key, chain)
+        self.runs.statistics.of(spec.name).calls += 1
         return spec, key
 
     def _settle(self, *object_ids: str) -> None:
@@ -366,7 +394,10 @@ class Core:
         if stored.record.segments:
             stored.record.close()
             self._executor.reclaim()
-        _log.info("dropped object %s of %s, %d bytes", stored.object_id, stored.endpoint, stored.record.nbytes)
+        self._told.freed(stored)
+
+    def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
+        return Observed(self.server_id, spec.name, request_id, session, self.quotas.pid_of(session))
 
     def _look_within(self, seconds: float) -> None:
         """Something may expire then; the sweeper sleeps no longer than that."""

@@ -25,7 +25,8 @@ class Invocation:
     ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may lie in its pool.
 
     ``on_begin`` is called when its work starts, ``on_progress`` with what the endpoint says, and ``on_starved`` with why, if
-    the result has to wait until its reader gives memory back; all of them on the loop.
+    the result has to wait until its reader gives memory back; all of them on the loop. ``request_id`` is that of the call which
+    it was started for.
     """
 
     spec: EndpointSpec
@@ -38,6 +39,7 @@ class Invocation:
     on_starved: Callable[[str], None]
     on_begin: Callable[[], None]
     on_progress: Callable[[Progress], None]
+    request_id: str = ""
 
 
 class Executor(Protocol):

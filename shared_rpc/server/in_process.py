@@ -108,7 +108,7 @@ class InProcessExecutor:
         """See :class:`Executor`."""
         endpoint = self._endpoints[invocation.spec.name]
         reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
-        run = Run(invocation.chain, reporter.put)
+        run = Run(invocation.chain, reporter.put, invocation.request_id)
 
         def begun() -> None:
             self._queued.pop(invocation, None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.instrumentation import HOOKS, RequestFailed
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
 from shared_rpc.server.generation_requests import GENERATION_HANDLERS, GenerationRequests
@@ -34,6 +35,8 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Calls of one connection that may be under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
+#: Characters of an error's text for those who listen.
+_SHOWN = 500
 #: Tasks that one page lists.
 _PAGE = 1000
 
@@ -80,12 +83,36 @@ class Requests(GenerationRequests):
         finally:
             frame.close()
 
+    def _name(self, request_id: int) -> str:
+        """What tells a request from all others: by it a client's error is found in the server's log."""
+        return f"{self._connection.name}-{request_id}"
+
     def _fail(self, request_id: int, failure: Failure) -> None:
+        name = self._name(request_id)
+        if HOOKS.registered:
+            self._tell_of_failure(name, failure.code, failure.text)
+        detail = {**failure.detail, "request_id": name}
         self._reply(
             request_id,
-            m.Error(failure.code, failure.text, failure.detail, endpoint_raised=bool(failure.pickled)),
+            m.Error(failure.code, failure.text, detail, endpoint_raised=bool(failure.pickled)),
             failure.pickled,
         )
+
+    def _tell_of_failure(self, name: str, code: str, text: str) -> None:
+        HOOKS.emit(
+            RequestFailed(
+                server_id=self._core.server_id,
+                request_id=name,
+                session=self._connection.session_id,
+                pid=self._connection.peer.pid,
+                code=code,
+                text=text[:_SHOWN],
+            )
+        )
+
+    def _goodbye(self, frame: Frame, message: m.Goodbye) -> None:
+        if self._connection.session is not None:
+            self._connection.session.closing = True
 
     def _ping(self, frame: Frame, message: m.Ping) -> None:
         self._reply(frame.request_id, m.Pong())
@@ -136,7 +163,8 @@ class Requests(GenerationRequests):
 
     def _submit(self, frame: Frame, message: m.Submit) -> None:
         arguments = self._arguments.take(frame, message)
-        info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments)
+        name, session = self._name(frame.request_id), self._connection.session_id
+        info = self._core.submit(message.endpoint, (arguments.args, arguments.kwargs), arguments, name, session)
         self._reply(frame.request_id, m.TaskIs(info))
 
     def _wait_task(self, frame: Frame, message: m.WaitTask) -> None:
@@ -169,7 +197,11 @@ class Requests(GenerationRequests):
             raise ProtocolError(f"request id {request_id} is in use")
         if len(self._waiters) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
-        return Waiter(self._connection.session_id, lambda outcome: self._deliver(request_id, outcome))
+        return Waiter(
+            self._connection.session_id,
+            lambda outcome: self._deliver(request_id, outcome),
+            request_id=self._name(request_id),
+        )
 
     def _tell_of_task(self, request_id: int, info: TaskInfo) -> None:
         # One who does not read misses how it went, and not how it ends.
@@ -323,6 +355,7 @@ class Requests(GenerationRequests):
 
 _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.Ping: Requests._ping,
+    m.Goodbye: Requests._goodbye,
     m.GetServerInfo: Requests._server_info,
     m.ListEndpoints: Requests._list_endpoints,
     m.Call: Requests._call,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
+from shared_rpc.server.observing import Observed
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.statistics import Statistics
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
@@ -58,6 +62,8 @@ class Waiter:
     :param on_leave: called when it no longer waits, of one that the core does not know of.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of somebody who waits for a task: called with every change.
+    :param request_id: tells its request from all others, for logs and errors.
+    :param observed: its call, where somebody listens.
     """
 
     session: str
@@ -73,6 +79,8 @@ class Waiter:
     on_leave: Callable[[], None] | None = None
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
+    request_id: str = ""
+    observed: Observed | None = field(default=None, repr=False)
     flight: Flight[Waiter] | None = field(default=None, repr=False)
     task: Task[Waiter] | None = field(default=None, repr=False)
 
@@ -83,6 +91,7 @@ class Runs:
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record that is to be kept; what it raises is told instead.
     :param listed: called with an object that the cache lists from now on.
+    :param server_id: the server's, for those who listen.
     """
 
     def __init__(
@@ -93,15 +102,18 @@ class Runs:
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
         listed: Callable[[StoredObject], None],
+        server_id: str,
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
+        self.statistics = Statistics()
         self._executor = executor
         self._objects = objects
         self._leases = leases
         self._settle = settle
         self._admit = admit
         self._listed = listed
+        self._server_id = server_id
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -131,8 +143,13 @@ class Runs:
         if waiter.flight is not None:
             close_arguments(arguments)
             self.counters["joined"] += 1
+            self.statistics.of(spec.name).joined += 1
+            if waiter.observed is not None:
+                waiter.observed.how = "joined"
             self._catch_up(waiter, waiter.flight)
             return
+        if key is not None and not waiter.refreshes:
+            self.statistics.of(spec.name).misses += 1
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
         self._invocations[flight] = Invocation(
@@ -146,6 +163,7 @@ class Runs:
             on_starved=lambda why: self._starved(flight, why),
             on_begin=lambda: self._begin(flight),
             on_progress=lambda progress: self._progress(flight, progress),
+            request_id=waiter.request_id,
         )
         if spec.concurrency == "serialized":
             line = self._lines[spec.name]
@@ -160,6 +178,9 @@ class Runs:
         if stored is None:
             return False
         self.counters["cache_hits"] += 1
+        self.statistics.of(spec.name).hits += 1
+        if waiter.observed is not None:
+            waiter.observed.how = "hit"
         self._deliver([waiter], spec, stored.record, stored.live, stored)
         return True
 
@@ -195,7 +216,18 @@ class Runs:
 
     def _begin(self, flight: Flight[Waiter]) -> None:
         self.counters["builds"] += 1
-        self.calls.begin(flight)
+        self.statistics.of(flight.endpoint).builds += 1
+        self.calls.begin(flight, time.monotonic())
+        if HOOKS.registered:
+            invocation = self._invocations[flight]
+            HOOKS.emit(
+                BuildStarted(
+                    server_id=self._server_id,
+                    endpoint=flight.endpoint,
+                    request_id=invocation.request_id,
+                    cached=flight.key is not None,
+                )
+            )
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
@@ -217,6 +249,8 @@ class Runs:
 
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
+        if flight.running:
+            self._count_build(flight, invocation, outcome)
         if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
             self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
@@ -224,6 +258,21 @@ class Runs:
         elif isinstance(outcome, Produced) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
         self._next_turn(flight, invocation.spec)
+
+    def _count_build(self, flight: Flight[Waiter], invocation: Invocation, outcome: Produced | Failure) -> None:
+        seconds = time.monotonic() - flight.begun_at
+        self.statistics.of(flight.endpoint).build_seconds += seconds
+        if HOOKS.registered:
+            HOOKS.emit(
+                BuildFinished(
+                    server_id=self._server_id,
+                    endpoint=flight.endpoint,
+                    request_id=invocation.request_id,
+                    cached=flight.key is not None,
+                    seconds=seconds,
+                    error=outcome.code if isinstance(outcome, Failure) else "",
+                )
+            )
 
     def _drop(self, flight: Flight[Waiter]) -> None:
         """Nobody waits, and it has not begun."""
@@ -263,7 +312,7 @@ class Runs:
         if refusal is not None:
             record.close()
             self._executor.reclaim()
-            self._tell_all(waiters, refusal)
+            self._tell_all(spec.name, waiters, refusal)
             return
         stored = self._objects.add(
             spec.name,
@@ -288,11 +337,12 @@ class Runs:
         return None
 
     def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        self._tell_all(self.calls.close(flight), failure)
+        self._tell_all(flight.endpoint, self.calls.close(flight), failure)
 
-    def _tell_all(self, waiters: Sequence[Waiter], failure: Failure) -> None:
+    def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
+        self.counters["failures"] += len(waiters)
+        self.statistics.of(endpoint).errors += len(waiters)
         for waiter in waiters:
-            self.counters["failures"] += 1
             tell(waiter, failure)
 
     def _deliver(
@@ -312,6 +362,8 @@ class Runs:
 def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
     """Deliver. What goes wrong with one waiter must not reach the next, and not end the server."""
     waiter.flight = None
+    if waiter.observed is not None:
+        waiter.observed.told(outcome)
     try:
         waiter.deliver(outcome)
     except Exception:

@@ -10,14 +10,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
+from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
+from shared_rpc.server.meter import Meter
+from shared_rpc.server.metrics import read
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -45,6 +49,9 @@ class Server:
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
+    :param metrics_port: where Prometheus finds metrics, by HTTP; 0 for any port that is free, None for no metrics. It needs
+        ``pip install 'shared-rpc[metrics]'``.
+    :param metrics_host: the address that port is on. By default it is reached from this host alone.
     """
 
     def __init__(
@@ -60,6 +67,8 @@ class Server:
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
     ) -> None:
         self._provider = provider
         self._asked_path = socket_path
@@ -73,6 +82,9 @@ class Server:
         self._uids = {os.geteuid(), *allow_uids}
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
+        self._metrics_port, self._metrics_host = metrics_port, metrics_host
+        self._exporter: Exporter | None = None
+        self._meter: Meter | None = None
 
     @property
     def socket_path(self) -> str:
@@ -80,6 +92,11 @@ class Server:
         if self._asked_path is not None:
             return os.path.abspath(self._asked_path)
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the metrics of a server that runs are, None where nobody asked for them."""
+        return self._exporter.url if self._exporter is not None else None
 
     @property
     def running(self) -> bool:
@@ -106,7 +123,8 @@ class Server:
 
         Raises this process's soft limit of open files to the hard one: every client and every segment needs some.
 
-        :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
+        :raises ConfigurationError: if the socket cannot be had; a live server's pid is named. So it is if the port for metrics
+            cannot, or the package that they need.
         """
         if self.running:
             raise ConfigurationError(f"this server already runs at {self.socket_path}")
@@ -133,14 +151,21 @@ class Server:
             quotas=resolve_quotas(self._quotas, device),
             mechanism=mechanism,
         )
-        acceptor = Acceptor(core, path, self._uids, self._max_connections)
-        engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
+        exporter = Exporter(self._metrics_port, self._metrics_host) if self._metrics_port is not None else None
+        acceptor: Acceptor | None = None
         try:
+            acceptor = Acceptor(core, path, self._uids, self._max_connections)
+            engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
             engine.start()
         except BaseException:
-            acceptor.close()
+            if acceptor is not None:
+                acceptor.close()
+            if exporter is not None:
+                exporter.close()
             raise
         self._engine, self._acceptor = engine, acceptor
+        if exporter is not None:
+            self._measure(exporter, engine, acceptor)
         self._provider.serve_with(self)
         _log.info("serving on %s", path)
         return self
@@ -150,6 +175,16 @@ class Server:
         if self._engine is not None and self._acceptor is not None and self._engine.pid == os.getpid():
             self._acceptor.remove_socket()
             self._engine.stop()
+            if self._exporter is not None and self._meter is not None:
+                HOOKS.remove(self._meter)
+                self._exporter.close()
+                self._exporter = self._meter = None
+
+    def _measure(self, exporter: Exporter, engine: Engine, acceptor: Acceptor) -> None:
+        meter = Meter(engine.core.server_id)
+        HOOKS.add(meter)
+        exporter.start(engine.post, lambda: (read(engine.core, acceptor, meter), None))
+        self._exporter, self._meter = exporter, meter
 
     def info(self) -> dict[str, Any]:
         """What ``get_server_info`` tells."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from shared_rpc.instrumentation import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.server.core import Core
 from shared_rpc.transport import Peer
 
@@ -28,6 +30,9 @@ class Session:
         self.token = secrets.token_hex(16)
         self.peer = peer
         self.connections: set[Connection] = set()
+        #: Whether its client has said that it ends.
+        self.closing = False
+        self.began = time.monotonic()
 
     def facts(self) -> dict[str, Any]:
         """Who holds something: shown to people."""
@@ -58,6 +63,10 @@ class Sessions:
         if session is None or session.peer != connection.peer:
             session = Session(connection.peer)
             self._by_token[session.token] = self._by_id[session.session_id] = session
+            if HOOKS.registered:
+                HOOKS.emit(
+                    SessionOpened(server_id=self._core.server_id, session=session.session_id, pid=session.peer.pid),
+                )
         session.connections.add(connection)
         return session
 
@@ -69,7 +78,21 @@ class Sessions:
         session.connections.discard(connection)
         if not session.connections:
             del self._by_token[session.token], self._by_id[session.session_id]
-            self._core.end_session(session.session_id)
+            leases = self._core.leases.count(session.session_id)
+            # One that hangs up while another of its threads waits cannot say goodbye, and lives on.
+            clean = session.closing or not _ends(session.peer.pid)
+            self._core.end_session(session.session_id, clean=clean)
+            if HOOKS.registered:
+                HOOKS.emit(
+                    SessionClosed(
+                        server_id=self._core.server_id,
+                        session=session.session_id,
+                        pid=session.peer.pid,
+                        seconds=time.monotonic() - session.began,
+                        leases=leases,
+                        clean=clean,
+                    )
+                )
 
     def holders(self, object_id: str) -> list[dict[str, Any]]:
         """Who holds an object: clients, and without a connection this process itself, and tasks nobody has fetched yet."""
@@ -86,3 +109,16 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+
+#: PF_EXITING of the kernel (include/linux/sched.h). It is set before a process's descriptors are closed.
+_EXITING = 0x4
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process has ended, or is about to. One of another pid namespace cannot be seen, and is taken for ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return bool(int(stat.read().rpartition(b")")[2].split()[6]) & _EXITING)
+    except (OSError, ValueError, IndexError):
+        return True

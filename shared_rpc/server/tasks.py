@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
+from shared_rpc.instrumentation import HOOKS, TaskChanged
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.store.leases import LeaseTable
@@ -52,12 +53,14 @@ class Tasks:
         key: str | None,
         arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
+        asker: Waiter | None = None,
         *,
         kept: bool = True,
     ) -> Task[Waiter]:
         """A task for a call; one whose result is cached has ended when this returns.
 
         :param arguments: descriptors in them belong to this object now.
+        :param asker: whose request it is, and whose call is observed.
         :param kept: False for the task behind a call: what nobody waits for is not kept to be fetched.
         :raises ServerBusy: if there are too many.
         """
@@ -74,6 +77,9 @@ class Tasks:
             on_begin=lambda: self._change(task, TaskStatus.RUNNING),
             on_progress=lambda progress: self._note(task, progress),
         )
+        if asker is not None:
+            run.request_id, run.observed = asker.request_id, asker.observed
+        self._say(task)
         self._runs.enter(run, spec, key, arguments, chain)
         return task
 
@@ -148,7 +154,10 @@ class Tasks:
             return True
         self._runs.leave(run)
         self.table.update(task, cancel_requested=True)
-        self._end(task, Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled")))
+        failure = Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled"))
+        if run.observed is not None:
+            run.observed.told(failure)
+        self._end(task, failure)
         return True
 
     def forget(self, task: Task[Waiter]) -> None:
@@ -207,11 +216,25 @@ class Tasks:
 
     def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
         self.table.advance(task, status, **facts)
+        self._say(task)
         self._tell_watchers(task)
         if status.finished:
             # A task is remembered for long, and what it was made of is not needed any more.
             task.run = None
             self._changed()
+
+    def _say(self, task: Task[Waiter]) -> None:
+        """Tell those who listen of a task's status."""
+        if HOOKS.registered:
+            HOOKS.emit(
+                TaskChanged(
+                    server_id=self.table.issuer,
+                    task_id=task.info.task_id,
+                    endpoint=task.info.endpoint,
+                    status=task.info.status.value,
+                    request_id=task.run.request_id if task.run is not None else "",
+                )
+            )
 
     def _note(self, task: Task[Waiter], progress: Progress) -> None:
         self.table.update(task, progress=progress)

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 __all__ = ["LeaseTable"]
 
 
 class LeaseTable:
-    """All leases of a server."""
+    """All leases of a server.
 
-    def __init__(self) -> None:
+    :param on_give: called with the session and the object of every new lease.
+    :param on_end: called with those of every lease that has ended.
+    """
+
+    def __init__(
+        self, on_give: Callable[[str, str], None] | None = None, on_end: Callable[[str, str], None] | None = None
+    ) -> None:
+        self._on_give = on_give
+        self._on_end = on_end
         self._by_session: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_object: defaultdict[str, set[str]] = defaultdict(set)
 
     def grant(self, session: str, object_id: str) -> None:
         """One more handle for the session."""
-        self._by_session[session][object_id] += 1
+        held = self._by_session[session]
+        held[object_id] += 1
         self._by_object[object_id].add(session)
+        if self._on_give is not None and held[object_id] == 1:
+            self._on_give(session, object_id)
 
     def release(self, session: str, object_id: str) -> bool:
         """One handle less. False if the session held none, as after a second release."""
@@ -59,3 +71,5 @@ class LeaseTable:
         self._by_object[object_id].discard(session)
         if not self._by_object[object_id]:
             del self._by_object[object_id]
+        if self._on_end is not None:
+            self._on_end(session, object_id)

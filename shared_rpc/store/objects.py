@@ -95,6 +95,7 @@ class ObjectStore:
     :param now: the clock, in Unix seconds.
     :param max_bytes: budget for the memory of all objects, None for none.
     :param on_drop: called once with every object that goes, after the store has forgotten it.
+    :param on_add: called once with every object that comes.
     """
 
     def __init__(
@@ -103,10 +104,12 @@ class ObjectStore:
         now: Callable[[], float],
         on_drop: Callable[[StoredObject], None],
         max_bytes: int | None = None,
+        on_add: Callable[[StoredObject], None] | None = None,
     ) -> None:
         self._leases = leases
         self._now = now
         self._on_drop = on_drop
+        self._on_add = on_add
         self._max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
@@ -121,6 +124,14 @@ class ObjectStore:
     def nbytes(self) -> int:
         """Bytes of all segments, each counted once."""
         return sum(copies[0].info.nbytes for copies in self._segments.values())
+
+    def usage(self) -> dict[str, int]:
+        """Bytes of the segments on each device that there are any on, each counted once."""
+        usage: dict[str, int] = {}
+        for copies in self._segments.values():
+            info = copies[0].info
+            usage[info.device] = usage.get(info.device, 0) + info.nbytes
+        return usage
 
     def used(self, device: str) -> int:
         """Bytes of the segments on a device, each counted once."""
@@ -141,6 +152,7 @@ class ObjectStore:
         *,
         listed: bool = True,
         managed: bool = False,
+        kind: Literal["result", "buffer"] = "result",
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
 
@@ -160,6 +172,7 @@ class ObjectStore:
             last_accessed_at=now,
             live=live,
             managed=managed,
+            kind=kind,
         )
         self._enter(stored, listed=listed)
         if stored.listed and self.watcher is not None:
@@ -185,14 +198,16 @@ class ObjectStore:
                 self.unlist(earlier)
             stored.listed = True
             self._by_key[stored.cache_key] = stored
+        if self._on_add is not None:
+            self._on_add(stored)
 
     def add_buffer(self, record: Record) -> StoredObject:
         """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
 
         The watcher is told by who knows its terms.
         """
-        stored = self.add("", None, record, None)
-        stored.kind, stored.managed, stored.listed = "buffer", True, True
+        stored = self.add("", None, record, None, managed=True, kind="buffer")
+        stored.listed = True
         return stored
 
     def _count_build(self, key: str) -> int:

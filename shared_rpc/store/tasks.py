@@ -93,7 +93,7 @@ class TaskTable(Generic[W]):
         remembered: int = 10_000,
         first: int = 1,
     ) -> None:
-        self._issuer = issuer
+        self.issuer = issuer
         self._now = now
         self._on_forget = on_forget
         self._result_ttl = result_ttl
@@ -103,6 +103,7 @@ class TaskTable(Generic[W]):
         self._first = first
         self._issued = first - 1
         self._tasks: dict[str, Task[W]] = {}
+        self._counts = {status.value: 0 for status in TaskStatus}
         #: In the order they ended.
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
@@ -120,13 +121,14 @@ class TaskTable(Generic[W]):
         """A new, pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
-            task_id=f"{self._issuer}-{self._issued}",
+            task_id=f"{self.issuer}-{self._issued}",
             endpoint=endpoint,
             status=TaskStatus.PENDING,
             created_at=self._now(),
             cache_key=cache_key,
         )
         task = self._tasks[info.task_id] = Task(info, self._issued, kept)
+        self._counts[info.status.value] += 1
         return task
 
     def advance(self, task: Task[W], status: TaskStatus, **facts: Any) -> None:
@@ -144,6 +146,8 @@ class TaskTable(Generic[W]):
             self._finished[task.info.task_id] = task
         if facts.get("error_message"):
             facts["error_message"] = facts["error_message"][:_SHOWN]
+        self._counts[task.info.status.value] -= 1
+        self._counts[status.value] += 1
         task.info = msgspec.structs.replace(task.info, status=status, **facts)
         while len(self._finished) > self._remembered:
             self._forget(next(iter(self._finished.values())))
@@ -166,7 +170,7 @@ class TaskTable(Generic[W]):
         issuer, _, number = task_id[:100].rpartition("-")
         # As it would have been written: int() takes more than that.
         if (
-            issuer == self._issuer
+            issuer == self.issuer
             and number.isdecimal()
             and number == str(int(number))
             and self._first <= int(number) <= self._issued
@@ -207,13 +211,11 @@ class TaskTable(Generic[W]):
 
     def counts(self) -> dict[str, int]:
         """How many tasks there are of each status."""
-        counts = {status.value: 0 for status in TaskStatus}
-        for task in self._tasks.values():
-            counts[task.info.status.value] += 1
-        return counts
+        return dict(self._counts)
 
     def _forget(self, task: Task[W]) -> None:
         del self._tasks[task.info.task_id], self._finished[task.info.task_id]
+        self._counts[task.info.status.value] -= 1
         self._on_forget(task)
 
     def __iter__(self) -> Iterator[Task[W]]:

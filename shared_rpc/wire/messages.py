@@ -306,6 +306,10 @@ class StopServer(Message):
     if_idle: bool = False
 
 
+class Goodbye(Message):
+    """The client ends its session on purpose: the leases it still has are not those of one that crashed. Nothing answers."""
+
+
 class Error(Message):
     """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
 

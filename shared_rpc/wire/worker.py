@@ -154,12 +154,13 @@ class Allocated(Message):
 
 class Run(Call):
     """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
-    descriptors.
+    descriptors. ``request_id`` is for logs.
     """
 
     key: str = ""
     session: str = ""
     background: bool = False
+    request_id: str = ""
 
 
 class Withdraw(Message):

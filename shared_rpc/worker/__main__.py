@@ -8,6 +8,7 @@ from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.exits import close_all
 from shared_rpc.hosting import set_host
 from shared_rpc.loading import load_providers
+from shared_rpc.logs import configure
 from shared_rpc.worker.host import WorkerHost
 from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.parent import die_with_parent
@@ -25,8 +26,13 @@ def main() -> None:
     parser.add_argument("--max-workers", type=int)
     parser.add_argument("--quota", action="append", default=[])
     parser.add_argument("--listen-device")
+    parser.add_argument("--log-format")
+    parser.add_argument("--log-level")
     options = parser.parse_args()
     die_with_parent(options.parent)
+    if options.log_format is not None or options.log_level is not None:
+        # Events are the broker's to tell: here it is the app's own logging, with the ids of requests.
+        configure(options.log_format or "text", options.log_level or "info", events=False)
     overrides = Overrides(
         options.base_path, options.device, options.socket, options.max_workers, options.quota, options.listen_device
     )

@@ -219,6 +219,7 @@ class WorkerHost:
             on_starved=lambda why: self._link.send(w.Hungry(why), number),
             on_begin=lambda: self._link.send(w.Begun(), number),
             on_progress=lambda progress: self._link.send(w.Said(progress), number),
+            request_id=message.request_id,
         )
         self._runs[number] = hosted, invocation
         hosted.executor.start(invocation, lambda outcome: self._ended(number, outcome))

@@ -1,0 +1,63 @@
+"""One model behind any number of containers, with metrics::
+
+    docker compose -f examples/deploy/docker-compose.yml up --build     # server, two clients, Prometheus, Grafana
+
+or without containers::
+
+    shared-rpc serve examples/deploy/app.py --metrics-port 9464         # in one terminal
+    SHARED_TENSOR_ROLE=client python examples/deploy/app.py             # in others; --calls 100 to end after so many
+
+Every client attaches to the encoder, which is in memory once, and has the server encode batches beside that.
+"""
+
+import argparse
+import os
+import time
+
+import torch
+
+from shared_rpc import Provider
+
+provider = Provider()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WORDS, WIDTH = 20_000, 256
+
+
+@provider.share(managed=True)
+def encoder() -> torch.nn.Module:
+    """Built once, by whoever asks first."""
+    return torch.nn.EmbeddingBag(WORDS, WIDTH, device=DEVICE).eval().requires_grad_(False)
+
+
+@provider.share(cache=False)
+def encode(ids: torch.Tensor) -> torch.Tensor:
+    """One batch, in the server: ``(batch, words)`` to ``(batch, width)``."""
+    if ids.shape[1] == 0:
+        raise ValueError("a sentence without words")
+    return encoder().value(ids)
+
+
+def main() -> None:
+    """Call and call again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, help="how many batches; by default until it is ended")
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds between two batches")
+    options = parser.parse_args()
+    done = 0
+    with encoder() as handle:
+        while options.calls is None or done < options.calls:
+            ids = torch.randint(WORDS, (32, 16 if done % 50 else 0), device=DEVICE)
+            try:
+                there, here = encode(ids), handle.value(ids)
+                assert torch.equal(there, here), "the same weights give the same result in both processes"
+            except ValueError as error:  # with the id by which the server's log tells more
+                print(f"pid {os.getpid()}: {error}, request {getattr(error, 'request_id', '-')}", flush=True)
+            done += 1
+            if done % 100 == 0 or done == options.calls:
+                print(f"pid {os.getpid()}: {done} batches", flush=True)
+            time.sleep(options.pause)
+    provider.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a server tells those who listen: of each call how it was answered and how long it took, of objects, and of leases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from shared_rpc.instrumentation import (
+    HOOKS,
+    CallFinished,
+    CallStarted,
+    LeaseEnded,
+    LeaseGiven,
+    ObjectFreed,
+    ObjectPublished,
+    Outcome,
+)
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.store.objects import StoredObject
+
+__all__ = ["Listeners", "Observed"]
+
+
+class Observed:
+    """One call, from its beginning, which is told with this object's making, to its end, which is told once."""
+
+    __slots__ = ("_began", "_ended", "_endpoint", "_pid", "_request_id", "_server_id", "_session", "how")
+
+    def __init__(self, server_id: str, endpoint: str, request_id: str, session: str, pid: int) -> None:
+        self._server_id = server_id
+        self._endpoint = endpoint
+        self._request_id = request_id
+        self._session = session
+        self._pid = pid
+        #: How it is answered if all goes well.
+        self.how: Literal["hit", "joined", "built"] = "built"
+        self._ended = False
+        self._began = time.monotonic()
+        HOOKS.emit(
+            CallStarted(server_id=server_id, endpoint=endpoint, request_id=request_id, session=session, pid=pid),
+        )
+
+    def told(self, outcome: object) -> None:
+        """The caller is told this now."""
+        if isinstance(outcome, Failure):
+            self._finish("failed", outcome.code)
+        else:
+            self._finish(self.how)
+
+    def left(self) -> None:
+        """The caller no longer waits."""
+        self._finish("left")
+
+    def _finish(self, outcome: Outcome, error: str = "") -> None:
+        if self._ended:
+            return
+        self._ended = True
+        HOOKS.emit(
+            CallFinished(
+                server_id=self._server_id,
+                endpoint=self._endpoint,
+                request_id=self._request_id,
+                session=self._session,
+                pid=self._pid,
+                outcome=outcome,
+                seconds=time.monotonic() - self._began,
+                error=error,
+            )
+        )
+
+
+class Listeners:
+    """Those who listen to what a server keeps."""
+
+    def __init__(self, server_id: str) -> None:
+        self._server_id = server_id
+        #: The session that ends without having said so, while its leases end.
+        self._reclaiming = ""
+
+    def added(self, stored: StoredObject) -> None:
+        """An object is kept from now on."""
+        if HOOKS.registered:
+            HOOKS.emit(
+                ObjectPublished(
+                    server_id=self._server_id,
+                    object_id=stored.object_id,
+                    endpoint=stored.endpoint,
+                    kind=stored.kind,
+                    nbytes=stored.record.nbytes,
+                    device=stored.record.device,
+                    generation=stored.generation,
+                )
+            )
+
+    def freed(self, stored: StoredObject) -> None:
+        """Nothing keeps it any more."""
+        if HOOKS.registered:
+            HOOKS.emit(
+                ObjectFreed(
+                    server_id=self._server_id,
+                    object_id=stored.object_id,
+                    endpoint=stored.endpoint,
+                    kind=stored.kind,
+                    nbytes=stored.record.nbytes,
+                    device=stored.record.device,
+                )
+            )
+
+    def given(self, session: str, object_id: str) -> None:
+        """A session has a lease that it did not have."""
+        if HOOKS.registered:
+            HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, session=session))
+
+    def ended(self, session: str, object_id: str) -> None:
+        """It has it no more."""
+        if HOOKS.registered:
+            reclaimed = session == self._reclaiming
+            HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, session=session, reclaimed=reclaimed))
+
+    @contextmanager
+    def reclaiming(self, session: str) -> Iterator[None]:
+        """What ends meanwhile of this session was not given back; ``""`` for none."""
+        self._reclaiming = session
+        try:
+            yield
+        finally:
+            self._reclaiming = ""
