@@ -27,6 +27,10 @@ class WorkerCommand:
     max_workers: int | None = None
     quotas: Sequence[str] = ()
 
+    def device_of(self, number: int) -> str | None:
+        """The device of a worker, None where the app decides."""
+        return self.devices[number % len(self.devices)] if self.devices else None
+
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
 
@@ -34,11 +38,10 @@ class WorkerCommand:
         :param fd: its end of the socket pair.
         """
         words = [sys.executable, "-m", "shared_rpc.worker", self.target, "--fd", str(fd), "--parent", str(os.getpid())]
-        device = self.devices[number % len(self.devices)] if self.devices else None
         options = {
             "--base-path": self.base_path,
             "--socket": self.socket,
-            "--device": device,
+            "--device": self.device_of(number),
             "--max-workers": self.max_workers,
         }
         for option, value in options.items():

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
@@ -83,6 +85,7 @@ class Runs:
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record that is to be kept; what it raises is told instead.
     :param listed: called with an object that the cache lists from now on.
+    :param now: the clock, in Unix seconds.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Runs:
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
         listed: Callable[[StoredObject], None],
+        now: Callable[[], float],
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
@@ -102,6 +106,7 @@ class Runs:
         self._settle = settle
         self._admit = admit
         self._listed = listed
+        self._now = now
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -134,6 +139,7 @@ class Runs:
             self._catch_up(waiter, waiter.flight)
             return
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
+        flight.created_at = self._now()
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
         self._invocations[flight] = Invocation(
             spec,
@@ -179,6 +185,11 @@ class Runs:
             self.calls.close(flight)
             self._next_turn(flight, self._invocations.pop(flight).spec)
 
+    def facts(self, limit: int) -> list[dict[str, Any]]:
+        """``list_runs``'s list: the oldest of those that have not ended."""
+        oldest = sorted(self.calls, key=lambda flight: flight.created_at)[:limit]
+        return [_facts(flight) for flight in oldest]
+
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
         self.calls.part(flight)
@@ -196,6 +207,7 @@ class Runs:
     def _begin(self, flight: Flight[Waiter]) -> None:
         self.counters["builds"] += 1
         self.calls.begin(flight)
+        flight.started_at = self._now()
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
@@ -316,6 +328,21 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
         waiter.deliver(outcome)
     except Exception:
         _log.exception("a waiter of session %s could not be told", waiter.session)
+
+
+def _facts(flight: Flight[Waiter]) -> dict[str, Any]:
+    progress = flight.progress
+    tasks = [waiter.session.removeprefix("task ") for waiter in flight.waiters if waiter.keeps]
+    return {
+        "endpoint": flight.endpoint,
+        "cache_key": flight.key or flight.former_key,
+        "status": "running" if flight.running else "pending",
+        "created_at": flight.created_at,
+        "started_at": flight.started_at,
+        "calls": len(flight.waiters) - len(tasks),
+        "tasks": tasks,
+        "progress": msgspec.structs.asdict(progress) if progress is not None else None,
+    }
 
 
 def close_arguments(arguments: CallArguments) -> None:

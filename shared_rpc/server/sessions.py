@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class Session:
         self.token = secrets.token_hex(16)
         self.peer = peer
         self.connections: set[Connection] = set()
+        self.since = time.time()
 
     def facts(self) -> dict[str, Any]:
         """Who holds something: shown to people."""
@@ -78,6 +80,14 @@ class Sessions:
             if session_id in self._by_id
             else {"session": session_id, "pid": os.getpid(), "connections": 0}
             for session_id in self._core.leases.holders(object_id)
+        ]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """``list_sessions``'s list."""
+        leases = self._core.leases
+        return [
+            session.facts() | {"leases": leases.count(session.session_id), "since": session.since}
+            for session in self._by_id.values()
         ]
 
     def of_processes(self, pids: Collection[int]) -> list[str]:

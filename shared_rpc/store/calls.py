@@ -32,6 +32,9 @@ class Flight(Generic[W]):
     progress: Any = None
     waiters: list[W] = field(default_factory=list)
     former_key: str | None = None
+    #: Unix seconds; when its work began, None before that.
+    created_at: float = 0.0
+    started_at: float | None = None
 
 
 class CallTable(Generic[W]):

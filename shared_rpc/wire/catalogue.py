@@ -7,6 +7,7 @@ import msgspec
 from shared_rpc.errors import ProtocolError
 from shared_rpc.wire import generations as g
 from shared_rpc.wire import messages as m
+from shared_rpc.wire import monitoring as mo
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 
@@ -83,6 +84,9 @@ _KINDS: dict[int, type[m.Message]] = {
     87: w.Reclaim,
     88: w.Allocate,
     89: w.FreeBytes,
+    100: mo.ListSessions,
+    101: mo.ListRuns,
+    102: mo.InvalidateObject,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
