@@ -23,6 +23,11 @@ def _list_runs(limit: int) -> Operation[list[dict[str, Any]]]:
     return list(reply.items)
 
 
+def _get_statistics() -> Operation[dict[str, dict[str, Any]]]:
+    reply = yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), m.Facts)
+    return dict(reply.facts)
+
+
 def _invalidate_object(object_id: str) -> Operation[int]:
     what = f"invalidate_object({object_id!r})"
     reply = yield from ask(Request(mo.InvalidateObject(object_id), what), m.Count)
@@ -55,6 +60,14 @@ class Monitoring:
         """
         return self._run(_list_runs(limit))
 
+    def get_statistics(self) -> dict[str, dict[str, Any]]:
+        """What each endpoint has done since the server began, by its name; one that was never called is not there.
+
+        Keys: ``calls``, of these ``hits`` (answered from the cache) and ``joined`` (a run that went on already), ``builds`` (runs
+        that began), ``build_seconds`` (of those that ended), and ``errors`` (callers and tasks that were told one).
+        """
+        return self._run(_get_statistics())
+
     def invalidate_object(self, object_id: str) -> int:
         """Drop one cached result, by its object's id; 0 if the cache had dropped it already. Handles that are out stay valid.
 
@@ -80,6 +93,10 @@ class AsyncMonitoring:
     async def list_runs(self, limit: int = 1000) -> list[dict[str, Any]]:
         """See :meth:`Client.list_runs`."""
         return await self._run(_list_runs(limit))
+
+    async def get_statistics(self) -> dict[str, dict[str, Any]]:
+        """See :meth:`Client.get_statistics`."""
+        return await self._run(_get_statistics())
 
     async def invalidate_object(self, object_id: str) -> int:
         """See :meth:`Client.invalidate_object`."""

@@ -359,6 +359,7 @@ class Core:
         spec = self.registry.get(endpoint)
         key = key_of(spec, *lowered)
         check_chain(spec, key, chain)
+        self.runs.statistics.of(spec.name).calls += 1
         return spec, key
 
     def _settle(self, *object_ids: str) -> None:

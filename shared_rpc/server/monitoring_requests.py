@@ -31,6 +31,9 @@ class MonitoringRequests:
         limit = min(max(message.limit, 1), _MOST_RUNS)
         self._reply(frame.request_id, m.FactsList(self._core.runs.facts(limit)))
 
+    def _get_statistics(self, frame: Frame, message: mo.GetStatistics) -> None:
+        self._reply(frame.request_id, m.Facts(self._core.runs.statistics.facts()))
+
     def _invalidate_object(self, frame: Frame, message: mo.InvalidateObject) -> None:
         self._reply(frame.request_id, m.Count(self._core.invalidate_object(message.object_id)))
 
@@ -39,5 +42,6 @@ class MonitoringRequests:
 MONITORING_HANDLERS: dict[type[m.Message], Callable[[Any, Frame, Any], None]] = {
     mo.ListSessions: MonitoringRequests._list_sessions,
     mo.ListRuns: MonitoringRequests._list_runs,
+    mo.GetStatistics: MonitoringRequests._get_statistics,
     mo.InvalidateObject: MonitoringRequests._invalidate_object,
 }

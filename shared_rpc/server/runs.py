@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.records import Arguments, Record
 from shared_rpc.server.executor import Executor, Invocation
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.statistics import Statistics
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
@@ -100,6 +102,7 @@ class Runs:
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
+        self.statistics = Statistics()
         self._executor = executor
         self._objects = objects
         self._leases = leases
@@ -136,6 +139,7 @@ class Runs:
         if waiter.flight is not None:
             close_arguments(arguments)
             self.counters["joined"] += 1
+            self.statistics.of(spec.name).joined += 1
             self._catch_up(waiter, waiter.flight)
             return
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
@@ -166,6 +170,7 @@ class Runs:
         if stored is None:
             return False
         self.counters["cache_hits"] += 1
+        self.statistics.of(spec.name).hits += 1
         self._deliver([waiter], spec, stored.record, stored.live, stored)
         return True
 
@@ -188,7 +193,7 @@ class Runs:
     def facts(self, limit: int) -> list[dict[str, Any]]:
         """``list_runs``'s list: the oldest of those that have not ended."""
         oldest = sorted(self.calls, key=lambda flight: flight.created_at)[:limit]
-        return [_facts(flight) for flight in oldest]
+        return [_facts(flight, self._now() - time.monotonic()) for flight in oldest]
 
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
@@ -206,8 +211,8 @@ class Runs:
 
     def _begin(self, flight: Flight[Waiter]) -> None:
         self.counters["builds"] += 1
-        self.calls.begin(flight)
-        flight.started_at = self._now()
+        self.statistics.of(flight.endpoint).builds += 1
+        self.calls.begin(flight, time.monotonic())
         for waiter in tuple(flight.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
@@ -229,6 +234,8 @@ class Runs:
 
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
+        if flight.running:
+            self.statistics.of(flight.endpoint).build_seconds += time.monotonic() - flight.begun_at
         if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
             self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
@@ -275,7 +282,7 @@ class Runs:
         if refusal is not None:
             record.close()
             self._executor.reclaim()
-            self._tell_all(waiters, refusal)
+            self._tell_all(spec.name, waiters, refusal)
             return
         stored = self._objects.add(
             spec.name,
@@ -300,11 +307,12 @@ class Runs:
         return None
 
     def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        self._tell_all(self.calls.close(flight), failure)
+        self._tell_all(flight.endpoint, self.calls.close(flight), failure)
 
-    def _tell_all(self, waiters: Sequence[Waiter], failure: Failure) -> None:
+    def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
+        self.counters["failures"] += len(waiters)
+        self.statistics.of(endpoint).errors += len(waiters)
         for waiter in waiters:
-            self.counters["failures"] += 1
             tell(waiter, failure)
 
     def _deliver(
@@ -330,7 +338,8 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
         _log.exception("a waiter of session %s could not be told", waiter.session)
 
 
-def _facts(flight: Flight[Waiter]) -> dict[str, Any]:
+def _facts(flight: Flight[Waiter], epoch: float) -> dict[str, Any]:
+    """:param epoch: the Unix time at which the monotonic clock was at zero."""
     progress = flight.progress
     tasks = [waiter.session.removeprefix("task ") for waiter in flight.waiters if waiter.keeps]
     return {
@@ -338,7 +347,7 @@ def _facts(flight: Flight[Waiter]) -> dict[str, Any]:
         "cache_key": flight.key or flight.former_key,
         "status": "running" if flight.running else "pending",
         "created_at": flight.created_at,
-        "started_at": flight.started_at,
+        "started_at": epoch + flight.begun_at if flight.running else None,
         "calls": len(flight.waiters) - len(tasks),
         "tasks": tasks,
         "progress": msgspec.structs.asdict(progress) if progress is not None else None,

@@ -23,18 +23,18 @@ W = TypeVar("W")
 @dataclass(eq=False, slots=True)
 class Flight(Generic[W]):
     """One run. ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is what it was;
-    ``progress`` is what the run said last.
+    ``progress`` is what the run said last, ``begun_at`` when its work began, on the caller's clock.
     """
 
     endpoint: str
     key: str | None
     running: bool = False
+    begun_at: float = 0.0
     progress: Any = None
     waiters: list[W] = field(default_factory=list)
     former_key: str | None = None
-    #: Unix seconds; when its work began, None before that.
+    #: When it was opened, in Unix seconds.
     created_at: float = 0.0
-    started_at: float | None = None
 
 
 class CallTable(Generic[W]):
@@ -59,9 +59,9 @@ class CallTable(Generic[W]):
             self._by_key.setdefault(key, flight)
         return flight
 
-    def begin(self, flight: Flight[W]) -> None:
+    def begin(self, flight: Flight[W], now: float = 0.0) -> None:
         """The run's work starts."""
-        flight.running = True
+        flight.running, flight.begun_at = True, now
 
     def leave(self, flight: Flight[W], waiter: W) -> bool:
         """The waiter gives up. True if the run has no waiter left and has not begun: drop it."""

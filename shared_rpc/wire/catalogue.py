@@ -87,6 +87,7 @@ _KINDS: dict[int, type[m.Message]] = {
     100: mo.ListSessions,
     101: mo.ListRuns,
     102: mo.InvalidateObject,
+    103: mo.GetStatistics,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shared_rpc.wire.messages import Message
 
-__all__ = ["InvalidateObject", "ListRuns", "ListSessions"]
+__all__ = ["GetStatistics", "InvalidateObject", "ListRuns", "ListSessions"]
 
 
 class ListSessions(Message):
@@ -18,6 +18,10 @@ class ListRuns(Message):
     """Ask for :class:`FactsList`: runs of endpoints that have not ended, the oldest first, at most ``limit`` of them."""
 
     limit: int = 1000
+
+
+class GetStatistics(Message):
+    """Ask for :class:`Facts`: by endpoint, what it has done since the server began."""
 
 
 class InvalidateObject(Message):
