@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -27,6 +27,8 @@ class Column:
     rank: int
     right: bool = False
     least: int | None = None
+    #: Draws the cell of a row for a width, in place of what is in ``cells``, whose width is the widest it can do with.
+    paint: Callable[[int, int], Text] | None = None
 
     @property
     def natural(self) -> int:
@@ -37,6 +39,10 @@ class Column:
     def narrowest(self) -> int:
         """The width below which it is left out."""
         return self.natural if self.least is None else min(self.least, self.natural)
+
+    def cell(self, row: int, width: int) -> Text:
+        """What there is in a row, exactly ``width`` cells wide."""
+        return _cell(self.cells[row] if self.paint is None else self.paint(row, width), width, self.right)
 
 
 def fit(columns: Sequence[Column], width: int) -> list[tuple[Column, int]]:
@@ -77,7 +83,7 @@ def table(columns: Sequence[Column], width: int, style: str, selected: int | Non
     titles = [_cell(Text(column.title), room, column.right) for column, room in chosen]
     lines = [_padded(Text(" " * _GAP).join(titles), width, style)]
     for row in range(len(columns[0].cells)):
-        line = Text(" " * _GAP).join([_cell(column.cells[row], room, column.right) for column, room in chosen])
+        line = Text(" " * _GAP).join([column.cell(row, room) for column, room in chosen])
         line.truncate(width)
         lines.append(_padded(line, width, "reverse") if row == selected else line)
     return lines
