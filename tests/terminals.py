@@ -22,6 +22,9 @@ from tests.processes import ROOT, eventually
 ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 
+#: Has the terminal control this process, so that Ctrl-C there is its own, and becomes the command.
+_TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
 
 class Tty:
     """A command at a terminal of its own, which it controls; the emulator reads all that it writes."""
@@ -44,17 +47,17 @@ class Tty:
         self.before = termios.tcgetattr(theirs)
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, sys.executable, *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             cwd=cwd,
             start_new_session=True,
-            preexec_fn=_take_terminal,
             env={**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **(environ or {})},
         )
         # Kept open: how the terminal was left is asked of it.
-        self._theirs = theirs
+        self._theirs: int | None = theirs
+        self._left: list[Any] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -81,8 +84,8 @@ class Tty:
 
     @property
     def attributes(self) -> list[Any]:
-        """How the terminal is set now."""
-        return termios.tcgetattr(self._theirs)
+        """How the terminal is set now, or was when the command had ended."""
+        return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
 
     @property
     def highlighted(self) -> list[str]:
@@ -104,16 +107,17 @@ class Tty:
         eventually(lambda: text not in self.text, 20.0, f"{text} is shown no more")
 
     def end(self) -> int:
-        """Wait for the command's end: its exit code."""
+        """Wait for the command's end, and for all that it wrote: its exit code."""
         code = self.process.wait(20)
-        # What it wrote last is on its way through the kernel.
-        eventually(lambda: self.written.endswith(self._drained()), 5.0)
+        self._hang_up()
         return code
 
-    def _drained(self) -> bytes:
-        before = self.written
-        os.sched_yield()
-        return before
+    @property
+    def restored(self) -> bool:
+        """Whether a full-screen program has left its screen, shown the cursor, and set the terminal as it was."""
+        written = self.written
+        left = written.rfind(ALTERNATE) < written.rfind(NORMAL) and written.rfind(HIDDEN) < written.rfind(SHOWN)
+        return left and self.attributes == self.before
 
     def kill(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -124,9 +128,16 @@ class Tty:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        os.close(self._theirs)
-        self._reader.join(5)
+        self._hang_up()
         os.close(self._ours)
+
+    def _hang_up(self) -> None:
+        """Let go of the other end: once nobody has it, and all was read, reading fails."""
+        if self._theirs is not None:
+            self._left = termios.tcgetattr(self._theirs)
+            os.close(self._theirs)
+            self._theirs = None
+            self._reader.join(10)
 
     def _read(self) -> None:
         while True:
@@ -137,8 +148,3 @@ class Tty:
             with self._lock:
                 self.written += data
                 self._stream.feed(data)
-
-
-def _take_terminal() -> None:
-    """Ctrl-C at the terminal is this process's, as for what a shell runs in the foreground."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

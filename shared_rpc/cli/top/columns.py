@@ -91,8 +91,10 @@ def table(columns: Sequence[Column], width: int, style: str, selected: int | Non
 
 def clipped(text: Text, width: int) -> Text:
     """The text in one line of at most ``width`` cells."""
+    if width <= 0:
+        return Text()
     text = text.copy()
-    text.truncate(max(width, 0), overflow="ellipsis")
+    text.truncate(width, overflow="ellipsis")
     return text
 
 

@@ -139,9 +139,8 @@ def _detail(view: View, snapshot: Snapshot, width: int) -> list[Text]:
     if place is None:
         return []
     item = view.shown[place]
-    name = Text(one_line(f"{item['object_id']}  {origin(item)}"), "bold")
-    holding = holders(item, snapshot)
-    return [clipped(name, width), clipped(Text("held by ") + (holding if holding else Text("nobody")), width)]
+    name = Text.assemble((item["object_id"], "bold"), "  ", one_line(origin(item)))
+    return [clipped(name, width), clipped(Text("held by ") + (holders(item, snapshot) or Text("nobody")), width)]
 
 
 def _help(width: int) -> list[Text]:
