@@ -11,12 +11,12 @@ from rich.text import Text
 
 from shared_rpc.cli.rendering import one_line, origin, percent, size, steps
 from shared_rpc.cli.top.bars import Glyphs, bar, sparkline
-from shared_rpc.cli.top.columns import Column, table
+from shared_rpc.cli.top.columns import Column, clipped, table
 from shared_rpc.cli.top.controls import State, selected_index
 from shared_rpc.cli.top.snapshot import Rates, Snapshot
 from shared_rpc.wire.tasks import Progress
 
-__all__ = ["Section", "View", "builds_of", "clients_of", "device_name", "lasted", "objects", "others", "process"]
+__all__ = ["Section", "View", "builds_of", "clients_of", "device_name", "lasted", "objects", "others"]
 
 Facts = dict[str, Any]
 
@@ -25,6 +25,8 @@ _TITLE = "bold reverse"
 _SHORT = 0.25
 #: Cells of a bar where there is room.
 _BAR = 40
+#: Cells of an endpoint's name beside a key, which begins with it.
+_NAME = 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def objects(view: View, snapshot: Snapshot) -> Section:
             Column("device", [Text(device_name(item["device"])) for item in items], 6),
             Column("gen", [Text(str(item["generation"])) for item in items], 7, right=True),
             Column("used", [Text(lasted(snapshot.wall - item["last_accessed_at"])) for item in items], 5, right=True),
-            Column("endpoint", [_text(item["endpoint"]) for item in items], 9, least=8),
+            Column("endpoint", [clipped(_text(item["endpoint"]), _NAME) for item in items], 9, least=8),
             Column("held by", [holders(item, snapshot) for item in items], 8, least=16),
         ]
         selected = selected_index(view.state, items)
@@ -87,12 +89,7 @@ def objects(view: View, snapshot: Snapshot) -> Section:
 
 def holders(item: Facts, snapshot: Snapshot) -> Text:
     """The processes that hold an object."""
-    return Text(", ".join(process(holder["pid"], snapshot) for holder in item["holders"]))
-
-
-def process(pid: int, snapshot: Snapshot) -> str:
-    """A process for people."""
-    return f"{pid} {one_line(snapshot.commands.get(pid, ''))}".rstrip()
+    return Text(", ".join(_holder(holder, snapshot) for holder in item["holders"]))
 
 
 def lasted(seconds: float) -> str:
@@ -258,6 +255,13 @@ def _clients(view: View, snapshot: Snapshot) -> Section:
         return table(columns, width, _TITLE)
 
     return Section(len(clients), draw)
+
+
+def _holder(holder: Facts, snapshot: Snapshot) -> str:
+    pid, session = holder["pid"], str(holder["session"])
+    if session.startswith("task "):
+        return f"{one_line(session)}, not fetched"
+    return f"{pid} {one_line(snapshot.commands.get(pid, ''))}".rstrip()
 
 
 def _text(text: str) -> Text:
