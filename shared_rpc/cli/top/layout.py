@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from shared_rpc.cli.rendering import one_line, origin, size
@@ -20,6 +21,8 @@ __all__ = ["Frame", "everything", "frame", "heights"]
 _OBJECTS = 5
 #: Lines of a terminal from which on the selected object is told of in full.
 _DETAILED = 14
+#: Cells of the end of a path that tell something.
+_PATH = 12
 
 
 class Frame(NamedTuple):
@@ -105,9 +108,14 @@ def _identity(snapshot: Snapshot, width: int) -> Text:
         Text(f"pid {server['pid']}"),
         Text(device_name(server["device"])),
         Text(f"up {lasted(server['uptime'])}"),
-        Text(one_line(server["socket_path"]), "dim"),
     ]
-    return joined(pieces, width)
+    line, path = joined(pieces, width), one_line(server["socket_path"])
+    room = width - line.cell_len - 2
+    if cell_len(path) <= room:
+        line.append(f"  {path}", "dim")
+    elif room >= _PATH:  # the end of a path tells more than its beginning
+        line.append(f"  …{path[1 - room :]}", "dim")
+    return clipped(line, width)
 
 
 def _totals(view: View, snapshot: Snapshot, width: int) -> Text:

@@ -13,7 +13,7 @@ from shared_rpc import Client
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.top.controls import Action
 from shared_rpc.cli.top.snapshot import Snapshot
-from shared_rpc.errors import DeadlineExceeded, SharedRPCError
+from shared_rpc.errors import SharedRPCError
 
 __all__ = ["Carried", "Event", "Failed", "Sampler", "Trouble", "look"]
 
@@ -105,29 +105,31 @@ class Sampler:
     def _run(self) -> None:
         try:
             while not self._closed:
-                begin = time.monotonic()
-                self._step()
-                self._wake.wait(max(self._interval, _SHARE * (time.monotonic() - begin)) if not self._closed else 0)
-                self._wake.clear()
+                answered_in = self._step()
+                if not self._closed:
+                    self._wake.wait(max(self._interval, _SHARE * answered_in))
+                    self._wake.clear()
         except BaseException as error:
             self._tell(Failed(error))
         finally:
             self._leave()
 
-    def _step(self) -> None:
+    def _step(self) -> float:
+        """Look once: the seconds that the server took to answer."""
         try:
             if self._client is None:
                 self._client = self._find(self._path)
                 self._path, self._devices = self._client.socket_path, []
             while not self._actions.empty():
                 self._tell(_carried_out(self._client, self._actions.get()))
-            self._tell(look(self._client, self._ask_devices(self._client), self._commands))
-        except DeadlineExceeded as error:  # it is there, and busy or stopped: its session is kept
-            self._tell(Trouble(str(error)))
+            devices = self._ask_devices(self._client)
+            begin = time.monotonic()
+            self._tell(look(self._client, devices, self._commands))
+            return time.monotonic() - begin
         except (SharedRPCError, OSError) as error:
-            gone = f"the server at {self._path} went away, looking for one: " if self._client is not None else ""
             self._leave()
-            self._tell(Trouble(f"{gone}{error}"))
+            self._tell(Trouble(f"lost the server, and looking for it: {error}" if self._path else str(error)))
+            return 0.0
 
     def _ask_devices(self, client: Client) -> list[dict[str, Any]]:
         """What is known of the devices. A GPU's memory is asked of a worker, which may be busy for long."""
