@@ -1,27 +1,32 @@
-"""The view's parts that know neither a terminal nor a server: what fits, what is counted, what keys do."""
+"""The view without a terminal: what fits, what is counted, what keys do, and what is asked of a server."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
 
+from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.top.bars import ASCII, BLOCKS, bar, sparkline
 from shared_rpc.cli.top.columns import Column, clipped, fit, joined, shares, table
 from shared_rpc.cli.top.controls import ORDERS, Action, State, arranged, kept_selected, press
 from shared_rpc.cli.top.keys import KeyReader
 from shared_rpc.cli.top.layout import everything, frame, heights
 from shared_rpc.cli.top.loop import Model
-from shared_rpc.cli.top.sampler import Carried, Failed, Trouble
+from shared_rpc.cli.top.sampler import Carried, Event, Failed, Sampler, Trouble
 from shared_rpc.cli.top.sections import View, lasted
 from shared_rpc.cli.top.snapshot import Snapshot, rates
+from shared_rpc.errors import ConnectError
 
 GPU = "GPU-0123abcd-89ef-0123-4567-89abcdef0123"
 MIB = 1 << 20
@@ -566,3 +571,73 @@ def test_a_defect_is_raised() -> None:
     """What goes wrong in another thread is not swallowed."""
     with pytest.raises(ZeroDivisionError):
         Model(State(), BLOCKS).take(Failed(ZeroDivisionError()))
+
+
+# The thread that asks.
+
+
+class Told:
+    """What a sampler tells, one by one."""
+
+    def __init__(self, find: Callable[[str], Client], interval: float = 0.01) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.sampler = Sampler(find, interval, self._events.put)
+        self.sampler.start()
+
+    def next(self, kind: type[Any]) -> Any:
+        """The next event of a kind."""
+        while not isinstance(event := self._events.get(timeout=20), kind):
+            pass
+        return event
+
+
+def test_what_was_asked_of_a_server_that_has_gone_is_not_asked_of_the_next(
+    provider: Provider, serve: Callable[..., Server]
+) -> None:
+    """It was meant for what was on the screen."""
+
+    @provider.share
+    def load(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    there = threading.Event()
+
+    def find(earlier: str) -> Client:
+        if not there.is_set():
+            raise ConnectError("nobody is there")
+        return Client(socket_path=server.socket_path, timeout=20, connect_timeout=0)
+
+    server = serve()
+    provider.call("load", 1)
+    told = Told(find)
+    assert told.next(Trouble).text == "nobody is there"
+    told.sampler.carry_out(Action("endpoint", "load", "load"))
+    assert told.next(Carried).text == "load: not done, because the server had gone"
+    there.set()
+    assert [item["endpoint"] for item in told.next(Snapshot).objects] == ["load"]
+    told.sampler.carry_out(Action("endpoint", "load", "load"))
+    assert told.next(Carried).text == "1 cached result of load dropped"
+    assert told.next(Snapshot).objects == []
+    told.sampler.close()
+
+
+def test_what_cannot_be_done_is_told(provider: Provider, serve: Callable[..., Server]) -> None:
+    """An object that has gone meanwhile, and an endpoint that there is not: neither ends the view."""
+    server = serve()
+    told = Told(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
+    told.next(Snapshot)
+    told.sampler.carry_out(Action("object", "0" * 24, "load(size=1)"))
+    assert told.next(Carried).text.startswith("load(size=1): ")
+    told.sampler.carry_out(Action("buffer", "0" * 24, "buffer 1"))
+    assert told.next(Carried).text == "buffer 1 had gone already"
+    told.next(Snapshot)
+    told.sampler.close()
+
+
+def test_a_defect_in_the_thread_is_told() -> None:
+    """Whoever waits for snapshots would wait for ever."""
+
+    def find(earlier: str) -> Client:
+        raise ZeroDivisionError
+
+    assert isinstance(Told(find).next(Failed).error, ZeroDivisionError)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from tests.brokers import BrokerApp
+from tests.brokers import BrokerApp, another_worker, worker_pids
 from tests.processes import Child, eventually
 from tests.terminals import ALTERNATE, NORMAL, Tty
 from tests.test_cli import MODULE, Ran, cli
@@ -67,8 +67,8 @@ def quit_from(top: Tty) -> None:
 
 
 def row(top: Tty, beginning: str) -> str:
-    """The first line of the screen that begins so."""
-    return next(line for line in top.lines if line.startswith(beginning))
+    """The first line of the screen that begins so, ``""`` if there is none."""
+    return next((line for line in top.lines if line.startswith(beginning)), "")
 
 
 def test_what_is_seen(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
@@ -368,7 +368,7 @@ def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
     shell.press("fg\n")
     eventually(lambda: ALTERNATE in shell.written[stopped:] and b"objects 0" in shell.written[stopped:])
     shell.press("q")
-    eventually(lambda: NORMAL in shell.written[stopped:])
+    eventually(lambda: NORMAL in shell.written[stopped:] and shell.restored)
     shell.press("exit\n")
     assert shell.end() == 0
     assert shell.restored
@@ -379,21 +379,16 @@ def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
 
 def test_workers(broker_app: BrokerApp, tty: Callable[..., Tty]) -> None:
     """Their state and device; one that crashed is followed by one that tells of it."""
-    broker_app.start("--workers", "2", "--worker-device", "cpu")
+    broker_app.start("--worker-device", "cpu")
     client = broker_app.connect()
     top = tty(columns=100)
     top.until("worker", "restarts")
-    pids = [worker["pid"] for worker in client.get_server_info()["workers"]]
-    assert row(top, f"{pids[0]} ").split()[:5] == [str(pids[0]), "ready", "0", "0", "cpu"]
-    os.kill(pids[1], signal.SIGKILL)
-
-    def restarted() -> bool:
-        workers = client.get_server_info()["workers"]
-        new = next((worker["pid"] for worker in workers if worker["pid"] not in pids), 0)
-        cells = next((line.split() for line in top.lines if line.startswith(f"{new} ")), [])
-        return cells[1:2] == ["ready"] and cells[3] == "1"
-
-    eventually(restarted, 40.0)
+    (pid,) = worker_pids(client)
+    assert row(top, f"{pid} ").split()[:5] == [str(pid), "ready", "0", "0", "cpu"]
+    os.kill(pid, signal.SIGKILL)
+    top.until_gone(f"{pid} ")
+    new = another_worker(client, pid)
+    eventually(lambda: row(top, f"{new} ").split()[:4] == [str(new), "ready", "0", "1"])
     quit_from(top)
 
 

@@ -118,6 +118,9 @@ class Sampler:
         """Look once: the seconds that the server took to answer."""
         try:
             if self._client is None:
+                # What was asked for while no server was there was meant for the one that has gone.
+                while not self._actions.empty():
+                    self._tell(Carried(f"{self._actions.get().label}: not done, because the server had gone"))
                 self._client = self._find(self._path)
                 self._path, self._devices = self._client.socket_path, []
             while not self._actions.empty():
