@@ -23,7 +23,7 @@ from shared_rpc.cli.top.controls import ORDERS, Action, State, arranged, kept_se
 from shared_rpc.cli.top.keys import KeyReader
 from shared_rpc.cli.top.layout import everything, frame, heights
 from shared_rpc.cli.top.loop import Model
-from shared_rpc.cli.top.sampler import Carried, Event, Failed, Sampler, Trouble
+from shared_rpc.cli.top.sampler import Carried, Event, Failed, Sampler, Trouble, pause
 from shared_rpc.cli.top.sections import View, lasted
 from shared_rpc.cli.top.snapshot import Snapshot, rates
 from shared_rpc.errors import ConnectError
@@ -198,12 +198,12 @@ def test_pieces_are_joined_while_they_fit() -> None:
 MODES = ("list", "filter", "confirm", "help")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("latest", [None, snapshot(), full()], ids=["waiting", "empty", "full"])
+@pytest.mark.parametrize(
+    ("latest", "mode"),
+    [(latest, mode) for latest in (None, snapshot(), full()) for mode in MODES if latest is not None or mode != "confirm"],
+)
 def test_a_frame_fits_every_terminal(latest: Snapshot | None, mode: Any) -> None:
     """Whatever is to be shown, and however small the terminal is."""
-    if latest is None and mode == "confirm":
-        pytest.skip("there is nothing to confirm")
     view = view_of(latest, selected=f"{6:024x}")
     about = full().objects[5] if mode == "confirm" else None
     troubled = replace(view, trouble="the server went away " * 3)
@@ -632,6 +632,12 @@ def test_what_cannot_be_done_is_told(provider: Provider, serve: Callable[..., Se
     assert told.next(Carried).text == "buffer 1 had gone already"
     told.next(Snapshot)
     told.sampler.close()
+
+
+def test_a_server_with_many_objects_is_looked_at_less_often() -> None:
+    """At most a tenth of the time goes to being watched."""
+    assert pause(1.0, 0.01) == 1.0
+    assert pause(1.0, 0.5) == 5.0
 
 
 def test_a_defect_in_the_thread_is_told() -> None:

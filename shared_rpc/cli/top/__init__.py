@@ -43,8 +43,8 @@ def top(
     # A frame is drawn whatever the terminal can show of it.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    if once or not sys.stdout.isatty() or console.is_dumb_terminal:
-        print_once(find, interval, State(sort=sort), console, console.width if console.is_terminal else _UNLIMITED)
+    if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
+        print_once(find, interval, State(sort=sort), console, console.width if sys.stdout.isatty() else _UNLIMITED)
         return
     ended_by = run(find, interval, State(sort=sort), console)
     if ended_by is not None:

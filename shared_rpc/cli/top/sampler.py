@@ -15,7 +15,7 @@ from shared_rpc.cli.top.controls import Action
 from shared_rpc.cli.top.snapshot import Snapshot
 from shared_rpc.errors import SharedRPCError
 
-__all__ = ["Carried", "Event", "Failed", "Sampler", "Trouble", "look"]
+__all__ = ["Carried", "Event", "Failed", "Sampler", "Trouble", "look", "pause"]
 
 #: Of the time at most one part in so many is spent on answers: a server with many objects is not slowed down by being watched.
 _SHARE = 10
@@ -55,6 +55,11 @@ def look(client: Client, devices: list[dict[str, Any]], commands: dict[int, str]
     held = (holder["pid"] for item in objects for holder in item["holders"])
     _learn(commands, {*held, *(session["pid"] for session in sessions)})
     return Snapshot(time.monotonic(), time.time(), server, objects, devices, runs, sessions, endpoints, dict(commands))
+
+
+def pause(interval: float, answered_in: float) -> float:
+    """Seconds until the next look, after one that the server took some seconds to answer."""
+    return max(interval, _SHARE * answered_in)
 
 
 def _learn(commands: dict[int, str], pids: Iterable[int]) -> None:
@@ -107,7 +112,7 @@ class Sampler:
             while not self._closed:
                 answered_in = self._step()
                 if not self._closed:
-                    self._wake.wait(max(self._interval, _SHARE * answered_in))
+                    self._wake.wait(pause(self._interval, answered_in))
                     self._wake.clear()
         except BaseException as error:
             self._tell(Failed(error))
