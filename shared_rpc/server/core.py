@@ -87,7 +87,7 @@ class Core:
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.revisions = Revisions(self.objects)
-        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit, self.generations.announce, now)
+        self.runs = Runs(executor, self.objects, self.leases, self._settle, self.quotas.admit, self.generations.announce)
         # Nobody counts so fast: ids of an earlier server's tasks never come again.
         first = int(now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(

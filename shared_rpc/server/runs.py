@@ -87,7 +87,6 @@ class Runs:
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record that is to be kept; what it raises is told instead.
     :param listed: called with an object that the cache lists from now on.
-    :param now: the clock, in Unix seconds.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Runs:
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
         listed: Callable[[StoredObject], None],
-        now: Callable[[], float],
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
         self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
@@ -109,7 +107,6 @@ class Runs:
         self._settle = settle
         self._admit = admit
         self._listed = listed
-        self._now = now
         self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
         self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
@@ -143,8 +140,8 @@ class Runs:
             self._catch_up(waiter, waiter.flight)
             return
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
-        flight.created_at = self._now()
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
+        flight.created_at = time.time()
         self._invocations[flight] = Invocation(
             spec,
             arguments,
@@ -193,7 +190,7 @@ class Runs:
     def facts(self, limit: int) -> list[dict[str, Any]]:
         """``list_runs``'s list: the oldest of those that have not ended."""
         oldest = sorted(self.calls, key=lambda flight: flight.created_at)[:limit]
-        return [_facts(flight, self._now() - time.monotonic()) for flight in oldest]
+        return [_facts(flight, time.time() - time.monotonic()) for flight in oldest]
 
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""

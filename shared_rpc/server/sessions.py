@@ -28,8 +28,8 @@ class Session:
         self.session_id = secrets.token_hex(8)
         self.token = secrets.token_hex(16)
         self.peer = peer
-        self.connections: set[Connection] = set()
         self.since = time.time()
+        self.connections: set[Connection] = set()
 
     def facts(self) -> dict[str, Any]:
         """Who holds something: shown to people."""
