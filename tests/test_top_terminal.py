@@ -457,3 +457,24 @@ def test_no_keyboard(served: Server, tmp_path: Path) -> None:
         assert terminal.restored
     finally:
         terminal.close()
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu(base_path: str) -> None:
+    """What results and buffers take of it, and what is free; the server's host memory is told of too."""
+    provider = Provider(base_path, device="cuda:0")
+
+    @provider.share(managed=True)
+    def weights() -> torch.Tensor:
+        return torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+
+    with Server(provider) as server, Client(socket_path=server.socket_path, timeout=30.0) as client:
+        with client.call("weights"), client.create_buffer(32 * MIB, ttl=600):
+            ran = cli("top", "--once", "-d", "0.5")
+        (gpu,) = (found["id"] for found in client.list_devices() if found["id"] == provider.device_id)
+    assert (ran.code, ran.errors) == (0, "")
+    rows = [" ".join(line.split()) for line in ran.output.splitlines()]
+    (memory,) = (line for line in rows if line.startswith(f"{gpu[:12]} ") and "none" in line)
+    assert " 64.0 MiB 32.0 MiB none " in memory and memory.count("GiB") == 2
+    assert any(line.startswith("weights() 64.0 MiB 1 ") and gpu[:12] in line for line in rows)
+    assert any(line.startswith("cpu ") for line in rows)

@@ -19,8 +19,8 @@ __all__ = ["Carried", "Event", "Failed", "Sampler", "Trouble", "look", "pause"]
 
 #: Of the time at most one part in so many is spent on answers: a server with many objects is not slowed down by being watched.
 _SHARE = 10
-#: Seconds to wait for what a device's driver says, before what it said last is shown.
-_DEVICE_PATIENCE = 0.2
+#: Seconds to wait for what a device's driver says, before what it said last is shown; and where it said nothing yet.
+_DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
 
 class Trouble(NamedTuple):
@@ -151,7 +151,7 @@ class Sampler:
 
             self._asking = threading.Thread(target=ask, name="shared-rpc-top-devices", daemon=True)
             self._asking.start()
-        self._asking.join(_DEVICE_PATIENCE)
+        self._asking.join(_DEVICE_PATIENCE if self._devices else _FIRST_DEVICE_PATIENCE)
         return self._devices
 
     def _leave(self) -> None:
