@@ -206,7 +206,7 @@ def test_calls_by_the_second(served: Server, connect: Callable[..., Client], tty
 def test_forty_columns_and_another_size(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
     """A narrow terminal has fewer columns; when it is made wider they come at once, whatever the environment says of it."""
     with connect().call("load", 8):
-        top = tty(columns=40, lines=24)
+        top = tty("-d", "600", columns=40, lines=24)  # it is not by looking again that it notices
         top.until("load(mib=8)", "8.0 MiB")
         assert "held by" not in top.text
         top.resize(140, 30)

@@ -84,7 +84,6 @@ def table(columns: Sequence[Column], width: int, style: str, selected: int | Non
     lines = [_padded(Text(" " * _GAP).join(titles), width, style)]
     for row in range(len(columns[0].cells)):
         line = Text(" " * _GAP).join([column.cell(row, room) for column, room in chosen])
-        line.truncate(width)
         lines.append(_padded(line, width, "reverse") if row == selected else line)
     return lines
 
@@ -115,7 +114,6 @@ def _cell(text: Text, width: int, right: bool) -> Text:
 
 
 def _padded(line: Text, width: int, style: str) -> Text:
-    line.truncate(width)
     if width < _UNBOUNDED:
         line.pad_right(max(width - line.cell_len, 0))
     line.stylize(style)
