@@ -29,6 +29,10 @@ class WorkerCommand:
     log_format: str | None = None
     log_level: str | None = None
 
+    def device_of(self, number: int) -> str | None:
+        """The device of a worker, None where the app decides."""
+        return self.devices[number % len(self.devices)] if self.devices else None
+
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
 
@@ -36,11 +40,10 @@ class WorkerCommand:
         :param fd: its end of the socket pair.
         """
         words = [sys.executable, "-m", "shared_rpc.worker", self.target, "--fd", str(fd), "--parent", str(os.getpid())]
-        device = self.devices[number % len(self.devices)] if self.devices else None
         options = {
             "--base-path": self.base_path,
             "--socket": self.socket,
-            "--device": device,
+            "--device": self.device_of(number),
             "--max-workers": self.max_workers,
             "--log-format": self.log_format,
             "--log-level": self.log_level,

@@ -64,7 +64,7 @@ class Measuring:
 
 
 def _workers(supervisor: Supervisor) -> WorkersReading:
-    reading = WorkersReading(crashes=supervisor.crashes, restarts=supervisor.restarts)
+    reading = WorkersReading(crashes=supervisor.crashes, restarts=supervisor.restarts.total())
     reading.states.update({"starting": 0, "ready": 0, "draining": 0})
     for worker in supervisor.all:
         reading.states[worker.state] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Protocol
 
 import anyio
@@ -66,7 +66,8 @@ class Supervisor:
         self._next: list[Worker] = []
         #: Those that only end what they have.
         self._old: list[Worker] = []
-        self.restarts = 0
+        #: After crashes, by the worker's number.
+        self.restarts: Counter[int] = Counter()
         #: Workers that ended though nobody had asked for that.
         self.crashes = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
@@ -109,7 +110,7 @@ class Supervisor:
         :raises WorkerCrashed: if the system lets no process begin.
         """
         try:
-            worker = Worker(self._command, number, self._take, self._ended)
+            worker = Worker(self._command, number, self._take, self._ended, self.restarts[number])
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
@@ -222,7 +223,7 @@ class Supervisor:
             await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
             if number in {worker.number for worker in self.workers} or self._stopping:
                 return
-            self.restarts += 1
+            self.restarts[number] += 1
             try:
                 self.workers.append(self._new(number))
             except WorkerCrashed as crash:

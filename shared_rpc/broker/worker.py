@@ -34,6 +34,7 @@ class Worker:
     """On the broker's loop only.
 
     :param number: which of the broker's workers it is, from 0.
+    :param restarts: how many of that number were started again before it, after crashes.
     :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
     """
 
@@ -43,8 +44,11 @@ class Worker:
         number: int,
         take: Callable[[Worker, Message, Frame], None],
         ended: Callable[[Worker], None],
+        restarts: int = 0,
     ) -> None:
         self.number = number
+        self.restarts = restarts
+        self.device = command.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
         #: By the provider's key: what it said of it.
@@ -95,7 +99,15 @@ class Worker:
 
     def facts(self) -> dict[str, Any]:
         """For people."""
-        return {"pid": self.pid, "state": self.state, "runs": len(self.runs), "uptime": time.monotonic() - self.started}
+        return {
+            "pid": self.pid,
+            "number": self.number,
+            "device": self.device,
+            "state": self.state,
+            "runs": len(self.runs),
+            "restarts": self.restarts,
+            "uptime": time.monotonic() - self.started,
+        }
 
     def kill(self, why: str) -> None:
         """End it now; ``why`` is told to those who wait for its runs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,10 +11,12 @@ from shared_rpc import __version__
 from shared_rpc.cli.devices import devices
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
-from shared_rpc.cli.rendering import ago, as_json, contents, origin, size, table
+from shared_rpc.cli.processes import command_of
+from shared_rpc.cli.rendering import ago, as_json, contents, one_line, origin, size, table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
+from shared_rpc.cli.top import top
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
 __all__ = ["main"]
@@ -152,7 +153,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (serve, reload, stop, devices, call, tasks, wait, cancel):
+for command in (serve, reload, stop, top, devices, call, tasks, wait, cancel):
     app.command()(command)
 
 
@@ -184,9 +185,7 @@ def options(
 
 
 def _holder(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-    except OSError:
+    command = one_line(command_of(pid))
+    if not command:
         return str(pid)
-    command = " ".join(words)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"

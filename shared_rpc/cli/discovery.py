@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,17 +13,21 @@ from shared_rpc import Client
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
 from shared_rpc.settings import resolve_base_path
 
-__all__ = ["live_servers", "the_owner", "the_server"]
+__all__ = ["find_server", "live_servers", "the_owner", "the_server"]
 
 #: Seconds a server has to answer a look at it.
 _PATIENCE = 2.0
 
 
+def _complain(reason: str) -> None:
+    print(f"shared-rpc: passed over: {reason}", file=sys.stderr)
+
+
 @contextmanager
-def live_servers(base_path: str | None) -> Iterator[list[Client]]:
+def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _complain) -> Iterator[list[Client]]:
     """Clients of all servers that answer at a socket in the directory of the base path.
 
-    Dead sockets are passed over; one that is alive and does not answer is told on standard error.
+    Dead sockets are passed over. So is one that is alive and does not answer: why is told, by default on standard error.
     """
     directory = Path(resolve_base_path(base_path)).parent
     clients = []
@@ -39,7 +43,7 @@ def live_servers(base_path: str | None) -> Iterator[list[Client]]:
                 if _is_alive(path):
                     # The cause leaves out the advice to start a server.
                     reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
-                    print(f"shared-rpc: passed over: {reason}", file=sys.stderr)
+                    passed_over(str(reason))
             else:
                 clients.append(client)
         yield clients
@@ -73,6 +77,31 @@ def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Clien
         if len(clients) > 1:
             raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
         yield clients[0]
+
+
+def find_server(socket_path: str | None, base_path: str | None, preferred: str = "") -> Client:
+    """As :func:`the_server`, for who looks again and again: a client that does not wait, and is the caller's to close.
+
+    :param preferred: the socket to choose where several servers answer.
+    :raises SharedRPCError: if there are none or several to choose from, or none at ``socket_path``.
+    """
+    if socket_path is None:
+        reasons: list[str] = []
+        with live_servers(base_path, reasons.append) as clients:
+            if not clients and reasons:
+                raise ConnectError("; ".join(reasons))
+            _check_some(clients, base_path)
+            paths = [client.socket_path for client in clients]
+            if len(clients) > 1 and preferred not in paths:
+                raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
+            socket_path = preferred if preferred in paths else paths[0]
+    client = Client(socket_path=socket_path, timeout=_PATIENCE, connect_timeout=0)
+    try:
+        client.ping()
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 @contextmanager

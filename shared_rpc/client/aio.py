@@ -23,6 +23,7 @@ from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.departure import Departure
 from shared_rpc.client.holdings import held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
+from shared_rpc.client.monitoring import AsyncMonitoring
 from shared_rpc.client.offloading import ThreadWork
 from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.refreshing import AsyncRefreshing
@@ -45,7 +46,7 @@ T = TypeVar("T")
 _QUICK = 2048
 
 
-class AsyncClient(AsyncRefreshing):
+class AsyncClient(AsyncRefreshing, AsyncMonitoring):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
     All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in

@@ -14,6 +14,7 @@ from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
+from shared_rpc.client.monitoring import Monitoring
 from shared_rpc.client.pool import ConnectionPool, Session
 from shared_rpc.client.refreshing import Refreshing
 from shared_rpc.client.steps import Operation, Request, Tell, Work
@@ -34,7 +35,7 @@ T = TypeVar("T")
 _FOREVER = 10 * 365 * 86400.0
 
 
-class Client(Refreshing):
+class Client(Refreshing, Monitoring):
     """Calls the endpoints of a server on this host.
 
     Every thread that waits has a connection of its own, so one call does not hold up another. All connections share

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from shared_rpc.endpoints import Registry, check_chain, key_of
-from shared_rpc.errors import ConnectionClosed, SharedRPCError, StaleHandleError
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.server.buffers import Buffers
@@ -285,6 +285,20 @@ class Core:
         self.runs.calls.detach(endpoint=endpoint)
         return self.objects.invalidate(endpoint=endpoint)
 
+    def invalidate_object(self, object_id: str) -> int:
+        """Drop one cached result, and keep a run of its call that goes on out of the cache; 0 if the cache did not list it.
+
+        :raises StaleHandleError: if there is no such object.
+        :raises ConfigurationError: if it is a buffer.
+        """
+        stored = self._stored(object_id)
+        if stored.kind == "buffer":
+            raise ConfigurationError(f"object {object_id} is a buffer, which the cache does not list: free_buffer() ends it")
+        if not stored.listed:
+            return 0
+        self.runs.calls.detach(key=stored.cache_key)
+        return self.objects.invalidate(key=stored.cache_key)
+
     def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> dict[str, Any]:
         """Have these endpoints from now on, and say what became of the results of others.
 
@@ -330,10 +344,13 @@ class Core:
 
         :raises StaleHandleError: if the server does not own it (any more).
         """
+        return self.facts(self._stored(object_id))
+
+    def _stored(self, object_id: str) -> StoredObject:
         stored = self.objects.get(object_id)
         if stored is None:
             raise StaleHandleError(f"the server {self.server_id} owns no object {object_id}", reason="object_gone")
-        return self.facts(stored)
+        return stored
 
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""

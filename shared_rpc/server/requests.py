@@ -16,6 +16,7 @@ from shared_rpc.instrumentation import HOOKS, RequestFailed
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
 from shared_rpc.server.generation_requests import GENERATION_HANDLERS, GenerationRequests
+from shared_rpc.server.monitoring_requests import MONITORING_HANDLERS, MonitoringRequests
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.session_lanes import SessionLane
@@ -41,7 +42,7 @@ _SHOWN = 500
 _PAGE = 1000
 
 
-class Requests(GenerationRequests):
+class Requests(GenerationRequests, MonitoringRequests):
     """The requests of one connection. Those that are not answered at once are waiters of the core."""
 
     def __init__(self, connection: Connection, core: Core, sessions: Sessions, facts: Callable[[], dict[str, Any]]) -> None:
@@ -381,4 +382,5 @@ _HANDLERS: dict[type[m.Message], Callable[[Requests, Frame, Any], None]] = {
     m.Reload: Requests._reload,
     m.StopServer: Requests._stop_server,
     **GENERATION_HANDLERS,
+    **MONITORING_HANDLERS,
 }

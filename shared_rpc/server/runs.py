@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.records import Arguments, Record
@@ -152,6 +154,7 @@ class Runs:
             self.statistics.of(spec.name).misses += 1
         flight = waiter.flight = self.calls.open(spec.name, key, waiter)
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
+        flight.created_at = time.time()
         self._invocations[flight] = Invocation(
             spec,
             arguments,
@@ -199,6 +202,11 @@ class Runs:
         if self._executor.abandon(self._invocations[flight]):
             self.calls.close(flight)
             self._next_turn(flight, self._invocations.pop(flight).spec)
+
+    def facts(self, limit: int) -> list[dict[str, Any]]:
+        """``list_runs``'s list: the oldest of those that have not ended."""
+        oldest = sorted(self.calls, key=lambda flight: flight.created_at)[:limit]
+        return [_facts(flight, time.time() - time.monotonic()) for flight in oldest]
 
     def ask_to_stop(self, flight: Flight[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
@@ -368,6 +376,22 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
         waiter.deliver(outcome)
     except Exception:
         _log.exception("a waiter of session %s could not be told", waiter.session)
+
+
+def _facts(flight: Flight[Waiter], epoch: float) -> dict[str, Any]:
+    """:param epoch: the Unix time at which the monotonic clock was at zero."""
+    progress = flight.progress
+    tasks = [waiter.session.removeprefix("task ") for waiter in flight.waiters if waiter.keeps]
+    return {
+        "endpoint": flight.endpoint,
+        "cache_key": flight.key or flight.former_key,
+        "status": "running" if flight.running else "pending",
+        "created_at": flight.created_at,
+        "started_at": epoch + flight.begun_at if flight.running else None,
+        "calls": len(flight.waiters) - len(tasks),
+        "tasks": tasks,
+        "progress": msgspec.structs.asdict(progress) if progress is not None else None,
+    }
 
 
 def close_arguments(arguments: CallArguments) -> None:

@@ -29,6 +29,7 @@ class Session:
         self.session_id = secrets.token_hex(8)
         self.token = secrets.token_hex(16)
         self.peer = peer
+        self.since = time.time()
         self.connections: set[Connection] = set()
         #: Whether its client has said that it ends.
         self.closing = False
@@ -101,6 +102,14 @@ class Sessions:
             if session_id in self._by_id
             else {"session": session_id, "pid": os.getpid(), "connections": 0}
             for session_id in self._core.leases.holders(object_id)
+        ]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """``list_sessions``'s list."""
+        leases = self._core.leases
+        return [
+            session.facts() | {"leases": leases.count(session.session_id), "since": session.since}
+            for session in self._by_id.values()
         ]
 
     def of_processes(self, pids: Collection[int]) -> list[str]:

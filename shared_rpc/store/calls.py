@@ -33,6 +33,8 @@ class Flight(Generic[W]):
     progress: Any = None
     waiters: list[W] = field(default_factory=list)
     former_key: str | None = None
+    #: When it was opened, in Unix seconds.
+    created_at: float = 0.0
 
 
 class CallTable(Generic[W]):

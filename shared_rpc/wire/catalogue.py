@@ -7,6 +7,7 @@ import msgspec
 from shared_rpc.errors import ProtocolError
 from shared_rpc.wire import generations as g
 from shared_rpc.wire import messages as m
+from shared_rpc.wire import monitoring as mo
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 
@@ -84,6 +85,10 @@ _KINDS: dict[int, type[m.Message]] = {
     88: w.Allocate,
     89: w.FreeBytes,
     95: m.Goodbye,
+    100: mo.ListSessions,
+    101: mo.ListRuns,
+    102: mo.InvalidateObject,
+    103: mo.GetStatistics,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}

@@ -194,6 +194,10 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     client.create_buffer("4")  # type: ignore[arg-type]
     client.create_buffer(4, ttl="soon")  # type: ignore[arg-type]
     assert_type(client.list_devices(), list[dict[str, Any]])
+    assert_type(client.list_sessions(), list[dict[str, Any]])
+    assert_type(client.list_runs(10), list[dict[str, Any]])
+    assert_type(client.get_statistics(), dict[str, dict[str, Any]])
+    assert_type(client.invalidate_object(handle.object_id), int)
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.get_object_info(handle), dict[str, Any])

@@ -1,0 +1,23 @@
+"""What processes of this host run, as far as this user may know."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["command_of"]
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process in one line, its program without the folder; ``""`` where that cannot be known.
+
+    A process that is about to end, or is the kernel's, has a name only: ``"[name]"``.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if not any(words):
+            return f"[{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()}]"
+    except OSError:
+        return ""
+    program, *arguments = (os.fsdecode(word) for word in words)
+    return " ".join([os.path.basename(program) or program, *arguments]).strip()

@@ -1,0 +1,51 @@
+"""``shared-rpc top``: a live view of a server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from shared_rpc.cli.options import BasePath, Socket
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["top"]
+
+#: Cells of a line where no terminal sets a limit.
+_UNLIMITED = 10_000
+
+
+def top(
+    interval: Annotated[float, typer.Option("--interval", "-d", min=0.05, metavar="SECONDS", help="From look to look.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; so it is where no terminal is.")] = False,
+    sort: Annotated[str, typer.Option(help="Objects by size, age, leases, name or access.")] = "size",
+    socket: Socket = None,
+    base_path: BasePath = None,
+) -> None:
+    """Watch a server: its objects and who holds them, calls, builds, memory, workers and clients. '?' shows the keys.
+
+    Waits for a server where none is alive, and for the next one when it goes away. With --once that is exit code 1.
+    """
+    import functools
+
+    from rich.console import Console
+
+    from shared_rpc.cli.discovery import find_server
+    from shared_rpc.cli.top.controls import ORDERS, State
+    from shared_rpc.cli.top.loop import print_once, run
+
+    if sort not in ORDERS:
+        *others, last = ORDERS
+        raise ConfigurationError(f"--sort {sort}: use {', '.join(others)} or {last}")
+    find = functools.partial(find_server, socket, base_path)
+    console = Console(highlight=False)
+    # A frame is drawn whatever the terminal can show of it.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
+        print_once(find, interval, State(sort=sort), console, console.width if sys.stdout.isatty() else _UNLIMITED)
+        return
+    ended_by = run(find, interval, State(sort=sort), console)
+    if ended_by is not None:
+        raise typer.Exit(128 + ended_by)
