@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
+    from shared_rpc.building import materialize
     from shared_rpc.client import Client
     from shared_rpc.client.aio import AsyncClient
     from shared_rpc.client.watching import Subscription
@@ -39,6 +40,7 @@ __all__ = [
     "cancelled",
     "errors",
     "forward_tqdm",
+    "materialize",
     "progress",
     "raise_if_cancelled",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "TaskStatus": "shared_rpc.wire.tasks",
     "cancelled": "shared_rpc.running",
     "forward_tqdm": "shared_rpc.running",
+    "materialize": "shared_rpc.building",
     "progress": "shared_rpc.running",
     "raise_if_cancelled": "shared_rpc.running",
 }
