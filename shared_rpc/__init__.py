@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
+    from shared_rpc.ticket import Ticket
     from shared_rpc.wire.generations import Generation
     from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
@@ -36,6 +37,7 @@ __all__ = [
     "Subscription",
     "TaskInfo",
     "TaskStatus",
+    "Ticket",
     "__version__",
     "cancelled",
     "errors",
@@ -61,6 +63,7 @@ _HOMES = {
     "Subscription": "shared_rpc.client.watching",
     "TaskInfo": "shared_rpc.wire.tasks",
     "TaskStatus": "shared_rpc.wire.tasks",
+    "Ticket": "shared_rpc.ticket",
     "cancelled": "shared_rpc.running",
     "forward_tqdm": "shared_rpc.running",
     "materialize": "shared_rpc.building",

@@ -303,7 +303,8 @@ class StaleHandleError(SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
     ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; of ``latest()`` also
-    ``"invalidated"``. Tensors taken from the handle stay valid: their memory is held by this process.
+    ``"invalidated"``, of ``open_ticket()`` also ``"superseded"``. Tensors taken from the handle stay valid: their memory is
+    held by this process.
     """
 
     code = "stale-handle"

@@ -21,7 +21,7 @@ LAYERS = [
     ["settings", "memory"],
     ["records"],
     ["wire"],
-    ["revised"],
+    ["revised", "ticket"],
     ["endpoints", "handle", "running"],
     ["store", "transport", "codec", "building"],
     ["preload"],

@@ -83,6 +83,7 @@ _KINDS: dict[int, type[m.Message]] = {
     87: w.Reclaim,
     88: w.Allocate,
     89: w.FreeBytes,
+    90: g.GetObject,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
