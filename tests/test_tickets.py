@@ -358,7 +358,13 @@ def test_another_user_cannot_open_it(client: Client, path: Path) -> None:
         import os
         from shared_rpc import Client, Ticket, errors
         os.setgid(12345); os.setuid(12345)
-        for attempt in (lambda: Ticket.read({str(path)!r}), lambda: Client.from_ticket(Ticket.from_json({ticket.to_json()!r}), connect_timeout=0).ping()):
+        def read():
+            Ticket.read({str(path)!r})
+
+        def connect():
+            Client.from_ticket(Ticket.from_json({ticket.to_json()!r}), connect_timeout=0).ping()
+
+        for attempt in (read, connect):
             try:
                 attempt()
             except errors.SharedRPCError as error:

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["Deferred"]
 
 #: Bytes. What is computed at once takes so much at most, each and together, until the end of the block.
-_SMALL, _SMALL_TOGETHER = 1 << 20, 64 << 20
+_SMALL, _SMALL_TOGETHER = 16 << 20, 64 << 20
 
-#: Bytes of an element, at most.
-_WIDEST = 16
+#: Bytes of an element of what is computed; complex128 is twice that, and rare.
+_WIDE = 8
 _META = torch.device("meta")
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default
 #: What ``torch.tensor`` ends with: its argument is a tensor of given values.
@@ -112,7 +112,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = torch.get_default_device()
         self._reading = _Reading(self)
         self._computing = False
-        #: Bytes of what was computed at once.
+        #: Bytes of values that are kept.
         self._spent = 0
 
     def __enter__(self) -> Deferred:
@@ -137,26 +137,29 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         elif func is _READ_VALUE or any(not self.made(tensor) for tensor in _written(func, args, kwargs)):
             return func(*self._known(args), **self._known(kwargs))
-        elif self._is_quick(func, tensors):
+        if self._is_quick(func, args, tensors):
             with suppress(RuntimeError):  # tensors on two devices, where the code asked a tensor of the block for its own
-                known = func(*self._known(args), **self._known(kwargs))
-                self._spent += known.nbytes
-                return self._given(known)
+                return self._given(func(*self._known(args), **self._known(self._asked(kwargs))))
         return self._note(func, args, kwargs)
 
-    def _is_quick(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Whether an operation is done at once: a small one, element by element.
+    def _is_quick(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> bool:
+        """Whether an operation is done at once: ``arange``, and what goes element by element, if it is small.
 
-        Not to save time here, but seconds: for the shapes of many of these torch imports its compiler.
+        For the shapes of many of these torch imports its compiler, which takes seconds and 90 MB.
         """
+        if self._spent >= _SMALL_TOGETHER:
+            self._forget()
         tags = func.tags
+        if self._spent >= _SMALL_TOGETHER or func._schema.is_mutable:
+            return False
+        if func.overloadpacket is torch.ops.aten.arange:
+            return _elements(*args) * _WIDE <= _SMALL
         return (
-            torch.Tag.pointwise in tags
+            bool(tensors)
+            and torch.Tag.pointwise in tags
             and torch.Tag.nondeterministic_seeded not in tags
-            and not func._schema.is_mutable
             and len(func._schema.returns) == 1
-            and self._spent < _SMALL_TOGETHER
-            and _broadcast(tensors) * _WIDEST <= _SMALL
+            and _broadcast(tensors) * _WIDE <= _SMALL
         )
 
     def made(self, tensor: torch.Tensor) -> bool:
@@ -192,17 +195,33 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if issubclass(type(thing), torch.Tensor) and self.made(thing):
                 yield thing
 
+    def _forget(self) -> None:
+        """Let go of steps that led to tensors which have gone."""
+        needed = {key for key in self._storages if torch._C._storage_Use_Count(key) > 1}
+        kept: list[_Step] = []
+        for step in reversed(self._steps):
+            if needed & step.changes:
+                kept.append(step)
+                needed |= step.reads
+        self._steps = kept[::-1]
+        self._storages = {key: self._storages[key] for key in needed}
+        self._spent = sum(step.args[0].nbytes for step in kept if step.function is torch.clone)
+
     def _known(self, values: Any) -> Any:
         """The same values, with what the block has made in them computed."""
         return tree_map_only(torch.Tensor, lambda t: self.compute([t])[0] if self.made(t) else t, values)
 
+    def _asked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs | {"device": self._device} if kwargs.get("device") == _META else kwargs
+
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for values that are there: it takes no memory either, but for the values themselves."""
         stand_in = _on_meta(tensor)
+        self._spent += tensor.nbytes
         return self._keep(_Step(torch.clone, (tensor,), {}, set(), set()), stand_in)  # type: ignore[no-any-return]
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        asked = kwargs | {"device": self._device} if kwargs.get("device") == _META else kwargs
+        asked = self._asked(kwargs)
         noted_args, noted = tree_map_only(torch.Tensor, lambda t: _View.of(t) if self.made(t) else t, (args, asked))
         reads = {leaf.key for leaf in tree_leaves((noted_args, noted)) if isinstance(leaf, _View)}
         changes = {tensor.untyped_storage()._cdata for tensor in _written(func, args, kwargs)}
@@ -253,6 +272,12 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> int:
     return math.prod(
         max((tensor.shape[-place] for tensor in tensors if tensor.dim() >= place), default=1) for place in range(1, ranks + 1)
     )
+
+
+def _elements(first: float, end: float | None = None, step: float = 1) -> float:
+    """How many ``arange`` has."""
+    begin, end = (0, first) if end is None else (first, end)
+    return (end - begin) / step
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
