@@ -43,14 +43,14 @@ def test_two_engines_share_weights_and_cache(base_path: str) -> None:
 def test_it_leaves_nothing_behind(base_path: str, children: list[Child], tmp_path: Path) -> None:
     """Ctrl-C ends the server and the engines too."""
     (tmp_path / "t").mkdir()
-    run = Child(
-        str(RUN), "--size", "tiny", "--new", "2000", environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path / "t")}
-    )
+    environ = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path / "t")}
+    run = Child(str(RUN), "--size", "tiny", "--new", "1500", "--blocks", "600", environ=environ)
     children.append(run)
-    eventually(lambda: len(started(run.pid)) == 3, 30)
+    run.expect("both engines are ready")
     processes = started(run.pid)
+    assert len(processes) == 3
     run.process.send_signal(signal.SIGINT)
-    run.process.wait(30)
+    assert run.process.wait(30) == 130
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     assert not list((tmp_path / "t").iterdir())
 

@@ -47,9 +47,7 @@ LAYER_MAP = {
 def build(config: Config, weights: Handle[dict[str, torch.Tensor]] | dict[str, torch.Tensor]) -> Decoder:
     """Our class around these weights, without a copy."""
     with materialize(weights, rename=LAYER_MAP):
-        model = Decoder(config).to(dtype())
-    for block in model.blocks:
-        block.attention.rotary.float()
+        model = Decoder(config)
     return model.eval()
 
 
@@ -91,7 +89,7 @@ def own_memory() -> int:
 
 
 def prefill(config: Config, size: str, count: int, directory: Path) -> None:
-    with Client() as client:
+    with Client(connect_timeout=60) as client:  # the server may still be starting
         before = own_memory()
         began = time.perf_counter()
         with client.call("load_weights", size) as weights:
@@ -169,6 +167,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="where tickets are")
     options = parser.parse_args()
     config = SIZES[options.size]
+    torch.set_default_dtype(dtype())  # what the weights are in
     build(SIZES["warm-up"], make("warm-up"))  # what libraries load when they are first used is no part of what is measured
     if options.role == "prefill":
         prefill(config, options.size, options.blocks, options.directory)

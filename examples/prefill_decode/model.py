@@ -27,7 +27,7 @@ class Rotary(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, size: int, positions: int = 4096) -> None:
+    def __init__(self, size: int, positions: int = 2048) -> None:
         super().__init__()
         frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
@@ -49,13 +49,14 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.width, kv_width, bias=False)
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
-        self.rotary = Rotary(config.head_size)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, cache: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
         """``cache`` is this layer's: (2, blocks, block, kv_heads, head_size); ``blocks`` are those of the request, in order."""
         config, count = self.config, len(positions)
-        query = self.rotary(self.query(x).view(count, config.heads, -1), positions)
-        key = self.rotary(self.key(x).view(count, config.kv_heads, -1), positions)
+        query = rotary(self.query(x).view(count, config.heads, -1), positions)
+        key = rotary(self.key(x).view(count, config.kv_heads, -1), positions)
         value = self.value(x).view(count, config.kv_heads, -1)
         block, place = blocks[positions // config.block], positions % config.block
         cache[0, block, place], cache[1, block, place] = key, value
@@ -81,8 +82,10 @@ class Block(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), positions, cache, blocks)
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, cache: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, rotary, cache, blocks)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -93,6 +96,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.rotary = Rotary(config.head_size)
         self.norm = RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
@@ -104,7 +108,7 @@ class Decoder(nn.Module):
         used = torch.tensor(blocks, device=device)
         x = self.embedding(torch.tensor(tokens, device=device))
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            x = block(x, positions, layer_cache, used)
+            x = block(x, positions, self.rotary, layer_cache, used)
         return int(self.head(self.norm(x[-1:])).argmax())
 
 

@@ -31,7 +31,12 @@ class Process:
 
     def __init__(self, stack: ExitStack, environ: dict[str, str], *command: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, *command], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, *command],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this program, which ends them
         )
         stack.callback(self.end)
 
@@ -97,7 +102,7 @@ def play(options: argparse.Namespace, stack: ExitStack) -> list[str]:
     environ = os.environ | {"SHARED_TENSOR_BASE_PATH": str(directory / "s"), "OMP_NUM_THREADS": "1"}
     engine = [str(HERE / "engine.py")]
     common = ["--size", options.size, "--blocks", str(options.blocks)]
-    server = Process(stack, environ, "-m", "shared_rpc.cli", "serve", str(HERE / "weights.py"))
+    server = Process(stack, environ, "-m", "shared_rpc.cli", "serve", str(HERE / "weights.py"), "--idle-exit", "60")
     prefill = Process(stack, environ, *engine, "prefill", *common, "--directory", str(directory))
     decode = Process(stack, environ, *engine, "decode", *common, "--directory", str(directory))
     asked = requests(options.requests, options.new)
@@ -105,6 +110,7 @@ def play(options: argparse.Namespace, stack: ExitStack) -> list[str]:
     first = prefill.hear()
     decode.tell(open=True)
     second = decode.hear()
+    print("both engines are ready", flush=True)
     answers = serve(prefill, decode, asked)
     shared = {name: pss(process.pid) for name, process in (("prefill engine", prefill), ("decode engine", decode))}
     shared |= {f"server, pid {pid}": pss(pid) for pid in family(server.pid)}
@@ -155,7 +161,10 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=12, help="blocks of the KV cache, 16 positions each")
     options = parser.parse_args()
     with ExitStack() as stack:
-        return 1 if play(options, stack) else 0
+        try:
+            return 1 if play(options, stack) else 0
+        except KeyboardInterrupt:
+            return 130
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Config:
 
 SIZES = {
     "warm-up": Config(width=64, layers=1, heads=4, kv_heads=2, hidden=64, vocabulary=128),
-    "tiny": Config(width=256, layers=4, heads=8, kv_heads=2, hidden=768, vocabulary=2048),
+    "tiny": Config(width=256, layers=8, heads=8, kv_heads=2, hidden=768, vocabulary=2048),
     "small": Config(width=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocabulary=4096),
     "large": Config(width=4096, layers=16, heads=32, kv_heads=8, hidden=14336, vocabulary=32000),
 }
