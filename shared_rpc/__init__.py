@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
+    from shared_rpc.building import materialize
     from shared_rpc.client import Client
     from shared_rpc.client.aio import AsyncClient
     from shared_rpc.client.watching import Subscription
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shared_rpc.provider import Provider, SharedFunction
     from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.server import Server
+    from shared_rpc.ticket import Ticket
     from shared_rpc.wire.generations import Generation
     from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
@@ -35,10 +37,12 @@ __all__ = [
     "Subscription",
     "TaskInfo",
     "TaskStatus",
+    "Ticket",
     "__version__",
     "cancelled",
     "errors",
     "forward_tqdm",
+    "materialize",
     "progress",
     "raise_if_cancelled",
 ]
@@ -59,8 +63,10 @@ _HOMES = {
     "Subscription": "shared_rpc.client.watching",
     "TaskInfo": "shared_rpc.wire.tasks",
     "TaskStatus": "shared_rpc.wire.tasks",
+    "Ticket": "shared_rpc.ticket",
     "cancelled": "shared_rpc.running",
     "forward_tqdm": "shared_rpc.running",
+    "materialize": "shared_rpc.building",
     "progress": "shared_rpc.running",
     "raise_if_cancelled": "shared_rpc.running",
 }

@@ -15,6 +15,8 @@
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
     ├── RefreshError            a refresh whose call was invalidated meanwhile
     ├── UpdateInterrupted       memory was left half-written by an update
+    ├── StateMismatchError      a model does not fit the tensors it is to be built around
+    ├── TicketError             a ticket that cannot be used here
     ├── RemoteError             an endpoint raised what cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
@@ -48,8 +50,10 @@ __all__ = [
     "ServerBusy",
     "SharedRPCError",
     "StaleHandleError",
+    "StateMismatchError",
     "TaskCancelled",
     "TaskError",
+    "TicketError",
     "UpdateInterrupted",
     "WorkerCrashed",
 ]
@@ -202,6 +206,61 @@ class UpdateInterrupted(SharedRPCError):
         return {"revision": str(self.revision), "pid": str(self.pid)}
 
 
+class StateMismatchError(SharedRPCError):
+    """A model cannot be built around tensors that are there; the message lists what does not fit, up to a length.
+
+    ``missing`` has all names that the model has and the source has not, ``unexpected`` those that only the source has, and
+    ``mismatched`` a text for each that differs in shape or dtype.
+    """
+
+    code = "state-mismatch"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        mismatched: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> StateMismatchError:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, **{name: text.split("\n") for name, text in detail.items() if text})
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {name: "\n".join(getattr(self, name)) for name in ("missing", "unexpected", "mismatched")}
+
+
+class TicketError(SharedRPCError):
+    """A ticket that cannot be used here; the message names the file and says what to do.
+
+    ``reason`` is ``"unreadable"`` (no such file, or none that may be read), ``"untrusted"`` (others may have written it),
+    ``"malformed"``, ``"other_host"``, or ``"other_server"``: the client is connected to another one than the ticket's.
+    """
+
+    code = "ticket"
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @classmethod
+    def restore(cls, message: str, detail: dict[str, str]) -> TicketError:
+        """See :meth:`SharedRPCError.restore`."""
+        return cls(message, reason=detail.get("reason", "malformed"))
+
+    def detail(self) -> dict[str, str]:
+        """See :meth:`SharedRPCError.detail`."""
+        return {"reason": self.reason}
+
+
 class ServerBusy(SharedRPCError):
     """A limit of the server is reached; the message names the limit."""
 
@@ -247,7 +306,8 @@ class StaleHandleError(SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
     ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; of ``latest()`` also
-    ``"invalidated"``. Tensors taken from the handle stay valid: their memory is held by this process.
+    ``"invalidated"``, of ``open_ticket()`` also ``"superseded"``. Tensors taken from the handle stay valid: their memory is
+    held by this process.
     """
 
     code = "stale-handle"

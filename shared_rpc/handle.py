@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
@@ -11,6 +12,7 @@ from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.reaper import REAPER
 from shared_rpc.revised import AsyncRevised, Revised
+from shared_rpc.ticket import Ticket
 
 __all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable"]
 
@@ -19,6 +21,13 @@ T = TypeVar("T")
 
 class Giver(Protocol):
     """Who takes a lease back."""
+
+    @property
+    def socket_path(self) -> str:
+        """Where the server listens.
+
+        :raises CapabilityError: if it is a process without one.
+        """
 
     def give_back(self, object_id: str, session: object) -> None:
         """Give back one lease, from any thread. Never raises: where the session is gone, so is the lease."""
@@ -196,6 +205,19 @@ class Handle(Lease[T], Revised[T]):
         """
         return self._issuer.latest(self)
 
+    def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
+        """A ticket for the object: what another process of this host and user opens with :meth:`Client.open_ticket`.
+
+        It is no lease: the object must be cached, or held by somebody, until then.
+
+        :param path: a file to write it to, whole or not at all, for this user alone (0600); None to write none.
+        :raises StaleHandleError: if the server does not own the object any more.
+        :raises CapabilityError: in the local role, where nobody else can have the object.
+        :raises ConfigurationError: if the file cannot be written.
+        """
+        value, socket_path = self.value, self._issuer.socket_path
+        return _issued(Ticket.of(value, self.get_object_info(refresh=True), socket_path), path)
+
     def __enter__(self) -> Handle[T]:
         return self
 
@@ -254,6 +276,14 @@ class AsyncHandle(Lease[T], AsyncRevised[T]):
         """See :meth:`Handle.latest`."""
         return await self._issuer.latest(self)
 
+    async def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
+        """See :meth:`Handle.ticket`."""
+        from anyio import to_thread
+
+        value, socket_path = self.value, self._issuer.socket_path
+        facts = await self.get_object_info(refresh=True)
+        return await to_thread.run_sync(lambda: _issued(Ticket.of(value, facts, socket_path), path))
+
     async def __aenter__(self) -> AsyncHandle[T]:
         return self
 
@@ -264,6 +294,12 @@ class AsyncHandle(Lease[T], AsyncRevised[T]):
 
         with CancelScope(shield=True):  # a cancelled block gives its lease back too
             await self.release()
+
+
+def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
+    if path is not None:
+        ticket.write(path)
+    return ticket
 
 
 def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:

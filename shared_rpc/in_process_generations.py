@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.watching import Subscription, Watch
-from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
 from shared_rpc.handle import Handle
 from shared_rpc.memory.revisions import Page
 from shared_rpc.revised import updating
 from shared_rpc.running import CURRENT_RUN
 from shared_rpc.server.engine import LOCAL_SESSION, Engine
+from shared_rpc.server.generations import Generations
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire.generations import Generation
 
 __all__ = ["InProcessGenerations"]
@@ -34,6 +37,10 @@ class InProcessGenerations:
 
         def _lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]: ...
         def _hand(self, delivery: Delivery) -> Any: ...
+
+        def get_buffer(self, buffer_id: str) -> Handle[Any]:
+            """See :meth:`Client.get_buffer`."""
+
         def _waiting(self) -> AbstractContextManager[None]: ...
 
     def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Generation:
@@ -88,9 +95,35 @@ class InProcessGenerations:
     def latest(self, handle: Handle[T]) -> Handle[T]:
         """See :class:`shared_rpc.handle.Issuer`."""
         handle._check_held()
+        return self._handed(lambda generations, waiter: generations.hand_latest(waiter, handle.object_id))
+
+    def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> Handle[Any]:
+        """See :meth:`Client.open_ticket`. The server's own process gets the live object."""
+        found = read_ticket(ticket)
+        found.check_server(self._engine.core.server_id, self._place())
+        if found.kind == "buffer":
+            return self.get_buffer(found.object_id)
+        return self._handed(lambda generations, waiter: generations.hand(waiter, found.object_id, found.cache_key or ""))
+
+    @property
+    def socket_path(self) -> str:
+        """See :class:`shared_rpc.handle.Giver`."""
+        raise CapabilityError(
+            "this process plays the local role, so nobody else can have what it holds: serve it, with "
+            "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
+        )
+
+    def _place(self) -> str:
+        """The socket, or what there is in its place."""
+        try:
+            return self.socket_path
+        except CapabilityError:
+            return f"pid {os.getpid()}, in the local role"
+
+    def _handed(self, hand: Callable[[Generations, Waiter], None]) -> Handle[Any]:
         handed: list[Delivery | Failure] = []
         waiter = _waiter(handed.append)
-        self._engine.ask(lambda core: core.generations.hand_latest(waiter, handle.object_id))
+        self._engine.ask(lambda core: hand(core.generations, waiter))
         (delivery,) = handed
         assert isinstance(delivery, Delivery), "what cannot be handed out was raised"
         return self._hand(delivery)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from shared_rpc.client.watching import Subscription
     from shared_rpc.handle import Handle
     from shared_rpc.runtime import Runtime
+    from shared_rpc.ticket import Ticket
     from shared_rpc.wire.generations import Generation
 
 __all__ = ["Refreshing"]
@@ -39,3 +41,9 @@ class Refreshing:
     def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
         """Around what writes to a handle's memory in place; see :meth:`Client.update`."""
         return self._runtime().generations.update(handle, timeout)
+
+    def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> Handle[Any]:
+        """The object of a ticket of this provider's server; see :meth:`Client.open_ticket`. Others' are for
+        :meth:`Client.from_ticket`.
+        """
+        return self._runtime().generations.open_ticket(ticket)

@@ -6,6 +6,7 @@ client role asks a server. The provider does not know which one it has.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from shared_rpc.handle import Handle
     from shared_rpc.provider import Provider
     from shared_rpc.server import Server
+    from shared_rpc.ticket import Ticket
     from shared_rpc.wire.generations import Generation
 
 __all__ = ["BufferCalls", "ClientRuntime", "GenerationCalls", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
@@ -100,6 +102,9 @@ class GenerationCalls(Protocol):
 
     def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
         """See :meth:`Client.update`."""
+
+    def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> Handle[Any]:
+        """See :meth:`Client.open_ticket`."""
 
 
 class Runtime(Protocol):
@@ -235,6 +240,11 @@ class ServerRuntime(InProcessRuntime):
     def __init__(self, server: Server) -> None:
         super().__init__(server.engine, server.engine.core.device)
         self.server = server
+
+    @property
+    def socket_path(self) -> str:
+        """See :class:`shared_rpc.handle.Giver`."""
+        return self.server.socket_path
 
     def info(self) -> dict[str, Any]:
         """The server's own facts."""

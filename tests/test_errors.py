@@ -16,7 +16,9 @@ from shared_rpc.errors import (
     RemoteError,
     SharedRPCError,
     StaleHandleError,
+    StateMismatchError,
     TaskError,
+    TicketError,
     UpdateInterrupted,
     WorkerCrashed,
     from_wire,
@@ -40,6 +42,8 @@ SPECIMENS = {
     UpdateInterrupted: UpdateInterrupted("it was killed", revision=3, pid=17),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
     WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", stderr="Fatal Python error"),
+    StateMismatchError: StateMismatchError("they do not fit", missing=["a.b", "c"], mismatched=["d is (1,) in one"]),
+    TicketError: TicketError("kv.json is no ticket", reason="malformed"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from shared_rpc.client import buffers, operations
+from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
@@ -32,6 +33,7 @@ from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Wor
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.handle import AsyncHandle, Lease, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -163,6 +165,11 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
     async def list_devices(self) -> list[dict[str, Any]]:
         """See :meth:`Client.list_devices`."""
         return await self._run(buffers.list_devices())
+
+    async def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> AsyncHandle[Any]:
+        """See :meth:`Client.open_ticket`."""
+        found = await anyio.to_thread.run_sync(read_ticket, ticket)
+        return self._hand(await self._run(tickets.open_ticket(found, self._values)))  # type: ignore[no-any-return]
 
     async def release(self, handle: AsyncHandle[Any] | str) -> bool:
         """See :meth:`Client.release`."""

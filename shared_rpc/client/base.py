@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
@@ -14,6 +14,7 @@ from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
 from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.ticket import Ticket, read_ticket
 
 __all__ = ["OWN_TIMEOUT", "BaseClient"]
 
@@ -48,6 +49,16 @@ class BaseClient(ABC):
         self._begin()
         preload_codec()
         _clients.add(self)
+
+    @classmethod
+    def from_ticket(cls, ticket: Ticket | str | os.PathLike[str], **options: Any) -> Self:
+        """A client of the server that a ticket names; it is not connected yet, and the ticket not opened.
+
+        :param ticket: a ticket, or the path of its file.
+        :param options: those of the client, but for where the server is.
+        :raises TicketError, StaleHandleError: if the ticket cannot be used here.
+        """
+        return cls(socket_path=read_ticket(ticket).socket_path, **options)
 
     @abstractmethod
     def _begin(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from shared_rpc.client import buffers, operations
+from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.departure import Departure
@@ -21,6 +22,7 @@ from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
 
@@ -217,6 +219,19 @@ class Client(Refreshing, Monitoring):
         ``free`` (None where that is not known), ``used`` (by the server's objects and buffers), ``limit`` (the quota, or None).
         """
         return self._run(buffers.list_devices())
+
+    def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> Handle[Any]:
+        """The object of a ticket that :meth:`Handle.ticket` made: a handle with a lease of its own.
+
+        The client must be one of the ticket's server; :meth:`Client.from_ticket` makes one that is.
+
+        :param ticket: a ticket, or the path of its file.
+        :raises TicketError: if it cannot be used here; ``reason`` says why.
+        :raises StaleHandleError: if the object is gone, with ``reason`` ``"object_gone"``, ``"superseded"`` or
+            ``"server_changed"``.
+        :raises BufferNotFound: if it is a buffer that is not handed out any more.
+        """
+        return self._hand(self._run(tickets.open_ticket(read_ticket(ticket), self._values)))  # type: ignore[no-any-return]
 
     def release(self, handle: Handle[Any] | str) -> bool:
         """Give one lease back, of a handle or an object id; whether this process held it."""

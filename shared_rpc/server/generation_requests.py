@@ -65,6 +65,9 @@ class GenerationRequests:
     def _get_latest(self, frame: Frame, message: g.GetLatest) -> None:
         self._core.generations.hand_latest(self._waiter(frame.request_id), message.object_id)
 
+    def _get_object(self, frame: Frame, message: g.GetObject) -> None:
+        self._core.generations.hand(self._waiter(frame.request_id), message.object_id, message.cache_key)
+
     def _retire(self, frame: Frame, message: g.Retire) -> None:
         self._reply(frame.request_id, m.FactsList(self._core.retire(message.target)))
 
@@ -79,6 +82,7 @@ GENERATION_HANDLERS: dict[type[m.Message], Callable[[Any, Frame, Any], None]] = 
     g.Refresh: GenerationRequests._refresh,
     g.AwaitRefreshes: GenerationRequests._await_refreshes,
     g.GetLatest: GenerationRequests._get_latest,
+    g.GetObject: GenerationRequests._get_object,
     g.Retire: GenerationRequests._retire,
     g.GetRevision: GenerationRequests._get_revision,
 }

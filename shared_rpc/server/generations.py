@@ -146,8 +146,36 @@ class Generations:
                 f"no generation of {stored.cache_key} is current: it was invalidated, and not called since: call it again",
                 reason="invalidated",
             )
-        self._leases.grant(waiter.session, current.object_id)
-        tell(waiter, Delivery(current.record, current.live, current, True))
+        self._deliver(waiter, current)
+
+    def hand(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
+        """Hand an object out that is there, current or not, at once, with a lease.
+
+        :param cache_key: its key, to tell what has become of it, ``""`` if it has none.
+        :raises StaleHandleError: if the server does not own the object any more.
+        """
+        stored = self._objects.get(object_id)
+        if stored is not None:
+            if stored.listed and stored.cache_key is not None:
+                self._objects.lookup(stored.cache_key)  # which is an access
+            self._deliver(waiter, stored)
+            return
+        current = self._objects.lookup(cache_key)
+        if current is not None:
+            raise StaleHandleError(
+                f"generation {current.generation} of {cache_key[:200]} has taken the place of object {object_id[:100]}, which "
+                f"nobody holds any more: call the endpoint for it",
+                reason="superseded",
+            )
+        raise StaleHandleError(
+            f"the server {self._server_id} owns no object {object_id[:100]} any more: nobody held it, and it is not cached: "
+            f"call the endpoint again",
+            reason="object_gone",
+        )
+
+    def _deliver(self, waiter: Waiter, stored: StoredObject) -> None:
+        self._leases.grant(waiter.session, stored.object_id)
+        tell(waiter, Delivery(stored.record, stored.live, stored, True))
 
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
         """Free what no process holds of a superseded object, or of an endpoint's; those that are left: processes hold them.

@@ -84,6 +84,7 @@ _KINDS: dict[int, type[m.Message]] = {
     87: w.Reclaim,
     88: w.Allocate,
     89: w.FreeBytes,
+    90: g.GetObject,
     95: m.Goodbye,
     100: mo.ListSessions,
     101: mo.ListRuns,

@@ -14,6 +14,7 @@ __all__ = [
     "AwaitRefreshes",
     "Generation",
     "GetLatest",
+    "GetObject",
     "GetRevision",
     "Refresh",
     "Refreshed",
@@ -72,6 +73,16 @@ class GetLatest(Message):
     """Ask for the :class:`~shared_rpc.wire.messages.Result` of what is current now of an object's key, with a lease."""
 
     object_id: str
+
+
+class GetObject(Message):
+    """Ask for the :class:`~shared_rpc.wire.messages.Result` of an object that is there, with a lease.
+
+    ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place.
+    """
+
+    object_id: str
+    cache_key: str = ""
 
 
 class Retire(Message):

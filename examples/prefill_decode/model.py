@@ -1,0 +1,117 @@
+"""A decoder of our own: RMSNorm, rotary positions, grouped-query attention over a block KV cache, SwiGLU.
+
+Its names are not those of the checkpoint; engine.py has the map between them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from weights import Config
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+        return (x.float() * scale).to(x.dtype) * self.weight
+
+
+class Rotary(nn.Module):
+    """Tables that are computed, not loaded: they are in no checkpoint."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, size: int, positions: int = 2048) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        even, odd = x.float().chunk(2, -1)
+        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        kv_width = config.kv_heads * config.head_size
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, kv_width, bias=False)
+        self.value = nn.Linear(config.width, kv_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, cache: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        """``cache`` is this layer's: (2, blocks, block, kv_heads, head_size); ``blocks`` are those of the request, in order."""
+        config, count = self.config, len(positions)
+        query = rotary(self.query(x).view(count, config.heads, -1), positions)
+        key = rotary(self.key(x).view(count, config.kv_heads, -1), positions)
+        value = self.value(x).view(count, config.kv_heads, -1)
+        block, place = blocks[positions // config.block], positions % config.block
+        cache[0, block, place], cache[1, block, place] = key, value
+        # All that the request has so far, gathered from its blocks.
+        keys, values = (part[blocks].flatten(0, 1)[: int(positions[-1]) + 1] for part in cache)
+        repeated = config.heads // config.kv_heads
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys.transpose(0, 1).repeat_interleave(repeated, 0)[None],
+            values.transpose(0, 1).repeat_interleave(repeated, 0)[None],
+            is_causal=count > 1,
+        )
+        return self.out(attended[0].transpose(0, 1).reshape(count, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.width)
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, rotary: Rotary, cache: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, rotary, cache, blocks)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.rotary = Rotary(config.head_size)
+        self.norm = RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    @torch.no_grad()
+    def forward(self, tokens: list[int], first: int, cache: torch.Tensor, blocks: list[int]) -> int:
+        """The most likely token after ``tokens``, which begin at position ``first``; their keys and values go to the cache."""
+        device = self.head.weight.device
+        positions = torch.arange(first, first + len(tokens), device=device)
+        used = torch.tensor(blocks, device=device)
+        x = self.embedding(torch.tensor(tokens, device=device))
+        for block, layer_cache in zip(self.blocks, cache, strict=True):
+            x = block(x, positions, self.rotary, layer_cache, used)
+        return int(self.head(self.norm(x[-1:])).argmax())
+
+
+def cache_shape(config: Config, blocks: int) -> tuple[int, ...]:
+    """Layers, keys and values, blocks, positions of a block, heads, elements of a head."""
+    return (config.layers, 2, blocks, config.block, config.kv_heads, config.head_size)
