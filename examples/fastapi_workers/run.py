@@ -89,7 +89,9 @@ class Service(Process):
 
     def __init__(self, stack: ExitStack, directory: Path, role: str | None, workers: int) -> None:
         # Port 0: the kernel chooses one that is free, and uvicorn says which.
-        words = ("-m", "uvicorn", "app:app", "--workers", str(workers), "--port", "0", "--no-access-log")
+        words = ["-m", "uvicorn", "app:app", "--workers", str(workers), "--port", "0", "--no-access-log"]
+        # A worker that does not answer its parent for so long is killed, and importing torch on a busy machine takes long.
+        words += ["--timeout-worker-healthcheck", str(PATIENCE)]
         super().__init__(stack, directory, role or "unshared", role, *words)
         self.count = workers
         self.ready = 0.0
