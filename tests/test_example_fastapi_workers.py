@@ -24,7 +24,7 @@ for package in ("fastapi", "uvicorn", "httpx"):
 
 EXAMPLE = ROOT / "examples" / "fastapi_workers"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 #: A model with the one method that the app needs, and enough weights to be seen in a process's memory.
 MODEL = """
@@ -66,7 +66,7 @@ def test_the_example(base_path: str, device: str) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 

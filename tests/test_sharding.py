@@ -121,6 +121,16 @@ def test_a_part_owns_its_memory() -> None:
     assert not any(tensor.any() for tensor in state.values())
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_the_whole_owns_its_memory(placement: Placement) -> None:
+    """Not even with a single rank is it that rank's part: what is written to it is not written to a server's memory."""
+    parts = [{"x": torch.zeros(4)}]
+
+    gather_state_dict(parts, {"x": placement})["x"].fill_(1)
+
+    assert not parts[0]["x"].any()
+
+
 def test_parameters_are_taken_without_their_gradients() -> None:
     """A module's own parameters are fine, and what comes of them is plain memory."""
     layer = torch.nn.Linear(4, 4, bias=False)

@@ -26,6 +26,7 @@ from one_client import forward
 from rich.console import Console
 
 from shared_rpc import Client, Handle
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.sharding import gather_state_dict, shard_state_dict
 
 HERE = Path(__file__).parent
@@ -95,7 +96,12 @@ def play(directory: Path, world: int) -> None:
     torch.save(whole.state_dict(), checkpoint)
     tokens = torch.randint(CONFIG.vocabulary, (2, 48))
     torch.save(tokens, directory / "tokens.pt")
-    expected = whole(tokens)
+    home = device_of(0)
+    expected = whole.to(home)(tokens.to(home)).cpu()
+    try:
+        needs = sum(tensor.nbytes for tensor in shard_state_dict(whole.state_dict(), RULES, 0, world).values())
+    except ConfigurationError as error:
+        raise SystemExit(f"--ranks {world}: {error}") from None
 
     with ExitStack() as stack:
         console.rule(f"{world} servers, one for each rank")
@@ -110,11 +116,10 @@ def play(directory: Path, world: int) -> None:
             clients.append(stack.enter_context(Client(base_path(directory, rank), device=device_of(rank), timeout=60)))
             handles.append(stack.enter_context(clients[rank].call("load_shard", str(checkpoint), rank, world)))
         has = sum(tensor.nbytes for tensor in whole.parameters())
-        needs = sum(tensor.nbytes for tensor in shard_state_dict(whole.state_dict(), RULES, 0, world).values())
         parts = [handle.get_object_info()["nbytes"] for handle in handles]
         check(
             f"the model has {has >> 10} KiB, and each server {max(parts) >> 10} KiB: a part, and what every rank needs",
-            needs <= min(parts) and max(parts) < needs * 1.05,
+            set(parts) == {needs},
         )
 
         console.rule("one client, all servers")
@@ -130,8 +135,9 @@ def with_one_client(handles: list[Handle[Transformer]], tokens: torch.Tensor, ex
     agree("computing with all parts", (forward(ranks, tokens).cpu() - expected).abs().max().item())
     with torch.device("meta"):
         gathered = Transformer()
-    gathered.load_state_dict(gather_state_dict([rank.state_dict() for rank in ranks], RULES, device="cpu"), assign=True)
-    agree("the parts, put together", (gathered(tokens) - expected).abs().max().item())
+    home = device_of(0)
+    gathered.load_state_dict(gather_state_dict([rank.state_dict() for rank in ranks], RULES, home), assign=True)
+    agree("the parts, put together", (gathered(tokens.to(home)).cpu() - expected).abs().max().item())
 
 
 def start_rank(stack: ExitStack, directory: Path, rank: int, world: int) -> Process:
