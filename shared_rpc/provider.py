@@ -134,21 +134,23 @@ class Provider(Operations, Refreshing):
     def execution_mode(self) -> Role:
         """The role of this process: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"``.
 
-        A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server; so is the child
-        of one that starts a server. The worker of a server that was started is that server.
+        A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server; so is the forked
+        child of one that has started a server. The worker of a server that was started is that server.
         """
         if self._role is None:
             role = resolve_role(self._enabled, self._asked_role)
-            if role in ("server", "spawn") and self._in_child():
+            if role in ("server", "spawn") and self._has_server_above(role):
                 role = "client"
             elif role == "spawn" and host() is not None:
                 role = "server"
             self._role = role
         return self._role
 
-    def _in_child(self) -> bool:
-        served = self._inherited is not None and self._inherited.role in ("server", "spawn")
-        return served or multiprocessing.parent_process() is not None
+    def _has_server_above(self, role: Role) -> bool:
+        if self._inherited is not None and self._inherited.role in ("server", "spawn"):
+            return True
+        # Those who start web workers by multiprocessing have no server: the first worker that needs one starts it.
+        return multiprocessing.parent_process() is not None and (role == "server" or host() is not None)
 
     @functools.cached_property
     def device_id(self) -> str:

@@ -412,16 +412,22 @@ def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
     assert serving.close() == (0, "")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_children_are_clients(scripts: Scripts, method: str) -> None:
-    """Of the server that their parent has started."""
-    scripts.write(f"""
-        import multiprocessing
+#: What a child of multiprocessing does.
+WORK = """
+import multiprocessing
 
-        def work(queue):
-            found = provider.get_runtime_info()
-            queue.put((found["execution_mode"], found["server"]["pid"]))
+def work(queue):
+    found = provider.get_runtime_info()
+    queue.put((found["execution_mode"], found["server"]["pid"]))
+"""
 
+
+@pytest.mark.parametrize(("method", "expected"), [("fork", "client"), ("spawn", "spawn")])
+def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
+    """To the server that their parent has started."""
+    scripts.write(
+        WORK,
+        f"""
         if __name__ == "__main__":
             mine = provider.get_runtime_info()["server"]["pid"]
             context = multiprocessing.get_context({method!r})
@@ -431,8 +437,36 @@ def test_children_are_clients(scripts: Scripts, method: str) -> None:
             role, pid = queue.get()
             child.join()
             print("children:", role, pid == mine)
-    """)
-    assert scripts.run().expect("children:") == "children: client True"
+        """,
+    )
+    assert scripts.run().expect("children:") == f"children: {expected} True"
+    assert len(scripts.loads) == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("name", ["app.py", "models.py"])
+def test_children_start_a_server(scripts: Scripts, method: str, name: str) -> None:
+    """One for all of them, where their parent needs none: so do the workers of a web server that starts them in this way."""
+    scripts.write(WORK, name=name)
+    main = f"""
+        if __name__ == "__main__":
+            context = multiprocessing.get_context({method!r})
+            queue = context.Queue()
+            children = [context.Process(target=work, args=(queue,)) for _ in range(3)]
+            for child in children:
+                child.start()
+            found = [queue.get(timeout=30) for _ in children]
+            for child in children:
+                child.join()
+            print("children:", *sorted(set(found)))
+    """
+    if name == "app.py":
+        scripts.write(WORK, main)
+    else:
+        scripts.write("import multiprocessing\nfrom models import work\n", main, app="")
+    told = scripts.run().expect("children:")
+    assert told.startswith("children: ('spawn', ") and told.count("(") == 1
+    assert [line.split()[1] for line in scripts.loads].count("server") == 1
 
 
 def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:

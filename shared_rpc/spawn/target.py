@@ -27,7 +27,8 @@ def target_of(provider: Provider) -> str:
     names: dict[str, str] = {module: name for module in list(sys.modules) if (name := _global_name(module, provider))}
     functions = {module for endpoint in provider.endpoints.values() if (module := endpoint.function.__module__) in names}
     candidates = functions or set(names)
-    if "__main__" in candidates:
+    # In a child of multiprocessing the script of its parent is both.
+    if candidates & {"__main__", "__mp_main__"}:
         return f"{_script(provider)}:{names['__main__']}"
     if not candidates:
         raise ConfigurationError(

@@ -1,0 +1,143 @@
+"""A small language model of the LLaMA kind, and the rules by which its weights are divided among ranks.
+
+With its own part of the weights a rank computes its own heads and its own part of the MLP. Two sums over all ranks in every
+layer, one after the attention and one after the MLP, make of that what the whole model would compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from shared_rpc.sharding import Replicate, Rules, Shard
+
+
+@dataclass(frozen=True)
+class Config:
+    vocabulary: int = 512
+    width: int = 256
+    hidden: int = 704
+    layers: int = 4
+    head_width: int = 32
+    heads: int = 8
+    kv_heads: int = 4  # grouped-query attention: each of them serves two heads
+
+    def of_rank(self, world: int) -> Config:
+        """The sizes of the part that one of ``world`` ranks has."""
+        return replace(
+            self,
+            vocabulary=self.vocabulary // world,
+            hidden=self.hidden // world,
+            heads=self.heads // world,
+            kv_heads=max(self.kv_heads // world, 1),
+        )
+
+
+CONFIG = Config()
+
+RULES: Rules = {
+    # Column-parallel: a rank has some of the outputs. Heads are not cut, and with more ranks than there are key and value heads
+    # several ranks have the same one.
+    "*.q_proj.weight": Shard(0, blocks=CONFIG.heads),
+    "*.[kv]_proj.weight": Shard(0, blocks=CONFIG.kv_heads, repeat=True),
+    "*.gate_proj.weight": Shard(0),
+    "*.up_proj.weight": Shard(0),
+    "lm_head.weight": Shard(0),
+    # Row-parallel: a rank has the inputs that it has computed, and the outputs are to be summed.
+    "*.o_proj.weight": Shard(1, blocks=CONFIG.heads),
+    "*.down_proj.weight": Shard(1),
+    "*norm.weight": Replicate(),
+    "embed_tokens.weight": Replicate(),
+}
+
+
+def device_of(rank: int) -> str:
+    """Where a rank's part lives: a GPU of its own where there are enough, else they take turns; the host without any."""
+    return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+
+
+def alone(part: Tensor) -> Tensor:
+    """What the collectives of one rank do."""
+    return part
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, config: Config) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.q_proj = nn.Linear(width, config.heads * config.head_width, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * config.head_width, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * config.head_width, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's heads, and what they add to the output."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            project(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+        scores = rotated(q) @ rotated(k).transpose(2, 3) / self.head_width**0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary position embeddings."""
+    length, half = x.shape[2], x.shape[3] // 2
+    speeds = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
+    angles = torch.arange(length, device=x.device)[:, None] * speeds
+    first, second = x.split(half, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, config: Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, config.hidden, bias=False)
+        self.up_proj = nn.Linear(width, config.hidden, bias=False)
+        self.down_proj = nn.Linear(config.hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """SwiGLU: what this rank's part adds to the output."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, config: Config) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention = Attention(width, config)
+        self.post_norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = MLP(width, config)
+
+
+class Transformer(nn.Module):
+    """The whole model, or one rank's part of it."""
+
+    def __init__(self, config: Config = CONFIG, world: int = 1) -> None:
+        super().__init__()
+        part = config.of_rank(world)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Block(config.width, part) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.lm_head = nn.Linear(config.width, part.vocabulary, bias=False)
+
+    def forward(
+        self, tokens: Tensor, total: Callable[[Tensor], Tensor] = alone, joined: Callable[[Tensor], Tensor] = alone
+    ) -> Tensor:
+        """The logits of every position.
+
+        :param total: sums the tensors that all ranks pass to it.
+        :param joined: puts them side by side, in the order of the ranks.
+        """
+        x = self.embed_tokens(tokens)
+        for block in self.layers:
+            x = x + total(block.attention(block.input_norm(x)))
+            x = x + total(block.mlp(block.post_norm(x)))
+        return joined(self.lm_head(self.norm(x)))

@@ -1,0 +1,236 @@
+"""Which part of a state dict each rank of a tensor-parallel group has: rules by glob, cut by them, and put together again.
+
+::
+
+    RULES = {
+        "*.q_proj.weight": Shard(0, blocks=32),               # column-parallel, and no attention head is cut
+        "*.k_proj.weight": Shard(0, blocks=8, repeat=True),   # with more ranks than heads, several have the same head
+        "*.o_proj.weight": Shard(1, blocks=32),               # row-parallel: the ranks' outputs are summed
+        "*norm*": Replicate(),
+    }
+    mine = shard_state_dict(state, RULES, rank=1, world=4)
+    whole = gather_state_dict([of_rank_0, of_rank_1, of_rank_2, of_rank_3], RULES)
+
+A glob is matched against the whole name of a parameter, case counts, and ``*`` matches dots (:func:`fnmatch.fnmatchcase`). The
+first rule that matches decides. Every name needs a rule and every rule a name, so that neither a new layer nor a typing error
+goes unnoticed. Nothing here talks to a server: these are functions of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from shared_rpc.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Placement", "Replicate", "Rules", "Shard", "gather_state_dict", "part_of", "place", "shard_state_dict"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank has an equal, contiguous part of one dimension, in the order of the ranks.
+
+    :param dim: the dimension; a negative one counts from the last. Of a linear layer's weight, which is (out, in), 0 is
+        column-parallel (ranks have some of the outputs) and 1 row-parallel (ranks' outputs are partial sums).
+    :param blocks: of how many equal blocks the dimension consists that must not be cut: attention heads, for instance.
+        Without it every index may be a border.
+    :param repeat: where there are more ranks than ``blocks``, ``world / blocks`` ranks in a row have the same block, as is
+        done with the key and value heads of grouped-query attention. Without it that is an error.
+    """
+
+    dim: int
+    blocks: int | None = None
+    repeat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None and self.blocks < 1:
+            raise ConfigurationError(f"{self}: blocks is a number of blocks, 1 or more, or None")
+        if self.repeat and self.blocks is None:
+            raise ConfigurationError(f"{self}: repeat says that ranks share a block, so it needs blocks, their number")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank has all of it."""
+
+
+Placement = Shard | Replicate
+Rules = Mapping[str, Placement]
+
+
+def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
+    """What the rules say of each name.
+
+    :raises ConfigurationError: naming every name that no rule matches, or else every rule that decides nothing.
+    """
+    decided: dict[str, Placement] = {}
+    unmatched, used, seen = [], set(), set()
+    for name in names:
+        globs = [glob for glob in rules if fnmatchcase(name, glob)]
+        seen.update(globs)
+        if globs:
+            used.add(globs[0])
+            decided[name] = rules[globs[0]]
+        else:
+            unmatched.append(name)
+    if unmatched:
+        raise ConfigurationError(
+            f"no shard rule matches {_listed(unmatched)}: add rules for them; a last rule {{'*': Replicate()}} takes the rest"
+        )
+    idle = [glob for glob in rules if glob not in used]
+    if idle:
+        why = "their names are taken by earlier rules" if seen.issuperset(idle) else "no name matches"
+        raise ConfigurationError(f"the shard rules {_listed(idle)} decide nothing ({why}): correct or remove them")
+    return decided
+
+
+def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, world: int) -> tuple[slice, ...]:
+    """The index of a rank's part in the whole tensor: one slice for every dimension.
+
+    It reads no tensor, so it also says what to read of a file: ``safetensors``' ``get_slice(name)[part]``.
+
+    :raises ConfigurationError: if there is no such rank or dimension, or the dimension does not divide.
+    """
+    if not 0 <= rank < world:
+        raise ConfigurationError(f"rank {rank} of {world}: ranks count from 0, and there must be one at least")
+    index = [slice(None)] * len(shape)
+    if isinstance(placement, Shard):
+        dim = _dimension(name, len(shape), placement)
+        parts, part = _split(name, shape[dim], placement, rank, world)
+        size = shape[dim] // parts
+        index[dim] = slice(part * size, (part + 1) * size)
+    return tuple(index)
+
+
+def shard_state_dict(
+    state: Mapping[str, torch.Tensor], rules: Rules, rank: int, world: int, device: torch.device | str | None = None
+) -> dict[str, torch.Tensor]:
+    """One rank's part of a state dict.
+
+    The parts are contiguous copies, the replicated ones too: they keep nothing of ``state`` alive, so publishing them publishes
+    no more than the part. Names that share a tensor (tied weights) share its part, where their placements are the same.
+
+    :param device: where the parts go, each as it is cut; by default each stays where its tensor is.
+    :raises ConfigurationError: see :func:`place` and :func:`part_of`.
+    """
+    import torch
+
+    ties: dict[object, torch.Tensor] = {}
+    shard = {}
+    for name, placement in place(state, rules).items():
+        whole = state[name].detach()
+        part = part_of(name, whole.shape, placement, rank, world)
+        key = (whole.untyped_storage()._cdata, whole.dtype, whole.storage_offset(), whole.shape, whole.stride(), placement)
+        if key not in ties:
+            target = whole.device if device is None else device
+            ties[key] = whole[part].to(target, copy=True, memory_format=torch.contiguous_format)
+        shard[name] = ties[key]
+    return shard
+
+
+def gather_state_dict(
+    shards: Sequence[Mapping[str, torch.Tensor]], rules: Rules, device: torch.device | str | None = None
+) -> dict[str, torch.Tensor]:
+    """The whole state dict, from the parts of all ranks in their order: what :func:`shard_state_dict` took apart.
+
+    The result is new memory. Parts that several ranks must have alike are compared, byte by byte.
+
+    :param device: where it goes; by default each tensor is where rank 0's part is. Parts may be on different devices.
+    :raises ConfigurationError: if the ranks disagree: about names, shapes or dtypes, or about the bytes of what they repeat.
+        That is how it shows that two servers were started with different rules, checkpoints or numbers of ranks.
+    """
+    import torch
+
+    if not shards:
+        raise ConfigurationError("no shards to gather: pass the parts of all ranks, in their order")
+    for rank, shard in enumerate(shards):
+        if odd := shards[0].keys() ^ shard.keys():
+            raise ConfigurationError(
+                f"rank 0 and rank {rank} disagree about the names: only one of them has {_listed(sorted(odd))}"
+            )
+    world = len(shards)
+    whole = {}
+    for name, placement in place(shards[0], rules).items():
+        parts = [shard[name].detach() for shard in shards]
+        for rank, part in enumerate(parts):
+            if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
+                raise ConfigurationError(
+                    f"{name}: rank 0 has {_described(parts[0])}, and rank {rank} {_described(part)}: these are not parts of "
+                    f"one tensor. Start the servers with one checkpoint, one set of rules and one number of ranks"
+                )
+        target = parts[0].device if device is None else torch.device(device)
+        distinct = _distinct(name, parts, placement, world)
+        if isinstance(placement, Shard):
+            whole[name] = torch.cat([part.to(target) for part in distinct], _dimension(name, distinct[0].dim(), placement))
+        else:
+            whole[name] = distinct[0].to(target, copy=True)
+    return whole
+
+
+def _dimension(name: str, dims: int, placement: Shard) -> int:
+    if not -dims <= placement.dim < dims:
+        raise ConfigurationError(f"{name}: {placement} asks for dimension {placement.dim} of a tensor that has {dims}")
+    return placement.dim % dims
+
+
+def _split(name: str, size: int, placement: Shard, rank: int, world: int) -> tuple[int, int]:
+    """Into how many parts a dimension is cut, and which of them a rank has."""
+    blocks = size if placement.blocks is None else placement.blocks
+    if size % blocks if blocks else size:
+        raise ConfigurationError(
+            f"{name}: dimension {placement.dim} has size {size}, which is not a multiple of {blocks} blocks"
+        )
+    return _parts(name, blocks, placement, rank, world)
+
+
+def _parts(name: str, blocks: int, placement: Shard, rank: int, world: int) -> tuple[int, int]:
+    if blocks % world == 0:
+        return world, rank
+    if placement.repeat and world % blocks == 0:
+        return blocks, rank * blocks // world
+    what = f"dimension {placement.dim} of size {blocks}" if placement.blocks is None else f"{blocks} blocks"
+    hint = ""
+    if placement.blocks is not None and world % blocks == 0:
+        hint = "; with repeat=True several ranks would have the same block"
+    raise ConfigurationError(f"{name}: {what} cannot be divided among {world} ranks ({placement}){hint}")
+
+
+def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, world: int) -> list[torch.Tensor]:
+    """One of each part, after a look whether the ranks that repeat it have the same."""
+    if isinstance(placement, Replicate):
+        of_rank = [0] * world
+    elif placement.blocks is None:
+        return list(parts)
+    else:
+        of_rank = [_parts(name, placement.blocks, placement, rank, world)[1] for rank in range(world)]
+    first: dict[int, int] = {}
+    for rank, part in enumerate(of_rank):
+        other = first.setdefault(part, rank)
+        if other != rank and not _same_bytes(parts[other], parts[rank]):
+            raise ConfigurationError(
+                f"{name}: ranks {other} and {rank} must have the same values ({placement}) and have not: their servers loaded "
+                f"different checkpoints, or somebody has written to one of them"
+            )
+    return [parts[rank] for rank in first.values()]
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same bit for bit: NaN is the same as itself here."""
+    import torch
+
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other.to(one.device))]
+    return torch.equal(*flat)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

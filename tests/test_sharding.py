@@ -1,0 +1,278 @@
+"""Shard rules: what is cut and gathered again is the same, and what cannot be cut or does not belong together is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.sharding import Placement, Replicate, Shard, gather_state_dict, part_of, place, shard_state_dict
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def shards_of(state: dict[str, Any], rules: dict[str, Placement], world: int) -> list[dict[str, torch.Tensor]]:
+    """The parts of all ranks."""
+    return [shard_state_dict(state, rules, rank, world) for rank in range(world)]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes, in the order of its indices."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
+    """A tensor, maybe strided, how it is placed, and the number of ranks; it divides."""
+    world = draw(st.integers(1, 6))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    placement: Placement = Replicate()
+    if shape and draw(st.booleans()):
+        dim = draw(st.integers(0, len(shape) - 1))
+        blocks = draw(
+            st.sampled_from([None, *(number for number in range(1, world + 1) if world % number == 0), world, 2 * world])
+        )
+        shape[dim] *= world if blocks is None else blocks
+        dim -= draw(st.sampled_from([0, len(shape)]))
+        placement = Shard(dim, blocks=blocks, repeat=blocks is not None and blocks < world)
+    dtype = draw(st.sampled_from(DTYPES))
+    numbers = torch.arange(torch.Size(shape).numel()).remainder(7).sub(3).reshape(shape)
+    tensor = numbers.to(torch.float32 if dtype == torch.float8_e4m3fn else dtype).to(dtype)
+    if len(shape) > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    return tensor, placement, world
+
+
+@given(cuts())
+def test_gathering_undoes_sharding(cut: tuple[torch.Tensor, Placement, int]) -> None:
+    """For every number of ranks, dimension, dtype, layout and way of placing, bit for bit."""
+    tensor, placement, world = cut
+
+    whole = gather_state_dict(shards_of({"x": tensor}, {"x": placement}, world), {"x": placement})["x"]
+
+    assert (whole.shape, whole.dtype, bits(whole)) == (tensor.shape, tensor.dtype, bits(tensor))
+
+
+@given(cuts())
+def test_parts_are_equal_and_cover_the_tensor(cut: tuple[torch.Tensor, Placement, int]) -> None:
+    """Ranks have as much as each other, and each index is some rank's; once, unless it is repeated."""
+    tensor, placement, world = cut
+    count = torch.zeros(tensor.shape, dtype=torch.int64)
+
+    for rank in range(world):
+        count[part_of("x", tensor.shape, placement, rank, world)] += 1
+
+    assert count.unique().numel() <= 1
+    if isinstance(placement, Shard) and not placement.repeat:
+        assert count.eq(1).all()
+    assert len({part["x"].shape for part in shards_of({"x": tensor}, {"x": placement}, world)}) == 1
+
+
+def test_a_linear_layer_column_and_row_parallel() -> None:
+    """What the cuts are for: outputs of columns side by side, and outputs of rows summed, are the layer's."""
+    state = {"up.weight": torch.randn(8, 6), "down.weight": torch.randn(6, 8)}
+    x = torch.randn(3, 6)
+
+    parts = shards_of(state, {"up.*": Shard(0), "down.*": Shard(1)}, 4)
+
+    columns = torch.cat([x @ part["up.weight"].T for part in parts], -1)
+    rows = sum(x @ part["up.weight"].T @ part["down.weight"].T for part in parts)
+    torch.testing.assert_close(columns, x @ state["up.weight"].T)
+    torch.testing.assert_close(rows, x @ state["up.weight"].T @ state["down.weight"].T)
+
+
+def test_heads_are_not_cut() -> None:
+    """Six rows in three heads divide among three ranks; among two they would only if a head were cut."""
+    state = {"k": torch.arange(6).repeat_interleave(2).reshape(6, 2)}
+
+    parts = shards_of(state, {"k": Shard(0, blocks=3)}, 3)
+
+    assert [part["k"][:, 0].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ConfigurationError, match=r"^k: 3 blocks cannot be divided among 2 ranks"):
+        shards_of(state, {"k": Shard(0, blocks=3)}, 2)
+
+
+def test_more_ranks_than_heads() -> None:
+    """With ``repeat`` neighbours have the same head; without it the error says that this can be had."""
+    state = {"k": torch.arange(4)}
+
+    parts = shards_of(state, {"k": Shard(0, blocks=2, repeat=True)}, 4)
+
+    assert [part["k"].tolist() for part in parts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    with pytest.raises(ConfigurationError, match="repeat=True"):
+        shards_of(state, {"k": Shard(0, blocks=2)}, 4)
+    with pytest.raises(ConfigurationError, match=r"2 blocks cannot be divided among 3 ranks .*\)$"):
+        shards_of(state, {"k": Shard(0, blocks=2, repeat=True)}, 3)
+
+
+def test_a_part_owns_its_memory() -> None:
+    """Nothing of the whole is kept alive or written to: publishing a part publishes no more than it."""
+    state = {"x": torch.zeros(8, 4), "norm": torch.zeros(4)}
+
+    part = shard_state_dict(state, {"x": Shard(0), "norm": Replicate()}, 1, 4)
+    for tensor in part.values():
+        tensor.fill_(1)
+
+    assert part["x"].untyped_storage().nbytes() == 2 * 4 * 4
+    assert not any(tensor.any() for tensor in state.values())
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_the_whole_owns_its_memory(placement: Placement) -> None:
+    """Not even with a single rank is it that rank's part: what is written to it is not written to a server's memory."""
+    parts = [{"x": torch.zeros(4)}]
+
+    gather_state_dict(parts, {"x": placement})["x"].fill_(1)
+
+    assert not parts[0]["x"].any()
+
+
+def test_parameters_are_taken_without_their_gradients() -> None:
+    """A module's own parameters are fine, and what comes of them is plain memory."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+
+    part = shard_state_dict(dict(layer.named_parameters()), {"*": Shard(0)}, 0, 2)["weight"]
+
+    assert (type(part), part.requires_grad, part.tolist()) == (torch.Tensor, False, layer.weight[:2].tolist())
+
+
+def test_tied_weights_stay_tied() -> None:
+    """One part for both names, where both are placed alike; else each has its own."""
+    weight = torch.randn(4, 4)
+    state = {"embed": weight, "head": weight.detach(), "rows": weight.T}
+
+    part = shard_state_dict(state, {"rows": Shard(1), "*": Shard(0)}, 1, 2)
+
+    assert part["embed"] is part["head"]
+    assert torch.equal(part["rows"], weight[2:].T) and part["rows"].data_ptr() != part["head"].data_ptr()
+    assert shard_state_dict(state, {"head": Replicate(), "*": Shard(0)}, 0, 2)["head"].shape == (4, 4)
+
+
+def test_nothing_is_read_of_a_tensor_without_memory() -> None:
+    """On the meta device one sees what a rank will have, before a checkpoint is there."""
+    state = {"x": torch.empty(1 << 20, 1 << 20, device="meta"), "y": torch.empty(2, device="meta")}
+
+    part = shard_state_dict(state, {"x": Shard(1), "y": Replicate()}, 0, 8)
+
+    assert {name: tuple(tensor.shape) for name, tensor in part.items()} == {"x": (1 << 20, 1 << 17), "y": (2,)}
+
+
+# Rules.
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    """Globs are of whole names, ``*`` matches dots, and case counts."""
+    rules = {"layers.0.*": Replicate(), "*.weight": Shard(0), "*": Shard(1)}
+
+    decided = place(["layers.0.q.weight", "layers.1.q.weight", "layers.1.q.Weight"], rules)
+
+    assert list(decided.values()) == [Replicate(), Shard(0), Shard(1)]
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"*.weight": Shard(0)}, r"^no shard rule matches 'a\.bias', 'b\.bias': add rules"),
+        ({}, "no shard rule matches 'a.weight', 'a.bias', 'b.weight', 'b.bias'"),
+        ({"*": Replicate(), "*.wieght": Shard(0)}, r"'\*\.wieght' decide nothing \(no name matches\)"),
+        ({"*": Replicate(), "a.*": Shard(0)}, r"'a\.\*' decide nothing \(their names are taken by earlier rules\)"),
+    ],
+    ids=["no rule", "no rules", "matches nothing", "shadowed"],
+)
+def test_rules_and_names_that_do_not_fit(rules: dict[str, Placement], told: str) -> None:
+    """Both ways: a name without a rule, and a rule without a name, are most often typing errors."""
+    with pytest.raises(ConfigurationError, match=told):
+        place(["a.weight", "a.bias", "b.weight", "b.bias"], rules)
+
+
+def test_a_long_list_is_cut() -> None:
+    """Five names are enough to see what is missing."""
+    with pytest.raises(ConfigurationError, match=r"'n4' and 3 more: add"):
+        place([f"n{number}" for number in range(8)], {})
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank", "world", "told"),
+    [
+        (Shard(0), 0, 3, r"^x: dimension 0 of size 4 cannot be divided among 3 ranks"),
+        (Shard(2), 0, 2, "asks for dimension 2 of a tensor that has 2"),
+        (Shard(-3), 0, 2, "asks for dimension -3 of a tensor that has 2"),
+        (Shard(1, blocks=4), 0, 2, "dimension 1 has size 6, which is not a multiple of 4 blocks"),
+        (Shard(0), 2, 2, "rank 2 of 2"),
+        (Shard(0), -1, 2, "rank -1 of 2"),
+        (Replicate(), 0, 0, "rank 0 of 0"),
+    ],
+)
+def test_what_cannot_be_cut(placement: Placement, rank: int, world: int, told: str) -> None:
+    """The error names the tensor, the dimension and the number of ranks."""
+    with pytest.raises(ConfigurationError, match=told):
+        shard_state_dict({"x": torch.zeros(4, 6)}, {"x": placement}, rank, world)
+
+
+@pytest.mark.parametrize("options", [{"blocks": 0}, {"repeat": True}])
+def test_a_shard_that_means_nothing(options: dict[str, Any]) -> None:
+    """Refused where it is written, not where it is used."""
+    with pytest.raises(ConfigurationError, match=r"^Shard\(dim=0"):
+        Shard(0, **options)
+
+
+# Ranks that disagree.
+
+
+def test_ranks_with_different_names() -> None:
+    """As after one server was started with another version of the model."""
+    with pytest.raises(ConfigurationError, match=r"rank 0 and rank 2 disagree .* 'bias'"):
+        gather_state_dict([{"x": torch.zeros(2)}] * 2 + [{"x": torch.zeros(2), "bias": torch.zeros(2)}], {"x": Shard(0)})
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (torch.zeros(3, 2), r"rank 0 has \(2, 2\) of float32, and rank 1 \(3, 2\) of float32"),
+        (torch.zeros(2, 2, dtype=torch.float16), r"rank 0 has \(2, 2\) of float32, and rank 1 \(2, 2\) of float16"),
+    ],
+)
+def test_ranks_with_different_shapes(other: torch.Tensor, told: str) -> None:
+    """As after servers were started for different numbers of ranks, or with different dtypes."""
+    with pytest.raises(ConfigurationError, match=told):
+        gather_state_dict([{"x": torch.zeros(2, 2)}, {"x": other}], {"x": Shard(0)})
+
+
+def test_ranks_with_different_values() -> None:
+    """What all must have alike shows that two servers have different checkpoints, also of one head of several ranks."""
+    nan = torch.full((2,), torch.nan)
+    rules = {"norm": Replicate(), "k": Shard(0, blocks=2, repeat=True)}
+    parts = [{"norm": nan.clone(), "k": torch.full((2,), float(rank // 2))} for rank in range(4)]
+
+    assert gather_state_dict(parts, rules)["k"].tolist() == [0, 0, 1, 1]
+
+    parts[3]["k"][1] = 9
+    with pytest.raises(ConfigurationError, match=r"^k: ranks 2 and 3 must have the same values"):
+        gather_state_dict(parts, rules)
+    parts[1]["norm"][0] = 0
+    with pytest.raises(ConfigurationError, match=r"^norm: ranks 0 and 1 must have the same values"):
+        gather_state_dict(parts, rules)
+
+
+def test_no_ranks() -> None:
+    """Nothing cannot be put together."""
+    with pytest.raises(ConfigurationError, match="no shards to gather"):
+        gather_state_dict([], {"*": Replicate()})
+
+
+@pytest.mark.gpu
+def test_parts_on_a_gpu() -> None:
+    """Cut from host memory onto the GPU, and gathered there, or on the host."""
+    state = {"x": torch.randn(8, 6), "norm": torch.randn(6)}
+    rules: dict[str, Placement] = {"x": Shard(1), "norm": Replicate()}
+
+    parts = [shard_state_dict(state, rules, rank, 2, device="cuda") for rank in range(2)]
+
+    assert {tensor.device.type for part in parts for tensor in part.values()} == {"cuda"}
+    assert gather_state_dict(parts, rules)["x"].is_cuda
+    for name, tensor in gather_state_dict(parts, rules, device="cpu").items():
+        assert torch.equal(tensor, state[name])
