@@ -1,12 +1,12 @@
 """Weights from safetensors files, read once, into the memory in which they are shared.
 
-``load()`` reads a file, or the files of an index, straight into new segments. A module that is made of these tensors and returned
-by an endpoint is published as it lies there: nothing is copied, and there is no moment at which the weights are in memory
-twice. The files are read with read(2), in several threads, and not mapped: a file that is cut off while it is read is an error
-here, and would be the end of the process there (SIGBUS).
+``load()`` reads a file, or the files of an index, straight into new segments. A module that is made of these tensors and
+returned by an endpoint is published as it lies there: nothing is copied, and at no moment are the weights in memory twice. The
+files are read with read(2), in several threads, and not mapped: a file that is cut off while it is read is an error here, and
+would be the end of the process there (SIGBUS).
 
-The format is 8 bytes with the length of a header, the header in JSON, and the tensors' bytes, so that no other package is needed
-(https://huggingface.co/docs/safetensors).
+The format is 8 bytes with the length of a header, the header in JSON, and the tensors' bytes, so that no other package is
+needed (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations

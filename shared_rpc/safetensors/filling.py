@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shared_rpc.errors import CheckpointError
@@ -74,7 +73,7 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
             return tensor.reshape(stored.shape)
         storage = make_storage(mapping, offset, stored.nbytes, device)
         MAPPINGS.lend([(mapping, storage)])
-        return tensor.set_(storage, 0, stored.shape)
+        return tensor.set_(storage, 0, stored.shape, torch.empty(stored.shape, device="meta").stride())
 
 
 def _pieces(tensor: StoredTensor, file: int, address: int) -> Iterable[_Piece]:
@@ -85,16 +84,12 @@ def _pieces(tensor: StoredTensor, file: int, address: int) -> Iterable[_Piece]:
 def _read_all(pieces: list[_Piece], device: str, readers: int) -> None:
     done, total = 0, sum(piece.nbytes for piece in pieces)
     read = _read_to_host if device == "cpu" else _Stage(device).read
-    progress(0, total, _shown(pieces[0].tensor.file) if pieces else "")
+    progress(0, total, str(pieces[0].tensor.file) if pieces else "")
     with ThreadPoolExecutor(readers, "shared-rpc-reader") as pool:
         for piece in _carry_out(pool, read, pieces, ahead=2 * readers):
             raise_if_cancelled()
             done += piece.nbytes
-            progress(done, total, _shown(piece.tensor.file))
-
-
-def _shown(path: Path) -> str:
-    return path.name
+            progress(done, total, str(piece.tensor.file))
 
 
 def _carry_out(
@@ -146,7 +141,7 @@ class _Stage:
         with torch.cuda.device(self._device):
             if not hasattr(self._of_thread, "pinned"):
                 self._of_thread.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-                self._of_thread.stream = torch.cuda.Stream(self._device)
+                self._of_thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             pinned, stream = self._of_thread.pinned, self._of_thread.stream
             _read_to_host(piece, pinned.data_ptr())
             with torch.cuda.stream(stream):
