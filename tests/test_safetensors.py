@@ -15,7 +15,7 @@ import torch
 from shared_rpc import Client, Progress, Provider, Server
 from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.memory.memfd import HOST
 from shared_rpc.records import Record
 from shared_rpc.safetensors import filling, find, load
 
@@ -79,7 +79,7 @@ def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: 
 
 
 def test_what_is_loaded_is_published_where_it_lies(
-    file: Path, device: str, published: Callable[..., Record], no_leaks: None
+    file: Path, device: str, no_leaks: None, published: Callable[..., Record]
 ) -> None:
     """No tensor moves, and no segment is made but the loader's."""
     weights = load(file, device)
@@ -105,30 +105,20 @@ def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, publishe
     assert torch.equal(module.eval()(x), made.eval()(x))
 
 
-def test_what_is_shared_for_reading_is_sealed(file: Path, published: Callable[..., Record], no_leaks: None) -> None:
+def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
     """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
-    record = published(load(file, "cpu"), "read")
-    asked = SegmentInfo(record.segments[0].info.id, record.segments[0].info.nbytes, "cpu", "read_write")
-    with record.segments[0].duplicate() as segment, pytest.raises(CapabilityError, match="shared read-only"):
-        segment.info = asked
-        MAPPINGS._add(asked, MAPPINGS.find(0) or _host(), segment, keep=False)
+    segment = published(load(file, "cpu"), "read").segments[0]
+    with pytest.raises(CapabilityError, match="shared read-only"):
+        HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
 
 
 def test_what_was_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
     """Whoever has it for writing may go on, and others may come."""
     weights = load(file, "cpu")
-    first = published(weights, "read_write")
+    segment = published(weights, "read_write").segments[0]
     published(weights, "read")
-    segment = first.segments[0]
-    backend = _host()
-    address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
-    backend.unmap(address, segment.info.nbytes)
-
-
-def _host() -> Any:
-    from shared_rpc.memory.memfd import HOST
-
-    return HOST
+    address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+    HOST.unmap(address, segment.info.nbytes)
 
 
 def test_an_index_and_its_folder(tmp_path: Path) -> None:
@@ -255,12 +245,12 @@ def test_who_waits_sees_bytes(
 
 
 def test_a_cancelled_task_stops_reading(
+    no_leaks: None,
     file: Path,
     provider: Provider,
     serve: Callable[..., Server],
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
-    no_leaks: None,
 ) -> None:
     """Its memory is given back, and nobody reads on."""
     monkeypatch.setattr(filling, "_PIECE", 100)

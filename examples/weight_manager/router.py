@@ -128,9 +128,10 @@ class Worker:
             async with asyncio.timeout(patience):
                 size = int.from_bytes(await self._reader.readexactly(4), "big")
                 return msgspec.msgpack.decode(await self._reader.readexactly(size), type=Answer)
-        except TimeoutError:
+        except (TimeoutError, msgspec.DecodeError) as error:
             self._process.kill()
-            raise WorkerLost(f"worker {self.pid} was killed, because it did not answer for {patience:g} s") from None
+            why = f"did not answer for {patience:g} s" if isinstance(error, TimeoutError) else "sent what is no answer"
+            raise WorkerLost(f"worker {self.pid} was killed, because it {why}") from error
         except (OSError, asyncio.IncompleteReadError):
             await self.gone.wait()
             raise WorkerLost(self.epitaph()) from None
