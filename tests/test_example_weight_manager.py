@@ -127,7 +127,7 @@ async def fails(asking):
 
 async def main(folder):
     def router(workers=1, **limits):
-        return Router(work, (folder,), workers, Limits(**limits))
+        return Router("__main__:work", (folder,), workers, Limits(**limits))
 
     async with router(requests=4) as r:
         pids = [(await r.ask(asked("pid"))).logits[0] for _ in range(20)]

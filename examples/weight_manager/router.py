@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import pkgutil
 import random
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -94,7 +94,7 @@ class Worker:
         self.since = asyncio.get_running_loop().time()
         self.gone = asyncio.Event()
 
-    async def start(self, main: Callable[..., None], args: tuple[object, ...], patience: float) -> None:
+    async def start(self, main: str, args: tuple[object, ...], patience: float) -> None:
         """Return when it is ready.
 
         :raises WorkerLost: if it will not be.
@@ -103,7 +103,7 @@ class Worker:
             ours, theirs = socket.socketpair()
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             with theirs:
-                self._process = FORK.Process(target=main, args=(theirs, *args), daemon=True)
+                self._process = FORK.Process(target=_run, args=(main, theirs, *args), daemon=True)
                 self._process.start()
         except OSError as error:
             raise WorkerLost(f"no process can be started: {error}") from error
@@ -162,10 +162,10 @@ class Worker:
 class Router:
     """``async with Router(main, args, workers) as router: answer = await router.ask(request)``.
 
-    :param main: what a worker runs: ``main(socket, *args)``.
+    :param main: what a worker runs, ``"module:function"``: it is called with a socket and the ``args``.
     """
 
-    def __init__(self, main: Callable[..., None], args: tuple[object, ...], workers: int, limits: Limits | None = None) -> None:
+    def __init__(self, main: str, args: tuple[object, ...], workers: int, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.counts = Counts()
         self.workers: set[Worker] = set()
@@ -291,10 +291,10 @@ class Router:
 
 
 def _warm() -> None:
-    process = FORK.Process(target=_nothing)
+    process = FORK.Process(target=int)
     process.start()
     process.join()
 
 
-def _nothing() -> None:
-    pass
+def _run(main: str, *args: object) -> None:
+    pkgutil.resolve_name(main)(*args)

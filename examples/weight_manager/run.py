@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 from rich.table import Table
 from router import Limits, NoWorkers, Router, RouterError
-from worker import alone, attached
 
 from shared_rpc import Client
 from shared_rpc.errors import CheckpointError
@@ -118,9 +117,10 @@ class Story:
     def start_manager(self) -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(HERE / "manager.py")]
         environ = {**os.environ, "WEIGHTS": str(self.weights), "DEVICE": self.options.device}
-        return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, text=True)
+        # Not in the terminal's process group: Ctrl-C is this process's, which ends the others in order.
+        return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, text=True, process_group=0)
 
-    def router(self, main: Callable[..., None], workers: int, limits: Limits | None = None, *more: object) -> Router:
+    def router(self, main: str, workers: int, limits: Limits | None = None, *more: object) -> Router:
         return Router(main, (self.options.device, self.options.threads, *more), workers, limits)
 
     async def deploy(self, name: str, version: str) -> float:
@@ -206,7 +206,13 @@ async def play(story: Story) -> None:
     limits = Limits(requests=options.life, queue=4 * USERS)
     async with AsyncExitStack() as stack:
         console.rule("one process for each version, with weights of its own: what the answers must be")
-        single = {v: await stack.enter_async_context(story.router(alone, 1, None, str(story.weights), v)) for v in ("v1", "v2")}
+        single = {
+            version: await stack.enter_async_context(story.router("worker:alone", 1, None, str(story.weights), version))
+            for version in ("v1", "v2")
+        }
+            v: await stack.enter_async_context(story.router("worker:alone", 1, None, str(story.weights), v))
+            for v in ("v1", "v2")
+        }
         for version, router in single.items():
             story.expected[version] = [(await router.ask(request)).logits for request in story.requests]
         differ = all(one != two for one, two in zip(*story.expected.values(), strict=True))
@@ -216,7 +222,7 @@ async def play(story: Story) -> None:
         for name in MODELS:
             console.print(f"  {name} v1 was loaded and is served after {await story.deploy(name, 'v1'):.2f} s")
         weights = story.kept()
-        router = await stack.enter_async_context(story.router(attached, options.workers, limits))
+        router = await stack.enter_async_context(story.router("worker:attached", options.workers, limits))
         async with Users(router, story.requests) as users:
             await users.answered(options.requests)
             await within(10, lambda: bool(router.workers))
@@ -298,7 +304,7 @@ async def damaged(story: Story, router: Router) -> None:
 
 async def bad_luck(story: Story) -> None:
     console.rule("everybody dies")
-    async with story.router(attached, story.options.workers) as router:
+    async with story.router("worker:attached", story.options.workers) as router:
         async with Users(router, story.requests) as users:
             await users.answered(story.options.requests // 4)
             await within(60, lambda: len(router.workers) == story.options.workers)
@@ -337,17 +343,18 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        os.environ["SHARED_TENSOR_BASE_PATH"] = f"{folder}/manager"
+        os.environ["SHARED_TENSOR_BASE_PATH"] = f"{scratch}/manager"
         if options.device == "auto":
             import torch
 
             options.device = "cuda" if torch.cuda.is_available() else "cpu"
-        words = [sys.executable, str(HERE / "make_weights.py"), f"{folder}/weights", "--scale", str(options.scale)]
-        subprocess.run(words, check=True)
-        story = Story(options, folder)
+        story = Story(options, Path(scratch))
         try:
+            words = [sys.executable, str(HERE / "make_weights.py"), f"{scratch}/weights", "--scale", str(options.scale)]
+            subprocess.run(words, check=True)
             asyncio.run(play(story))
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
         finally:
             story.close()
     if failures:

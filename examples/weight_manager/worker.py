@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,7 @@ def alone(router: socket.socket, device: str, threads: int, weights: str, versio
 def _serve(router: socket.socket, prepare: Callable[[], Served | Copies], device: str, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the router's, who hangs up
     torch.set_num_threads(threads)
-    with router, torch.inference_mode():
+    with router, suppress(BrokenPipeError, ConnectionResetError), torch.inference_mode():  # it may hang up at any time
         try:
             models = prepare()
         except Exception as error:
