@@ -48,7 +48,8 @@ class WorkerLost(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """A worker lives for about ``requests`` or ``seconds``, and has ``patience`` seconds for a request, and to get ready.
+    """A worker lives for about ``requests`` or ``seconds``. It has ``patience`` seconds for a request, and to get ready, and
+    ``grace`` seconds to end.
 
     ``queue`` requests may wait, each is tried ``attempts`` times, and after ``starts`` workers in a row that did not get ready
     nobody waits any more.
@@ -57,6 +58,7 @@ class Limits:
     requests: int = 1000
     seconds: float = 600.0
     patience: float = 60.0
+    grace: float = 5.0
     queue: int = 64
     attempts: int = 3
     starts: int = 4
@@ -141,13 +143,13 @@ class Worker:
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         return f"worker {self.pid} {how}"
 
-    async def end(self) -> None:
-        """Hang up, which ends it, and wait until it has ended."""
+    async def end(self, grace: float) -> None:
+        """Hang up, which ends it, and wait until it has ended; one that takes longer is killed."""
         if not self.pid:
             return
         self._writer.close()
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(grace):
                 await self.gone.wait()
         finally:
             if not self.gone.is_set():
@@ -229,7 +231,7 @@ class Router:
                     pause = min(2 * pause, 5.0)
             finally:
                 self.workers.discard(worker)
-                await worker.end()
+                await worker.end(self.limits.grace)
 
     def _not_started(self, lost: WorkerLost) -> None:
         self._failures += 1
