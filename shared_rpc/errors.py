@@ -13,6 +13,7 @@
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
+    ├── CheckpointError         a file of weights is damaged             (also ValueError)
     ├── RefreshError            a refresh whose call was invalidated meanwhile
     ├── UpdateInterrupted       memory was left half-written by an update
     ├── StateMismatchError      a model does not fit the tensors it is to be built around
@@ -36,6 +37,7 @@ from typing import ClassVar
 __all__ = [
     "BufferNotFound",
     "CapabilityError",
+    "CheckpointError",
     "CodecError",
     "ConfigurationError",
     "ConnectError",
@@ -175,6 +177,12 @@ class BufferNotFound(SharedRPCError, LookupError):
     def detail(self) -> dict[str, str]:
         """See :meth:`SharedRPCError.detail`."""
         return {"reason": self.reason}
+
+
+class CheckpointError(SharedRPCError, ValueError):
+    """A file of weights is truncated, damaged, or not of its format. The message names the file, and the tensor."""
+
+    code = "checkpoint"
 
 
 class RefreshError(SharedRPCError):

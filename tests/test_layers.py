@@ -24,7 +24,7 @@ LAYERS = [
     ["revised", "ticket"],
     ["endpoints", "handle", "running"],
     ["store", "transport", "codec", "logs", "building"],
-    ["preload"],
+    ["preload", "safetensors"],
     ["client", "server"],
     ["in_process_generations"],
     ["in_process", "exits", "broker"],
@@ -168,7 +168,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"preload", "client", "server", "in_process"}
+    assert {layer for layer, _ in users} == {"preload", "client", "server", "in_process", "safetensors"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

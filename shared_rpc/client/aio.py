@@ -132,6 +132,14 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         operation = operations.wait_task(task_id, callback, poll, self._values)
         return self._hand(await self._run(operation, timeout=self._timeout if poll else timeout))
 
+    async def watch_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> TaskInfo:
+        """See :meth:`Client.watch_task`, and for the callback :meth:`wait_for_task`."""
+        poll = timeout is not None and timeout <= 0
+        operation = operations.watch_task(task_id, callback, poll)
+        return await self._run(operation, timeout=self._timeout if poll else timeout)
+
     async def cancel_task(self, task_id: str) -> bool:
         """See :meth:`Client.cancel_task`."""
         return await self._run(operations.cancel_task(task_id))

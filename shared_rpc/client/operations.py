@@ -161,9 +161,13 @@ def fetch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll
     return result_of(what, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
 
 
-def watch_task(task_id: str, callback: Callable[[TaskInfo], object], poll: bool) -> Operation[TaskInfo]:
+def watch_task(task_id: str, callback: Callable[[TaskInfo], object] | None, poll: bool) -> Operation[TaskInfo]:
     """Wait for a task to end, and leave its result to others; for the parameters see :func:`fetch_task`."""
-    return (yield from _watched(f"the wait for task {task_id}", task_id, callback, poll, claim=False))
+    return (yield from _watched(f"the wait for task {task_id}", task_id, callback or _unheard, poll, claim=False))
+
+
+def _unheard(_: TaskInfo) -> None:
+    """For who wants to know the end alone."""
 
 
 def _watched(

@@ -153,6 +153,20 @@ class Client(Refreshing, Monitoring):
         operation = operations.wait_task(task_id, callback, poll, self._values)
         return self._hand(self._run(operation, timeout=self._timeout if poll else timeout))
 
+    def watch_task(
+        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
+    ) -> TaskInfo:
+        """Wait for a task to end, and leave its result to others: how it ended. Nothing is mapped, and no exception of the
+        endpoint's raised; :meth:`get_task_result` does both.
+
+        :param timeout, callback: see :meth:`wait_for_task`.
+        :raises DeadlineExceeded: in time.
+        :raises TaskError: if it is unknown or has expired.
+        """
+        poll = timeout is not None and timeout <= 0
+        operation = operations.watch_task(task_id, callback, poll)
+        return self._run(operation, timeout=self._timeout if poll else timeout)
+
     def cancel_task(self, task_id: str) -> bool:
         """Cancel a task that has not begun, or ask one that runs to stop; False if it had ended.
 

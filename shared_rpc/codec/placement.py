@@ -84,6 +84,9 @@ class Placement:
             if named or mapping.segment is None:
                 self.segments.append(Segment(mapping.info, -1))
             else:
+                if mapping.fresh and access == "read":
+                    mapping.seal()
+                mapping.fresh = False
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
         return number
 
@@ -203,8 +206,6 @@ def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]
     for block, offset in chosen:
         _copy(block, mapping, offset)
         placement.put(block, number, offset)
-    if access == "read":
-        mapping.seal()
 
 
 #: Bytes that one thread copies as fast as several.

@@ -26,10 +26,11 @@ class Mapping:
     ``segment`` is its descriptor where this process may publish the memory again, else None: a mapping needs
     none to stay alive. ``sealed`` tells that consumers may only map it for reading. ``owner`` is the id of the server that
     keeps the segment, and knows it by its id; ``""`` where there is none. ``pooled`` tells that its bytes are used again
-    when their reader has done with them, so that nobody else may be told of them.
+    when their reader has done with them, so that nobody else may be told of them. ``fresh`` tells that this process made it,
+    and nobody else has had it so far.
     """
 
-    __slots__ = ("address", "backend", "info", "loans", "owner", "pins", "pooled", "sealed", "segment")
+    __slots__ = ("address", "backend", "fresh", "info", "loans", "owner", "pins", "pooled", "sealed", "segment")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
@@ -38,6 +39,7 @@ class Mapping:
         self.segment = segment
         self.owner = ""
         self.pooled = False
+        self.fresh = False
         self.sealed = info.access == "read"
         self.pins = 0
         self.loans: set[_Loan] = set()
@@ -110,6 +112,7 @@ class MappingTable:
         except BaseException:
             segment.close()
             raise
+        mapping.fresh = True
         with self._pinned([mapping]):
             yield mapping
 

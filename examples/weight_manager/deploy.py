@@ -1,0 +1,60 @@
+"""Swap a model's version under load::
+
+    python deploy.py llama v2                  # load v2 while v1 is served, then serve v2
+    python deploy.py llama v1                  # and back, at once, while v1 is loaded
+    python deploy.py llama v2 --retire v1      # swap, and give v1's memory back
+
+This process loads no weights and maps none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from shared_rpc import Client, Generation, Progress, TaskInfo, TaskStatus
+
+
+def deploy(client: Client, name: str, version: str, tell: Callable[[Progress], object]) -> Generation:
+    """Load a version, then swap to it in one step. Where it cannot be loaded, that is raised, and nothing has changed."""
+
+    def changed(info: TaskInfo) -> None:
+        if info.progress is not None:
+            tell(info.progress)
+
+    task_id = client.submit("load", name, version)
+    if client.watch_task(task_id, callback=changed).status is not TaskStatus.COMPLETED:
+        client.get_task_result(task_id)  # raises what the manager raised
+    return client.refresh("serving", name, version)
+
+
+def retire(client: Client, name: str, version: str) -> list[dict[str, Any]]:
+    """Give a version's memory back: what workers have mapped goes with the last of them, and is what is returned."""
+    client.invalidate_call_cache("load", name, version)
+    return client.retire("load") + client.retire("serving")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("version")
+    parser.add_argument("--retire", metavar="VERSION")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Client(device=options.device) as client, Bars(*columns) as bars:
+        bar = bars.add_task(f"{options.name} {options.version}", total=None)
+        made = deploy(client, options.name, options.version, lambda p: bars.update(bar, completed=p.done, total=p.total))
+        bars.print(f"{options.name} {options.version} is served now, as generation {made.generation}")
+        if options.retire is not None:
+            held = retire(client, options.name, options.retire)
+            workers = sum(facts["leases"] for facts in held)
+            bars.print(f"{options.retire} is retired: {workers} leases on superseded generations are left")
+
+
+if __name__ == "__main__":
+    main()
