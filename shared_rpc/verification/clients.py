@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,10 @@ class RemoteClient:
             raise ClientFailed(f"client process {self.pid}: {answer['error']}")
         return answer
 
-    def end(self, how: str) -> tuple[int, float]:
-        """Have it end in a way that the command ``end`` knows: its exit code (minus the signal), and the seconds it took."""
-        begin = time.monotonic()
+    def end(self, how: str) -> int:
+        """Have it end in a way that the command ``end`` knows: its exit code."""
         self.tell("end", how=how)
-        code = self.wait()
-        return code, time.monotonic() - begin
+        return self.wait()
 
     def wait(self) -> int:
         """The exit code of a process that is about to end; minus the signal where it was killed."""

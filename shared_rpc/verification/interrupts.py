@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and a closed terminal end a verification at any moment, and leave nothing behind.
 
-A signal's handler raises in the middle of whatever runs. Two things must not be cut in half: starting a process and noting that it
-was started, and the clearing up. They run :meth:`Interrupts.held`, and the signal is seen to after them.
+A signal's handler raises in the middle of whatever runs. Two things must not be cut in half: starting a process and noting
+that it was started, and the clearing up. They run :meth:`Interrupts.held`, and the signal is seen to after them.
 """
 
 from __future__ import annotations

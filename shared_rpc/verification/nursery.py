@@ -1,8 +1,9 @@
-"""``python -m shared_rpc.verification.nursery``: forks client processes, so that a hundred of them need not import torch one by one.
+"""``python -m shared_rpc.verification.nursery``: forks client processes, so that a hundred of them need not import torch
+one by one.
 
 It listens at a socket. Every connection is a new process, which answers commands until the connection ends: see
-:mod:`shared_rpc.verification.client_process`. Nothing of the library is used here, only imported, and no GPU is touched, so a child begins
-as if it had imported torch itself: with a session, mappings and a CUDA context of its own.
+:mod:`shared_rpc.verification.client_process`. Nothing of the library is used here, only imported, and no GPU is touched, so a
+child begins as if it had imported torch itself: with a session, mappings and a CUDA context of its own.
 
 On its standard output it tells how each of them ended. It ends with its standard input, and its children end with it.
 """
@@ -21,7 +22,6 @@ import sys
 import threading
 
 __all__: list[str] = []
-
 
 
 def main(path: str, server: str, subject: str) -> None:
@@ -54,13 +54,13 @@ def _fork_on(listener: socket.socket) -> socket.socket | None:
     signal.set_wakeup_fd(waker.fileno())
     children: set[int] = set()
     while True:
-        ready, _, _ = select.select([listener, wake, 0], [], [])
-        if wake in ready:
+        ready, _, _ = select.select([listener.fileno(), wake.fileno(), 0], [], [])
+        if wake.fileno() in ready:
             wake.recv(4096)
             _bury(children)
         if 0 in ready:
             break
-        if listener in ready:
+        if listener.fileno() in ready:
             connection, _ = listener.accept()
             pid = os.fork()
             if pid == 0:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
@@ -62,8 +62,8 @@ class Settings:
         return [check for check in CHECKS if not self.names or check.name in self.names]
 
 
-class Watcher:
-    """Is told how far a verification is. Does nothing."""
+class Watcher(Protocol):
+    """Is told how far a verification is."""
 
     def prepare(self, checks: int) -> None:
         """Processes are started, for so many checks."""
@@ -76,6 +76,22 @@ class Watcher:
 
     def end(self, outcome: Outcome) -> None:
         """It has ended."""
+
+
+class Silent:
+    """Nobody wants to know."""
+
+    def prepare(self, checks: int) -> None:
+        """See :class:`Watcher`."""
+
+    def begin(self, check: Check) -> None:
+        """See :class:`Watcher`."""
+
+    def step(self, done: int, total: int) -> None:
+        """See :class:`Watcher`."""
+
+    def end(self, outcome: Outcome) -> None:
+        """See :class:`Watcher`."""
 
 
 @dataclass
@@ -124,7 +140,7 @@ def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> 
     :raises CannotRun: if there is nothing to check.
     :raises Interrupted: if a signal ended it; nothing is left then either.
     """
-    settings, watcher = settings or Settings(), watcher or Watcher()
+    settings, watcher = settings or Settings(), watcher or Silent()
     checks = settings.checks()
     begin = time.monotonic()
     with Interrupts() as interrupts:
@@ -152,8 +168,8 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher)
         free = _free_memory() if on_host else asked.ask("used", device=device["device"])["free"]
     if nbytes * _MODELS > free:
         raise CannotRun(
-            f"a model of {in_bytes(nbytes)} needs up to {_MODELS} times as much, and {in_bytes(free)} are free on {device['name']}: "
-            f"choose a smaller --size"
+            f"a model of {in_bytes(nbytes)} needs up to {_MODELS} times as much, and {in_bytes(free)} are free on "
+            f"{device['name']}: choose a smaller --size"
         )
     device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
     report = Report(device, settings.workers, nbytes)
@@ -186,12 +202,11 @@ def _made(check: Check, bench: Bench, watcher: Watcher) -> Outcome:
     verdict = Verdict(watcher.step)
     with verdict.crashes_are_failures():
         bench.stage.ensure_server()
+        bench.stage.wait_until_quiet()
         check.run(bench, verdict)
     bench.stage.interrupts.check()
     seconds = time.monotonic() - begin
-    return Outcome(
-        check.name, check.title, verdict.state, seconds, verdict.found, tuple(verdict.problems), verdict.figures
-    )
+    return Outcome(check.name, check.title, verdict.state, seconds, verdict.found, tuple(verdict.problems), verdict.figures)
 
 
 def _free_memory() -> int:

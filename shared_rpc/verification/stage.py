@@ -1,7 +1,7 @@
 """The processes of a verification, in a directory of their own, and their end.
 
-Every process below a verification has the directory's name in its environment, so all of them can be found, whoever started them
-and whoever their parent is now. That is how :meth:`Stage.close` leaves nothing running.
+Every process below a verification has the directory's name in its environment, so all of them can be found, whoever started
+them and whoever their parent is now. That is how :meth:`Stage.close` leaves nothing running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc import Client
-from shared_rpc.errors import ConnectionClosed, ConnectError, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.settings import server_environment
 from shared_rpc.verification.clients import ClientFailed, RemoteClient
 from shared_rpc.verification.interrupts import Interrupts
@@ -177,6 +177,10 @@ class Stage:
         except SharedRPCError:
             self.restart_server()
 
+    def wait_until_quiet(self) -> None:
+        """Give the server a moment to notice that the clients of the check before have gone."""
+        within(_END, lambda: self.info()["sessions"] <= 1, self.interrupts)
+
     def client(self) -> Client:
         """This process' own, for asking."""
         if self._client is None:
@@ -236,7 +240,7 @@ class Stage:
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
     def close(self) -> None:
-        """End all processes, and remove the directory. Once more does no harm: see :func:`shared_rpc.verification.run.verify`."""
+        """End all processes, and remove the directory. To do it once more does no harm."""
         with self.interrupts.held():
             if self.directory is None:
                 return

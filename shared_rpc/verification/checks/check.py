@@ -13,8 +13,10 @@ from shared_rpc.verification.gauges import Gauge
 from shared_rpc.verification.stage import Stage
 from shared_rpc.verification.verdict import Verdict
 
-__all__ = ["SEED", "Bench", "Check"]
+__all__ = ["SEED", "SMALL", "Bench", "Check", "all_of"]
 
+#: Bytes of a model for what is about processes, and not about bytes: to read a large one would take most of the time.
+SMALL = 16 << 20
 #: Of the model that most checks share, so that it is built once.
 SEED = 1
 
@@ -54,10 +56,10 @@ class Bench:
         return next(self._seeds)
 
     @contextmanager
-    def attached(self, count: int, seed: int = SEED) -> Iterator[list[RemoteClient]]:
-        """Client processes that have attached to the model at the same time."""
+    def attached(self, count: int, *, seed: int = SEED, nbytes: int | None = None) -> Iterator[list[RemoteClient]]:
+        """Client processes that have attached to the model, or to one of that size, at the same time."""
         with self.stage.clients(count) as clients:
-            all_of(clients, "attach", nbytes=self.nbytes, seed=seed)
+            all_of(clients, "attach", nbytes=nbytes or self.nbytes, seed=seed)
             yield clients
 
 

@@ -108,8 +108,8 @@ def kill_server(bench: Bench, verdict: Verdict) -> None:
         one = len({answer["object_id"] for answer in again}) == 1
     verdict.figures |= {"new_server_seconds": started}
     verdict.found = (
-        f"{len(clients)} attached computed and shared on; a new server answered {started:.1f} s after it was started, and the same "
-        f"client objects attached to its model"
+        f"{len(clients)} attached computed and shared on; a new server answered {started:.1f} s after it was started, "
+        f"and the same client objects attached to its model"
     )
     report = "please report this, with the server's log"
     verdict.require(same, "attached processes compute the same bits as before", "some compute other bits", report)

@@ -38,7 +38,7 @@ def one_copy(bench: Bench, verdict: Verdict) -> None:
         used <= limit,
         f"at most {in_bytes(limit)} more than before: one model, a quarter of it, and {in_bytes(gauge.noise)} for each process",
         f"{in_bytes(used)} more, {used / model:.1f} models",
-        "if nothing else uses this device meanwhile, processes copy the model: look for .clone(), .to() or deepcopy in their code",
+        "if nothing else uses this device meanwhile, processes copy the model: look for .clone(), .to() or deepcopy",
     )
     verdict.require(
         used >= model - model // 4 - gauge.noise,
@@ -58,17 +58,19 @@ def one_copy(bench: Bench, verdict: Verdict) -> None:
 def zero_copy(bench: Bench, verdict: Verdict) -> None:
     """Every process writes numbers into the model, and all see all of them; so does one that comes later."""
     workers, seed = max(bench.workers, 2), bench.new_seed()
-    with bench.attached(workers, seed) as clients:
+    with bench.attached(workers, seed=seed) as clients:
         for number, client in enumerate(clients):
             client.ask("write", first=number, values=[1000.0 + number])
         written = [1000.0 + number for number in range(workers)]
         seen = [client.ask("read", count=workers)["values"] for client in clients]
-        with bench.attached(1, seed) as (late,):
+        with bench.attached(1, seed=seed) as (late,):
             seen.append(late.ask("read", count=workers)["values"])
         bench.stage.client().invalidate_call_cache("model", bench.nbytes, seed)
     blind = sum(values != written for values in seen)
     verdict.figures |= {"writes": workers, "readers": len(seen), "readers_that_missed_one": blind}
-    verdict.found = f"{workers} processes wrote, and {len(seen) - blind} of {len(seen)} saw all of it, one that came later among them"
+    verdict.found = (
+        f"{workers} processes wrote, and {len(seen) - blind} of {len(seen)} saw all of it, one that came later among them"
+    )
     verdict.require(
         blind == 0,
         "every process sees what every other one has written, without a call",
@@ -85,7 +87,9 @@ def accuracy(bench: Bench, verdict: Verdict) -> None:
         shared = [answer["digest"] for answer in all_of(clients, "digest")]
     wrong = sum(digest != alone for digest in shared)
     verdict.figures |= {"workers": bench.workers, "workers_that_differ": wrong}
-    verdict.found = f"{bench.workers - wrong} of {bench.workers} processes compute the same bits as an unshared one ({alone[:12]}…)"
+    verdict.found = (
+        f"{bench.workers - wrong} of {bench.workers} processes compute the same bits as an unshared one ({alone[:12]}…)"
+    )
     verdict.require(
         wrong == 0,
         "the bits that a process computes which has the model for itself",
@@ -114,7 +118,9 @@ def read_only(bench: Bench, verdict: Verdict) -> None:
     stopped = how != "its write went through"
     killed = f"exit code {-signal.SIGSEGV}" in how
     verdict.figures |= {"writes_stopped": int(stopped), "readers_disturbed": int(before != after)}
-    verdict.found = f"a process that wrote {'was ended by the kernel' if killed else 'got an error'}, and another one computes on"
+    verdict.found = (
+        f"a process that wrote {'was ended by the kernel' if killed else 'got an error'}, and another one computes on"
+    )
     advice = "see 'shared-rpc doctor': which mechanism is used, and whether the kernel seals memfds"
     verdict.require(stopped, "the write is refused", how, advice)
     verdict.require(before == after, "the other process computes what it did", "other bits", advice)
