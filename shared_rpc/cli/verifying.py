@@ -12,7 +12,7 @@ from rich.console import Console
 from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.options import Json
 from shared_rpc.cli.rendering import as_json, one_line, table
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.errors import SharedRPCError
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -44,18 +44,18 @@ def verify(
     A server of its own is started, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
     one failed, 2 if there was nothing to check.
     """
-    nbytes = in_bytes(f"--size {size}", size) if size is not None else None
-    if nbytes is not None and nbytes < 1 << 20:
-        raise ConfigurationError(f"--size {size}: use 1MiB or more, so that a copy can be told from what processes need anyway")
     from shared_rpc.verification import run
     from shared_rpc.verification.interrupts import Interrupted
     from shared_rpc.verification.stage import CannotRun
 
-    settings = run.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
     try:
+        nbytes = in_bytes(f"--size {size}", size) if size is not None else None
+        settings = run.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
         with _Progress() as progress:
             report = run.verify(settings, progress)
-    except CannotRun as error:
+    except (CannotRun, SharedRPCError, OSError) as error:
+        if json:
+            as_json({"schema": run.SCHEMA, "error": str(error)})
         print(f"shared-rpc: cannot verify: {one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(_COULD_NOT_RUN) from None
     except Interrupted as interrupted:

@@ -39,8 +39,10 @@ def main(path: str, server: str, subject: str) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        # It gets its name when it can be connected to.
+        listener.bind(f"{path}.new")
         listener.listen(256)
+        os.rename(f"{path}.new", path)
         connection = _fork_on(listener)
     if connection is not None:
         ClientProcess(connection, server, kind()).serve()

@@ -19,7 +19,7 @@ from shared_rpc.verification.gauges import DeviceGauge, HostGauge
 from shared_rpc.verification.interrupts import Interrupts
 from shared_rpc.verification.model import true_size
 from shared_rpc.verification.stage import CannotRun, Stage
-from shared_rpc.verification.verdict import Outcome, Verdict, in_bytes
+from shared_rpc.verification.verdict import Outcome, Verdict, size
 
 __all__ = ["SCHEMA", "Settings", "Watcher", "verify"]
 
@@ -28,6 +28,7 @@ SCHEMA = "shared-rpc-verify/1"
 
 #: Bytes of the model where nobody says: enough to tell a copy from noise, and little enough for a small machine.
 _SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
+_LEAST = 1 << 20
 #: Models that there are at most at the same time, in one form or another.
 _MODELS = 5
 #: Client processes that come and go at the same time, at most.
@@ -138,10 +139,15 @@ def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> 
     """Start a server and clients, check, and end all of them. In the main thread, whose signals it handles.
 
     :raises CannotRun: if there is nothing to check.
+    :raises ConfigurationError: for settings that cannot be.
     :raises Interrupted: if a signal ended it; nothing is left then either.
     """
     settings, watcher = settings or Settings(), watcher or Silent()
     checks = settings.checks()
+    if settings.nbytes is not None and settings.nbytes < _LEAST:
+        raise ConfigurationError(
+            f"a model of {size(settings.nbytes)} cannot be told from what processes need anyway: use {size(_LEAST)} or more"
+        )
     begin = time.monotonic()
     with Interrupts() as interrupts:
         stage = Stage(settings.device, settings.subject, interrupts)
@@ -168,7 +174,7 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher)
         free = _free_memory() if on_host else asked.ask("used", device=device["device"])["free"]
     if nbytes * _MODELS > free:
         raise CannotRun(
-            f"a model of {in_bytes(nbytes)} needs up to {_MODELS} times as much, and {in_bytes(free)} are free on "
+            f"a model of {size(nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
             f"{device['name']}: choose a smaller --size"
         )
     device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]

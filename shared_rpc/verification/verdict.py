@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Outcome", "Problem", "Verdict", "in_bytes"]
+__all__ = ["Outcome", "Problem", "Verdict", "size"]
 
 State = Literal["passed", "failed", "skipped"]
 
@@ -86,7 +86,7 @@ class Verdict:
         return "failed" if self.problems else "skipped" if self.skipped else "passed"
 
 
-def in_bytes(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     """Bytes for people: ``"64.0 MiB"``, with the sign of what is missing."""
     amount, unit = abs(float(nbytes)), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

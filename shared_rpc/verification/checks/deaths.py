@@ -10,7 +10,7 @@ from typing import Any
 from shared_rpc.verification.checks.check import SEED, Bench, all_of
 from shared_rpc.verification.clients import RemoteClient
 from shared_rpc.verification.stage import within
-from shared_rpc.verification.verdict import Verdict, in_bytes
+from shared_rpc.verification.verdict import Verdict, size
 
 __all__ = ["kill_client", "kill_server", "kill_worker"]
 
@@ -42,16 +42,16 @@ def kill_client(bench: Bench, verdict: Verdict) -> None:
     verdict.figures |= {"leases_back_seconds": -1.0 if leases is None else leases}
     verdict.figures |= {"memory_back_seconds": -1.0 if leases is None or memory is None else leases + memory}
     verdict.found = (
-        f"its lease was back after {_took(leases)}, its {in_bytes(held)} after "
+        f"its lease was back after {_took(leases)}, its {size(held)} after "
         f"{_took(None if leases is None or memory is None else leases + memory)}; another client computes on"
     )
     report = "please report this, with what 'shared-rpc objects' shows"
-    verdict.require(held >= bench.nbytes * 3 // 4, f"it holds {in_bytes(bench.nbytes)}", f"{in_bytes(held)}", report)
+    verdict.require(held >= bench.nbytes * 3 // 4, f"it holds {size(bench.nbytes)}", f"{size(held)}", report)
     verdict.require(leases is not None, f"its lease is back within {_LEASES:g} s", "it is held still", report)
     verdict.require(
         memory is not None,
         f"its memory is back within {bench.gauge.patience:g} s",
-        f"{in_bytes(left)} are in use still",
+        f"{size(left)} are in use still",
         "see which process has it open: ls -l /proc/*/fd | grep shared-rpc; on a GPU, nvidia-smi",
     )
     verdict.require(still == right, "other clients compute on", "another client computes other bits", report)

@@ -11,7 +11,7 @@ from shared_rpc.verification.checks.check import SEED, SMALL, Bench
 from shared_rpc.verification.clients import RemoteClient
 from shared_rpc.verification.processes import Counts, counts_of
 from shared_rpc.verification.stage import within
-from shared_rpc.verification.verdict import Verdict, in_bytes
+from shared_rpc.verification.verdict import Verdict, size
 
 __all__ = ["growth", "lifetimes"]
 
@@ -103,12 +103,12 @@ def growth(bench: Bench, verdict: Verdict) -> None:
     verdict.found = (
         f"{bench.cycles} attaches and releases, {seconds / bench.cycles * 1e3:.2f} ms each: descriptors "
         f"{_signed(sum(fds.values()))}, mappings {_signed(sum(mappings.values()))}, leases "
-        f"{_signed(later['leases'] - state['leases'])}, memory {in_bytes(sum(memory.values()))}"
+        f"{_signed(later['leases'] - state['leases'])}, memory {size(sum(memory.values()))}"
     )
     grown = _grown(before, after)
     verdict.require(
         not grown,
-        f"what was there after the first {_WARM_UP}, but for {_MAPPINGS} mappings and {in_bytes(_KEPT)} of each process",
+        f"what was there after the first {_WARM_UP}, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process",
         "; ".join(grown),
         "the process named does not let go of what it was given; if it is the client, look for handles that are kept",
     )
@@ -117,7 +117,7 @@ def growth(bench: Bench, verdict: Verdict) -> None:
     verdict.require(
         more <= bench.gauge.noise,
         "no more shared memory than before",
-        f"{in_bytes(more)} more",
+        f"{size(more)} more",
         "memory of released objects is kept: see who holds it with 'shared-rpc objects'",
     )
 

@@ -6,7 +6,7 @@ import signal
 
 from shared_rpc.verification.checks.check import SEED, Bench, all_of
 from shared_rpc.verification.clients import ClientFailed
-from shared_rpc.verification.verdict import Verdict, in_bytes
+from shared_rpc.verification.verdict import Verdict, size
 
 __all__ = ["accuracy", "one_copy", "read_only", "zero_copy"]
 
@@ -30,20 +30,20 @@ def one_copy(bench: Bench, verdict: Verdict) -> None:
     verdict.figures |= {"workers": workers, "model_bytes": model, "used_bytes": used, "unshared_bytes": workers * model}
     verdict.figures |= {"models_built": built, "attach_seconds": slowest}
     verdict.found = (
-        f"{workers} processes with a model of {in_bytes(model)} use {in_bytes(used)} together; "
-        f"unshared it would be {in_bytes(workers * model)} ({gauge.method})"
+        f"{workers} processes with a model of {size(model)} use {size(used)} together; "
+        f"unshared it would be {size(workers * model)} ({gauge.method})"
     )
     limit = model + model // 4 + workers * gauge.noise
     verdict.require(
         used <= limit,
-        f"at most {in_bytes(limit)} more than before: one model, a quarter of it, and {in_bytes(gauge.noise)} for each process",
-        f"{in_bytes(used)} more, {used / model:.1f} models",
+        f"at most {size(limit)} more than before: one model, a quarter of it, and {size(gauge.noise)} for each process",
+        f"{size(used)} more, {used / model:.1f} models",
         "if nothing else uses this device meanwhile, processes copy the model: look for .clone(), .to() or deepcopy",
     )
     verdict.require(
         used >= model - model // 4 - gauge.noise,
-        f"about {in_bytes(model)} more than before",
-        f"{in_bytes(used)} more",
+        f"about {size(model)} more than before",
+        f"{size(used)} more",
         "something else gave memory back meanwhile: run it again while this device is quiet",
     )
     same = len({answer["object_id"] for answer in attached}) == 1
