@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from shared_rpc import Client
@@ -23,23 +24,14 @@ class Copying(Subject):
 
 
 class Leaking(Subject):
-    """Keeps a descriptor of every attach."""
-
-    def release(self, handle: Any) -> None:
-        """See :class:`Subject`."""
-        super().release(handle)
-        os.dup(0)
-
-
-class Holding(Subject):
-    """Keeps every lease, and all that goes with it."""
+    """Keeps a descriptor, a megabyte and the handle of every attach."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
 
     def release(self, handle: Any) -> None:
         """See :class:`Subject`."""
-        self._kept.append(handle)
+        self._kept.append((handle, os.urandom(1 << 20), os.dup(0)))
 
 
 class Changeable(Subject):
@@ -62,13 +54,11 @@ class Haunting(Subject):
 
 
 class Breaking(Subject):
-    """Cannot attach to what is protected."""
+    """Cannot attach to anything."""
 
     def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
-        if endpoint == "protected":
-            raise RuntimeError("no such luck")
-        return super().attach(client, endpoint, nbytes, seed)
+        raise RuntimeError("no such luck")
 
 
 class Careless(Subject):
@@ -77,3 +67,13 @@ class Careless(Subject):
     def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
         return super().attach(client, "model", nbytes, seed)
+
+
+#: Where a test says which subject the next client process has: in the directory of the verification.
+CHOICE = "subject"
+
+
+def chosen() -> Subject:
+    """The one whose name the test has written there."""
+    subject: Subject = globals()[Path(CHOICE).read_text()]()
+    return subject

@@ -19,8 +19,9 @@ class Gauge(Protocol):
     method: str
     #: Seconds for memory to come back after a process was killed.
     patience: float
-    #: Bytes by which a reading may be off for each process.
+    #: Bytes that each process may use beside the model, and those by which a reading of the segments may be off.
     noise: int
+    blur: int
 
     def used(self) -> int:
         """Bytes in use by all processes together, what they share counted once."""
@@ -34,7 +35,9 @@ class HostGauge:
 
     method = "Pss of all processes, /proc/PID/smaps_rollup"
     patience = 1.0
-    noise = 1 << 20
+    #: Pages that it had in common with those it was forked with until it wrote to them.
+    noise = 4 << 20
+    blur = 0
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -59,6 +62,7 @@ class DeviceGauge:
     patience = 3.0
     #: Kernels that are loaded when they are first needed, and what a forward pass leaves with torch's allocator.
     noise = 64 << 20
+    blur = 64 << 20
 
     def __init__(self, stage: Stage, device: str) -> None:
         self._stage = stage

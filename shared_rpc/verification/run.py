@@ -28,7 +28,8 @@ SCHEMA = "shared-rpc-verify/1"
 
 #: Bytes of the model where nobody says: enough to tell a copy from noise, and little enough for a small machine.
 _SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
-_LEAST = 1 << 20
+#: Enough to tell a copy, by the gauges' own noise.
+_LEAST = 8 << 20
 #: Models that there are at most at the same time, in one form or another.
 _MODELS = 5
 #: Client processes that come and go at the same time, at most.

@@ -34,8 +34,8 @@ def kill_client(bench: Bench, verdict: Verdict) -> None:
             held = bench.gauge.segments() - before
             os.kill(victim.pid, signal.SIGKILL)
             leases = within(_LEASES, lambda: not _holders(bench, object_id), stage.interrupts)
-            noise = bench.gauge.noise
-            memory = within(bench.gauge.patience, lambda: bench.gauge.segments() <= before + noise, stage.interrupts)
+            enough = before + bench.gauge.blur
+            memory = within(bench.gauge.patience, lambda: bench.gauge.segments() <= enough, stage.interrupts)
         left = bench.gauge.segments() - before
         still = other.ask("digest")["digest"]
     verdict.figures |= {"held_bytes": held, "left_bytes": left}
