@@ -55,7 +55,7 @@ def throughput(
                 goal=GOALS["throughput"],
                 judged=values[Ours.name] / peer if peer and judge else None,
                 judged_unit="ratio",
-                extra={"seconds": _TURN, "calls": turns},
+                extra={"processes": processes, "endpoint": endpoint, "seconds": _TURN, "calls": turns},
             )
         )
         for name, taken in turns.items():

@@ -50,6 +50,8 @@ def main(path: str, server: str, subject: str) -> None:
 
 def _fork_on(listener: socket.socket) -> socket.socket | None:
     """A new process for each connection, which is returned in it; None in the nursery, at its end."""
+    if threading.active_count() > 1:
+        raise RuntimeError("the nursery forks, and must not have threads")
     wake, waker = socket.socketpair()
     waker.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -87,6 +89,4 @@ def _bury(children: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    if threading.active_count() > 1:
-        raise RuntimeError("the nursery forks, and must not have threads")
     main(*sys.argv[1:])
