@@ -28,6 +28,8 @@ _STYLES = {
 }
 #: Inches of a panel, and characters of a caption in a figure of that many inches.
 _WIDTH, _HEIGHT, _CHARACTERS = 6.4, 3.6, 15
+#: Panels side by side have more room together, and less height each where one is below another.
+_WIDER, _FLATTER = 1.4, 0.8
 #: Rows of ``rpc`` whose distributions are drawn, by their beginning, and what they are called there.
 _LATENCIES = {
     "ping, p50": "ping",
@@ -102,7 +104,7 @@ def _read(path: Path) -> Document:
 
 @contextmanager
 def _figure(panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """A figure with panels side by side, two in a row, in the one style."""
+    """A figure with panels side by side, two or three in a row, in the one style."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -126,10 +128,10 @@ def _figure(panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
         "lines.linewidth": 1.8,
         "lines.markersize": 5,
     }
-    columns = min(panels, 2)
+    columns = panels if panels < 4 else 2
     rows = -(-panels // columns)
     with mpl.rc_context(style):
-        size = (_WIDTH if columns == 1 else _WIDTH * 1.4, _HEIGHT * rows if rows == 1 else _HEIGHT * rows * 0.8)
+        size = _WIDTH * (1 if columns == 1 else _WIDER), _HEIGHT * (1 if rows == 1 else rows * _FLATTER)
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for spare in axes[panels:]:
@@ -153,6 +155,17 @@ def _line(axis: Any, side: str, x: Sequence[float], y: Sequence[float], **option
     axis.plot(x, y, color=colour, **{"marker": marker, "linestyle": dash, "label": side, **options})
 
 
+def _logarithmic(axis: Any) -> None:
+    """An x or y axis with the numbers themselves: 1, 10, 100, and 2 and 5 between them where there is room."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 200 * low else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 # Attach times.
 
 
@@ -170,14 +183,14 @@ def _sweep(over: str, key: str, scale: float, label: str) -> Plot:
             points = [(row[key] / scale, row["values"][side] * 1e3) for row in rows(document) if side in row["values"]]
             if points:
                 _line(axis, side, *zip(*points, strict=True))
-        axis.set_xscale("log")
-        axis.set_yscale("log")
+        _logarithmic(axis.xaxis)
+        _logarithmic(axis.yaxis)
         axis.set_xlabel(label)
-        axis.set_ylabel("attach, p50 (ms)")
+        axis.set_ylabel("attach again, p50 (ms)")
         axis.legend()
 
     title = f"Attaching a module, against its number of {over}"
-    return Plot(f"attach-{over}", title, panels, draw)
+    return Plot(over, title, panels, draw)
 
 
 # Distributions.
@@ -195,7 +208,7 @@ def _draw_latencies(document: Document, axes: Sequence[Any]) -> None:
             if side in row["samples"]:
                 times = [seconds * 1e6 for seconds in row["samples"][side]["quantiles"]]
                 _line(axis, side, times[:-1], shares[:-1], marker="")  # the slowest one of all says little
-        axis.set_xscale("log")
+        _logarithmic(axis.xaxis)
         axis.set_xlabel("time (µs)")
         axis.set_ylabel("calls done by then (%)")
     axes[0].legend()
@@ -210,6 +223,8 @@ def _throughput_rows(document: Document) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _draw_throughput(document: Document, axes: Sequence[Any]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for axis, rows in zip(axes, _throughput_rows(document).values(), strict=True):
         for side in _STYLES:
             points = [(row["processes"], row["values"][side]) for row in rows if side in row["values"]]
@@ -217,6 +232,7 @@ def _draw_throughput(document: Document, axes: Sequence[Any]) -> None:
                 _line(axis, side, *zip(*points, strict=True))
         axis.set_ylim(bottom=0)
         axis.set_xlim(left=0)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("client processes")
         axis.set_ylabel("calls a second")
     axes[0].legend()

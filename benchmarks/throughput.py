@@ -49,7 +49,7 @@ def throughput(
         peer = values.get(Peer.name)
         report.add(
             Row(
-                f"{processes} processes, 4 KiB tensor, {text}: calls/s",
+                f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
                 values,
                 "number",
                 goal=GOALS["throughput"],
