@@ -135,6 +135,35 @@ def recovery(
     run(device=device, shape=shape, attaches=attaches, rate=rate, processes=processes, restarts=restarts, path=json)
 
 
+@app.command()
+def clients(
+    device: Device = "auto",
+    clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
+    json: Json = None,
+) -> None:
+    """Calls a second, against the number of client processes."""
+    from benchmarks.clients import run
+
+    run(device=device, clients=_numbers(clients), rounds=rounds, path=json)
+
+
+@app.command()
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="JSON that 'attach', 'rpc' or 'clients' has written.")],
+    out: Annotated[Path, typer.Option(help="The folder for the SVGs.")] = Path("docs/_static/plots"),
+) -> None:
+    """Draw what was measured: attach times, distributions of latency, calls a second."""
+    from benchmarks.plot import Unplottable, plot
+
+    try:
+        for path in results:
+            for drawn in plot(path, out):
+                print(drawn)
+    except Unplottable as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",") if number.strip()]

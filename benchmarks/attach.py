@@ -191,6 +191,7 @@ def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: l
                 judged=each if goal is not None else None,
                 samples=samples,
                 extra={
+                    "sweep": "tensors" if over_tensors else "bytes",
                     "tensors": count,
                     "nbytes": nbytes,
                     "seconds_per_tensor": each,

@@ -49,13 +49,13 @@ def throughput(
         peer = values.get(Peer.name)
         report.add(
             Row(
-                f"{processes} processes, 4 KiB tensor, {text}: calls/s",
+                f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
                 values,
                 "number",
                 goal=GOALS["throughput"],
                 judged=values[Ours.name] / peer if peer and judge else None,
                 judged_unit="ratio",
-                extra={"seconds": _TURN, "calls": turns},
+                extra={"processes": processes, "endpoint": endpoint, "seconds": _TURN, "calls": turns},
             )
         )
         for name, taken in turns.items():

@@ -24,7 +24,7 @@ from benchmarks.echo import Echo
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import Process
-from benchmarks.report import Row, shown
+from benchmarks.report import Row, document, shown
 from benchmarks.stats import Sample, interleaved
 from benchmarks.steps import MAKING, MAPPING, Parts, Watch
 from benchmarks.targets import GOALS
@@ -39,6 +39,7 @@ SMALL = {
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --restarts 1",
+    "clients": "--device cpu --clients 1,2 --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -204,6 +205,36 @@ def test_recovery_finds_every_attach_well(results: Callable[[str], Run]) -> None
     assert run.row("from SIGKILL")["values"]["shared_rpc"] > 0
 
 
+def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[str], Run]) -> None:
+    """Three endpoints, each with one process and with two; what a plot is drawn over is in the row."""
+    rows = results("clients").written["rows"]
+
+    assert [(row["endpoint"], row["processes"]) for row in rows] == [
+        (endpoint, count) for count in (1, 2) for endpoint in ("small", "fresh", "fresh_on_loop")
+    ]
+    assert all(row["values"][Ours.name] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "plots"), [("attach", ["tensors", "bytes"]), ("rpc", ["latency"]), ("clients", ["throughput"])]
+)
+def test_what_a_benchmark_writes_is_what_the_plots_read(
+    results: Callable[[str], Run], tmp_path: Path, name: str, plots: list[str]
+) -> None:
+    """From the JSON of a real run to the picture; each says where its numbers come from."""
+    pytest.importorskip("matplotlib")
+    run = results(name)
+    (tmp_path / "here.json").write_text(document(run.written))
+
+    done = CliRunner().invoke(app, ["plot", str(tmp_path / "here.json"), "--out", str(tmp_path / "drawn")])
+
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == sorted(f"here-{plot}.svg" for plot in plots)
+    for plot in plots:
+        drawn = (tmp_path / "drawn" / f"here-{plot}.svg").read_text()
+        assert Ours.name in drawn and f"torch {run.written['host']['torch']}" in drawn and run.written["date"][:10] in drawn
+
+
 def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> None:
     """A row for each number of idle connections, judged by the first of them."""
     run = results("scale")
@@ -321,8 +352,19 @@ def test_percentiles_are_over_all_turns() -> None:
         "p90": 30.0,
         "p99": 30.0,
         "max": 30.0,
+        "quantiles": [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 10.0, 10.0, 20.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0],
         "p50_of_rounds": [2.0, 20.0],
     }
+
+
+def test_a_list_of_numbers_is_one_line_of_the_json() -> None:
+    """The distributions would be most of the file otherwise; what it says is the same."""
+    content = {"rows": [{"quantiles": [1e-06, 0.5, 3], "texts": ["1, 2", "[3]"], "none": [], "nested": [[1], [2, 3]]}]}
+
+    text = document(content)
+
+    assert json.loads(text) == content
+    assert '"quantiles": [1e-06, 0.5, 3],' in text
 
 
 def test_processes_that_starve_are_told_of() -> None:

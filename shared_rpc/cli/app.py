@@ -17,6 +17,7 @@ from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top import top
+from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
 __all__ = ["main"]
@@ -153,7 +154,7 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-for command in (serve, reload, stop, top, devices, call, tasks, wait, cancel):
+for command in (serve, reload, stop, top, devices, call, tasks, wait, cancel, verify):
     app.command()(command)
 
 

@@ -1,0 +1,132 @@
+"""``shared-rpc verify``."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from shared_rpc.amounts import in_bytes
+from shared_rpc.cli.options import Json
+from shared_rpc.cli.rendering import as_json, one_line, table
+from shared_rpc.errors import SharedRPCError
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from shared_rpc.verification.checks import Check
+    from shared_rpc.verification.run import Report
+    from shared_rpc.verification.verdict import Outcome
+
+__all__ = ["verify"]
+
+_MARKS = {"passed": "ok", "failed": "x", "skipped": "-"}
+#: Exit codes: a check failed; there was nothing to check; a signal came, whose number is added.
+_FAILED, _COULD_NOT_RUN, _INTERRUPTED = 1, 2, 128
+
+
+def verify(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the model.")] = 4,
+    size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The model's: bytes, or 64MiB; 64MiB by default, 1GiB on a GPU.")
+    ] = None,
+    lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 100,
+    cycles: Annotated[int, typer.Option(min=1, help="Attaches and releases of one process.")] = 1000,
+    check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
+    json: Json = False,
+) -> None:
+    """Try out on this machine what sharing promises: real processes, a real server, a real model, and kills.
+
+    A server of its own is started, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
+    one failed, 2 if there was nothing to check.
+    """
+    from shared_rpc.verification import run
+    from shared_rpc.verification.interrupts import Interrupted
+    from shared_rpc.verification.stage import CannotRun
+
+    try:
+        nbytes = in_bytes(f"--size {size}", size) if size is not None else None
+        settings = run.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
+        with _Progress() as progress:
+            report = run.verify(settings, progress)
+    except (CannotRun, SharedRPCError, OSError) as error:
+        if json:
+            as_json({"schema": run.SCHEMA, "error": str(error)})
+        print(f"shared-rpc: cannot verify: {one_line(str(error))}", file=sys.stderr)
+        raise typer.Exit(_COULD_NOT_RUN) from None
+    except Interrupted as interrupted:
+        print(f"shared-rpc: {interrupted}: ended, and nothing is left", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED + interrupted.number) from None
+    if json:
+        as_json(report.as_json())
+    else:
+        _show(report)
+    if not report.passed:
+        raise typer.Exit(_FAILED)
+
+
+def _show(report: Report) -> None:
+    where = report.device
+    print(f"{where['name']}, {where['mechanism']}, torch {where['torch']}\n")
+    rows = [(_MARKS[outcome.state], outcome.title, f"{outcome.seconds:.1f} s", outcome.found) for outcome in report.outcomes]
+    table("", ["", "check", "time>", "found"], rows)
+    failed = [outcome for outcome in report.outcomes if outcome.state == "failed"]
+    for outcome in failed:
+        print(f"\n{outcome.title}")
+        for problem in outcome.problems:
+            for name, text in vars(problem).items():
+                print(f"  {name + ':':<10}{one_line(text)}")
+    if failed and report.log:
+        print("\nthe server's log ends with")
+        print("\n".join(f"  {one_line(line)}" for line in report.log.splitlines()))
+    skipped = sum(outcome.state == "skipped" for outcome in report.outcomes)
+    passed = len(report.outcomes) - len(failed) - skipped
+    counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else []), *([f"{skipped} skipped"] if skipped else [])]
+    print(f"\n{', '.join(counts)}, in {report.seconds:.0f} s")
+
+
+class _Progress:
+    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.verification.run.Watcher`."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self._all: TaskID | None = None
+        self._check: TaskID | None = None
+
+    def __enter__(self) -> _Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def prepare(self, checks: int) -> None:
+        """Processes are started."""
+        self._all = self._bars.add_task("starting a server and its clients", total=checks)
+
+    def begin(self, check: Check) -> None:
+        """A check begins."""
+        assert self._all is not None, "prepared before"
+        self._bars.update(self._all, description=check.title)
+
+    def step(self, done: int, total: int) -> None:
+        """So much of the check is done."""
+        if self._check is None:
+            self._check = self._bars.add_task("  of this check", total=total)
+        self._bars.update(self._check, completed=done)
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended."""
+        assert self._all is not None, "prepared before"
+        self._bars.advance(self._all)
+        if self._check is not None:
+            self._bars.remove_task(self._check)
+            self._check = None

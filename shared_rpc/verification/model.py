@@ -1,0 +1,57 @@
+"""The model that is shared: seeded random weights, so that whoever builds it has the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["build", "digest", "true_size"]
+
+#: Layers that a model has, or a few more: enough for a table of tensors, few enough for a quick forward pass.
+_LAYERS = 16
+#: Rows of the input.
+_BATCH = 4
+_FLOAT = 4
+
+
+def _shape(nbytes: int) -> tuple[int, int]:
+    """Layers and their width, a power of two."""
+    width = 1 << max(int(math.log2(max(nbytes / (_FLOAT * _LAYERS), 1))) // 2, 4)
+    return max(nbytes // (_FLOAT * width * width), 1), width
+
+
+def true_size(nbytes: int) -> int:
+    """The bytes that a model has which is asked to have ``nbytes``: whole layers, at most so many where there is one at all."""
+    layers, width = _shape(nbytes)
+    return layers * width * width * _FLOAT
+
+
+def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
+    """A stack of linear layers; the same bits for the same arguments, in any process of a machine."""
+    import torch
+
+    layers, width = _shape(nbytes)
+    generator = torch.Generator(device).manual_seed(seed)
+    stack = torch.nn.Sequential()
+    for _ in range(layers):
+        # No time for an initialisation that nobody reads.
+        linear = torch.nn.Linear(width, width, bias=False, device="meta").to_empty(device=device)
+        with torch.no_grad():
+            linear.weight.normal_(0, math.sqrt(2 / width), generator=generator)
+        stack.extend([linear, torch.nn.GELU()])
+    return stack.eval().requires_grad_(False)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A hash of the bits of a forward pass through all layers."""
+    import torch
+
+    weight: torch.Tensor = model[0].weight  # type: ignore[index]  # a Sequential of Linear layers
+    inputs = torch.linspace(-1, 1, _BATCH * weight.shape[1]).reshape(_BATCH, -1).to(weight.device)
+    with torch.inference_mode():
+        outputs = model(inputs).cpu().contiguous()
+    return hashlib.sha256(outputs.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,221 @@
+"""All checks, one after the other, whatever becomes of each of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import shared_rpc
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.verification.checks import CHECKS, Bench, Check
+from shared_rpc.verification.clients import ClientFailed
+from shared_rpc.verification.gauges import DeviceGauge, HostGauge
+from shared_rpc.verification.interrupts import Interrupts
+from shared_rpc.verification.model import true_size
+from shared_rpc.verification.stage import CannotRun, Stage
+from shared_rpc.verification.verdict import Outcome, Verdict, size
+
+__all__ = ["SCHEMA", "Settings", "Watcher", "verify"]
+
+#: Of the JSON. A field that is added does not change it; one that changes its meaning or goes away does.
+SCHEMA = "shared-rpc-verify/1"
+
+#: Bytes of the model where nobody says: enough to tell a copy from noise, and little enough for a small machine.
+_SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
+#: Enough to tell a copy, by the gauges' own noise.
+_LEAST = 8 << 20
+#: Models that there are at most at the same time, in one form or another.
+_MODELS = 5
+#: Client processes that come and go at the same time, at most.
+_TOGETHER = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to verify, and how thoroughly. ``nbytes`` is the size of the model; None is what suits the device.
+
+    :param names: the checks; empty for all of them.
+    :param subject: see :class:`~shared_rpc.verification.stage.Stage`.
+    """
+
+    device: str = "auto"
+    workers: int = 4
+    nbytes: int | None = None
+    lifetimes: int = 100
+    cycles: int = 1000
+    names: Sequence[str] = ()
+    subject: str = "shared_rpc.verification.subject:Subject"
+
+    def checks(self) -> list[Check]:
+        """Those that were asked for.
+
+        :raises ConfigurationError: for a name that is none.
+        """
+        known = [check.name for check in CHECKS]
+        for name in self.names:
+            if name not in known:
+                raise ConfigurationError(f"--check {name}: use {', '.join(known)}")
+        return [check for check in CHECKS if not self.names or check.name in self.names]
+
+
+class Watcher(Protocol):
+    """Is told how far a verification is."""
+
+    def prepare(self, checks: int) -> None:
+        """Processes are started, for so many checks."""
+
+    def begin(self, check: Check) -> None:
+        """A check begins."""
+
+    def step(self, done: int, total: int) -> None:
+        """So much of the check is done."""
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended."""
+
+
+class Silent:
+    """Nobody wants to know."""
+
+    def prepare(self, checks: int) -> None:
+        """See :class:`Watcher`."""
+
+    def begin(self, check: Check) -> None:
+        """See :class:`Watcher`."""
+
+    def step(self, done: int, total: int) -> None:
+        """See :class:`Watcher`."""
+
+    def end(self, outcome: Outcome) -> None:
+        """See :class:`Watcher`."""
+
+
+@dataclass
+class Report:
+    """Of a whole verification."""
+
+    device: dict[str, Any]
+    workers: int
+    nbytes: int
+    seconds: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
+    #: The end of the server's log, where something failed.
+    log: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(outcome.state != "failed" for outcome in self.outcomes)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs; the documentation has the schema."""
+        return {
+            "schema": SCHEMA,
+            "version": shared_rpc.__version__,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "host": {
+                "cores": len(os.sched_getaffinity(0)),
+                "kernel": platform.release(),
+                "machine": platform.machine(),
+                "python": platform.python_version(),
+                "torch": self.device["torch"],
+                "cuda": self.device["cuda"],
+            },
+            "device": {key: self.device[key] for key in ("device", "id", "name", "mechanism")},
+            "workers": self.workers,
+            "model_bytes": self.nbytes,
+            "seconds": round(self.seconds, 3),
+            "passed": self.passed,
+            "checks": [outcome.as_json() for outcome in self.outcomes],
+        }
+
+
+def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> Report:
+    """Start a server and clients, check, and end all of them. In the main thread, whose signals it handles.
+
+    :raises CannotRun: if there is nothing to check.
+    :raises ConfigurationError: for settings that cannot be.
+    :raises Interrupted: if a signal ended it; nothing is left then either.
+    """
+    settings, watcher = settings or Settings(), watcher or Silent()
+    checks = settings.checks()
+    if settings.nbytes is not None and settings.nbytes < _LEAST:
+        raise ConfigurationError(
+            f"a model of {size(settings.nbytes)} cannot be told from what processes need anyway: use {size(_LEAST)} or more"
+        )
+    begin = time.monotonic()
+    with Interrupts() as interrupts:
+        stage = Stage(settings.device, settings.subject, interrupts)
+        try:
+            with stage:
+                watcher.prepare(len(checks))
+                report = _on(stage, settings, checks, watcher)
+        finally:
+            # A signal that comes as the block ends, before its end is held, would else leave what it has.
+            stage.close()
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher) -> Report:
+    stage.wait_until_ready()
+    with stage.clients(1) as (asked,):
+        try:
+            device = asked.ask("device", asked=settings.device)
+        except ClientFailed as error:
+            raise CannotRun(str(error)) from error
+        on_host = device["id"] == "cpu"
+        nbytes = true_size(settings.nbytes or _SIZE["cpu" if on_host else "cuda"])
+        free = _free_memory() if on_host else asked.ask("used", device=device["device"])["free"]
+    if nbytes * _MODELS > free:
+        raise CannotRun(
+            f"a model of {size(nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
+            f"{device['name']}: choose a smaller --size"
+        )
+    device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
+    report = Report(device, settings.workers, nbytes)
+    gauge = HostGauge(stage) if on_host else DeviceGauge(stage, device["device"])
+    together = min(len(os.sched_getaffinity(0)), _TOGETHER)
+    protects = device["mechanism"] in ("memfd", "vmm")
+    bench = Bench(
+        stage,
+        gauge,
+        device["device"],
+        protects,
+        settings.workers,
+        nbytes,
+        settings.lifetimes,
+        settings.cycles,
+        together,
+    )
+    for check in checks:
+        watcher.begin(check)
+        outcome = _made(check, bench, watcher)
+        report.outcomes.append(outcome)
+        watcher.end(outcome)
+    if not report.passed:
+        report.log = stage.log("server")
+    return report
+
+
+def _made(check: Check, bench: Bench, watcher: Watcher) -> Outcome:
+    begin = time.monotonic()
+    verdict = Verdict(watcher.step)
+    with verdict.crashes_are_failures():
+        bench.stage.ensure_server()
+        bench.stage.wait_until_quiet()
+        check.run(bench, verdict)
+    bench.stage.interrupts.check()
+    seconds = time.monotonic() - begin
+    return Outcome(check.name, check.title, verdict.state, seconds, verdict.found, tuple(verdict.problems), verdict.figures)
+
+
+def _free_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
