@@ -11,7 +11,7 @@ import typer
 import shared_rpc
 from shared_rpc import errors
 from shared_rpc.cli.app import app as program
-from tests.processes import ROOT
+from tests.processes import ROOT, python
 from tests.walkthrough import Page, Walk
 
 DOCS = ROOT / "docs"
@@ -26,6 +26,29 @@ def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
     """Its files are written, its commands run by real processes, and they print what it says."""
     with Walk(page, tmp_path) as walk:
         walk.follow()
+
+
+def test_what_is_said_of_shared_tensor() -> None:
+    """The page about moving from it begins with what it does, in a process without a GPU and without a server."""
+    pytest.importorskip("shared_tensor")
+    peer = python(
+        """
+        import shared_tensor
+        provider = shared_tensor.SharedTensorProvider(execution_mode="local", verbose_debug=False)
+        one = provider.share(lambda x: x, unknown="option")
+        print("keys", one(1), one(2))
+        provider = shared_tensor.SharedTensorProvider(execution_mode="local", verbose_debug=False)
+        print("managed", provider.share(managed=True)(lambda: "the object itself")())
+        try:
+            one.submit(1)
+        except RuntimeError as error:
+            print("submit", error)
+        """
+    )
+    assert peer.expect("keys") == "keys 1 1"
+    assert peer.expect("managed") == "managed the object itself"
+    assert "do not support" in peer.expect("submit")
+    assert peer.close()[0] == 0
 
 
 def _page(folder: Path, console: str) -> Page:
