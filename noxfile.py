@@ -61,3 +61,10 @@ def docs(session: nox.Session) -> None:
             "docs",
             f"docs/_build/{builder}",
         )
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """The pictures of the command line in docs/_static/cli, taken anew; ``nox -s pictures -- ls info`` for some."""
+    session.install("torch", "-e", ".[test]", *CONSTRAINTS)
+    session.run("python", "-m", "docs.pictures", *session.posargs)

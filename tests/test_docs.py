@@ -69,7 +69,7 @@ def _page(folder: Path, console: str) -> Page:
 )
 def test_a_page_that_is_wrong_is_told(console: str, what: str, tmp_path: Path) -> None:
     """What is printed otherwise, too much or too little fails, with the page's line."""
-    with Walk(_page(tmp_path, console), tmp_path) as walk, pytest.raises(AssertionError, match="page.md, line 7") as raised:
+    with Walk(_page(tmp_path, console), tmp_path) as walk, pytest.raises(AssertionError, match=r"page\.md, line 7") as raised:
         walk.follow()
     assert what in str(raised.value)
 
@@ -104,6 +104,14 @@ def test_every_command_is_told_of(name: str) -> None:
     """The overview of docs/reference/command-line.md has it."""
     overview = (DOCS / "reference" / "command-line.md").read_text().partition("## serve")[0]
     assert re.search(rf"`{name}\b", overview)
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "_static" / "cli").glob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_picture_is_shown_and_fetches_nothing(picture: Path) -> None:
+    """A page has it, with a text for those who do not see it, and it is whole by itself."""
+    pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert re.search(rf"_static/cli/{picture.stem}\.svg\n:alt: .+", pages)
+    assert set(re.findall(r"https?://[^\"< ]*", picture.read_text())) == {"http://www.w3.org/2000/svg"}
 
 
 def test_every_option_of_serve_is_told_of() -> None:
