@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import logging
 import sys
 from pathlib import Path
 
@@ -29,6 +31,8 @@ extensions = [
     "outside",
 ]
 exclude_patterns = ["_build"]
+# An index has patterns, for its order; one that no page goes by is no defect. Sphinx gives this warning no type to suppress.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "toctree glob pattern" not in str(record.msg))
 
 # Markdown
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -55,8 +59,10 @@ nitpick_ignore_regex = [
     ("py:.*", r"(shared_rpc\..*\.)?(P|T|R|R_co)"),
 ]
 
-# Doctests see the package and nothing else; each page begins anew.
-doctest_global_setup = "import shared_rpc"
+# Doctests see the package and nothing else; each page begins anew, and leaves the environment as it was.
+doctest_global_setup = "import os, shared_rpc; environment = dict(os.environ)"
+doctest_global_cleanup = "os.environ.clear(); os.environ.update(environment)"
+doctest_default_flags = doctest.ELLIPSIS | doctest.DONT_ACCEPT_TRUE_FOR_1
 trim_doctest_flags = True
 
 # Looks

@@ -93,10 +93,13 @@ def record() -> Drawing:
     d.box(608, 72, 120, 52, "free", "", kind="plain")
     d.words(346, 190, "segment 1: one large storage", kind="head", anchor="start")
     d.box(346, 200, 382, 52, "storage 2", "more than 1 GiB", kind="memory")
-    d.words(
-        346, 284, "aligned to 512 bytes; tied weights and views: several tensors over one storage", kind="note", anchor="start"
+    notes = (
+        "storages are aligned to 512 bytes, segments have up to 1 GiB",
+        "tied weights and views are several tensors over one storage",
+        "parts of other records may lie in the same segments",
     )
-    d.words(346, 304, "parts of other records may lie in the same segments", kind="note", anchor="start")
+    for number, line in enumerate(notes):
+        d.words(346, 276 + 17 * number, line, kind="note", anchor="start")
     d.arrow((126, 102), (126, 118))
     d.arrow((126, 210), (126, 226))
     d.arrow((224, 250), (290, 250), (290, 98), (346, 98), kind="fds")
