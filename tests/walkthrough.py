@@ -172,6 +172,9 @@ class Walk:
             program.signal(signal.SIGINT)
             program.finish()
             return program.lines[before:]
+        if step.terminal in self._running:
+            # One can type again when what served there has ended, as after 'shared-rpc stop' in another terminal.
+            self._running.pop(step.terminal).finish()
         command = re.sub(r"\b\d+\b", lambda number: self.pids.get(number[0], number[0]), step.typed)
         program = Program(command, self.folder, self._environ)
         if not _SERVES.search(command):

@@ -6,6 +6,7 @@ A docstring says ``:class:`Handle```, as its reader in the code would; the page 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from docutils import nodes
@@ -77,9 +78,16 @@ def signature(
     return ("", "") if made_by_us else None
 
 
+def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lines: list[str]) -> None:
+    """Links to these pages: the code calls them ``docs/explanation/memory.md``."""
+    for number, line in enumerate(lines):
+        lines[number] = re.sub(r"``docs/([\w/-]+)\.md``", r":doc:`/\1`", line)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """See :mod:`sphinx.ext`."""
     app.connect("missing-reference", resolve)
     app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", docstring)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
