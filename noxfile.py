@@ -66,5 +66,5 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def pictures(session: nox.Session) -> None:
     """The pictures of the command line in docs/_static/cli, taken anew; ``nox -s pictures -- ls info`` for some."""
-    session.install("torch", "-e", ".[test]", *CONSTRAINTS)
+    session.install("torch", "-e", ".", "pyte>=0.8", *CONSTRAINTS)
     session.run("python", "-m", "docs.pictures", *session.posargs)

@@ -114,13 +114,8 @@ class ErrorCodes(_Made):
         for code, kind in errors._BY_CODE.items():
             name = f"shared_rpc.errors.{kind.__name__}" if issubclass(kind, errors.SharedRPCError) else kind.__name__
             role = f":class:`~{name}`" if "." in name else f"``{name}``"
-            detail = sorted(errors.class_of(code)("", **_arguments(kind)).detail()) if "." in name else []
+            detail = sorted(kind.restore("", {}).detail()) if issubclass(kind, errors.SharedRPCError) else []
             yield f"``{code}``", role, ", ".join(f"``{name}``" for name in detail) or "none"
-
-
-def _arguments(kind: type[Any]) -> dict[str, Any]:
-    given = {"reason": "", "revision": 0, "pid": 0, "type_name": "Exception"}
-    return {name: given[name] for name in inspect.signature(kind.__init__).parameters if name in given}
 
 
 class WireLimits(_Made):

@@ -70,6 +70,7 @@ def _scene() -> Iterator[tuple[dict[str, str], str]]:
             "PYTHONPATH": str(HERE.parent.parent),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
         }
 
         def start(*words: str, ready: str) -> None:

@@ -13,6 +13,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 from io import StringIO
+from itertools import groupby
 
 import pyte
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -116,5 +117,6 @@ def svg_of(name: str, command: str, rows: list[Row], columns: int) -> str:
     console = Console(record=True, width=columns, file=StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.assemble(("$ ", "green"), (command, "bold")))
     for row in rows:
-        console.print(Text.assemble(*row), soft_wrap=True)
+        runs = [("".join(character for character, _ in run), style) for style, run in groupby(row, key=lambda cell: cell[1])]
+        console.print(Text.assemble(*runs), soft_wrap=True)
     return console.export_svg(title="", theme=_THEME, code_format=_FORMAT, unique_id=f"cli-{name}")
