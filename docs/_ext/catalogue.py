@@ -75,7 +75,7 @@ def _fields(kind: type[Message]) -> str:
     lines = [f"as ``{kind.__bases__[0].__name__}``"] if inherited else []
     for field in own:
         default = "" if field.required else f" = {_default(field)}"
-        lines.append(f"``{field.name}: {_shown(field.type)}{default}``")
+        lines.append(f"``{field.name}: {shown(field.type)}{default}``")
     return "\n\n".join(["| " + "\n| ".join(lines)]) if lines else "nothing"
 
 
@@ -85,7 +85,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return {list: "[]", dict: "{}"}.get(field.default_factory, "…")  # type: ignore[call-overload, no-any-return]
 
 
-def _shown(annotation: Any) -> str:
+def shown(annotation: Any) -> str:
+    """A type as one writes it, without the modules it comes from."""
     if get_args(annotation):
         return re.sub(r"\b[a-z_]+(?:\.[a-z_]+)*\.(?=[A-Z])", "", str(annotation)).replace("typing.", "")
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))

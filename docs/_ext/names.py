@@ -9,6 +9,8 @@ import importlib
 import re
 from typing import Any
 
+import msgspec
+from catalogue import shown
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -79,9 +81,12 @@ def signature(
 
 
 def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lines: list[str]) -> None:
-    """Links to these pages: the code calls them ``docs/explanation/memory.md``."""
+    """Links to these pages, which the code calls ``docs/explanation/memory.md``; and the fields of a struct."""
     for number, line in enumerate(lines):
         lines[number] = re.sub(r"``docs/([\w/-]+)\.md``", r":doc:`/\1`", line)
+    if what == "class" and isinstance(item, type) and issubclass(item, msgspec.Struct):
+        for field in msgspec.structs.fields(item):
+            lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(field.type)}"]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
