@@ -1,10 +1,10 @@
-"""Everything a contributor runs: ``python3 -m nox -s lint types tests demo``."""
+"""Everything a contributor runs: ``python3 -m nox -s lint types tests docs demo``."""
 
 from __future__ import annotations
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests", "demo"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "demo"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -41,3 +41,30 @@ def demo(session: nox.Session) -> None:
     """The main job on real weights: examples/semantic_search.py as a server, two clients, and unshared."""
     session.install("torch", "-e", ".[examples]", *CONSTRAINTS)
     session.run("python", "examples/semantic_search_demo.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, every warning an error, into docs/_build/html; and the doctests in it."""
+    session.install("torch", "-e", ".[docs]", *CONSTRAINTS)
+    for builder in ("html", "doctest"):
+        session.run(
+            "sphinx-build",
+            "-n",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-b",
+            builder,
+            "-d",
+            "docs/_build/doctrees",
+            "docs",
+            f"docs/_build/{builder}",
+        )
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """The pictures of the command line in docs/_static/cli, taken anew; ``nox -s pictures -- ls info`` for some."""
+    session.install("torch", "-e", ".", "pyte>=0.8", *CONSTRAINTS)
+    session.run("python", "-m", "docs.pictures", *session.posargs)

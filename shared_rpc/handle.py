@@ -75,7 +75,9 @@ class Lease(Generic[T]):
     """A lease on an object of the server, and the object itself: what every handle is."""
 
     def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Giver, session: object) -> None:
+        #: By which the server, and whoever asks it, knows the object.
         self.object_id = object_id
+        #: Of the server that owns the object.
         self.server_id = server_id
         #: Counts the builds of the same cache key, from 1.
         self.generation = generation

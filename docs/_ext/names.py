@@ -1,0 +1,98 @@
+"""References from docstrings: to their page where they have one, to nothing where they name what exists, else a warning.
+
+A docstring says ``:class:`Handle```, as its reader in the code would; the page knows it as ``shared_rpc.Handle``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import msgspec
+from catalogue import shown
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+#: Where a short name may be at home, the public places first.
+HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.decorators")
+
+#: Members that are public in the code, for other modules of the package, and no business of its users.
+INTERNAL = {
+    "agive_back", "detail", "ensure_live", "engine", "give_back", "in_session", "mechanism_facts", "move_to", "object_info",
+    "registry", "restore", "revision_page", "run_with", "serve_with", "tell",
+}  # fmt: skip
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Element | None:
+    """A reference to a name of this project that Sphinx did not find by itself."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"].removeprefix(".")
+    scopes = [scope for scope in (node.get("py:class"), node.get("py:module"), *HOMES) if scope]
+    candidates = [target, *(f"{scope}.{target}" for scope in scopes)]
+    domain = env.domains.python_domain
+    for name in candidates:
+        if name in domain.objects:
+            return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, _pointing_to(node, name), content)
+    return content if any(_exists(name) for name in candidates) else None
+
+
+def _pointing_to(node: pending_xref, name: str) -> pending_xref:
+    pointed = node.deepcopy()
+    pointed["reftarget"], pointed["refspecific"] = name, False
+    return pointed
+
+
+def _exists(name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] != "shared_rpc":
+        return False
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            if part in getattr(found, "__annotations__", ()):
+                return True
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options: Any) -> bool | None:
+    """Whether autodoc leaves a member out."""
+    return True if name in INTERNAL else None
+
+
+#: Classes that a user is given and does not make.
+GIVEN = {"AsyncHandle", "Generation", "Handle", "Progress", "SharedFunction", "Subscription", "TaskInfo", "TaskStatus"}
+
+
+def signature(
+    app: Sphinx, what: str, name: str, item: object, options: Any, arguments: str, returned: str
+) -> tuple[str, str] | None:
+    """What is shown behind a name; nothing where it is no business of the reader."""
+    made_by_us = what == "class" and name.rpartition(".")[2] in GIVEN
+    return ("", "") if made_by_us else None
+
+
+def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lines: list[str]) -> None:
+    """Links to these pages, which the code calls ``docs/explanation/memory.md``; and the fields of a struct."""
+    for number, line in enumerate(lines):
+        lines[number] = re.sub(r"``docs/([\w/-]+)\.md``", r":doc:`/\1`", line)
+    if what == "class" and isinstance(item, type) and issubclass(item, msgspec.Struct):
+        for field in msgspec.structs.fields(item):
+            lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(field.type)}"]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """See :mod:`sphinx.ext`."""
+    app.connect("missing-reference", resolve)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", docstring)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

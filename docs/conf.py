@@ -1,0 +1,81 @@
+"""How the documentation is built: ``python3 -m nox -s docs``. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import doctest
+import logging
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS / "_ext")]
+
+import shared_rpc  # noqa: E402
+
+project = "shared_rpc"
+author = "The shared_rpc maintainers"
+copyright = author
+version = release = shared_rpc.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx_copybutton",
+    "sphinx_design",
+    # docs/_ext
+    "catalogue",
+    "commands",
+    "drawings",
+    "names",
+    "outside",
+]
+exclude_patterns = ["_build"]
+# An index has patterns, for its order; one that no page goes by is no defect. Sphinx gives this warning no type to suppress.
+logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda record: "toctree glob pattern" not in str(record.msg))
+
+# Markdown
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = True
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# Docstrings are reStructuredText with fields (":param x:"), so nothing converts them.
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+add_module_names = False
+
+# A reference that leads nowhere is a warning, and a warning fails the build. Other projects' pages are not looked up, so
+# their names are let through here; those of this project that have no page of their own are resolved in _ext/names.py.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|contextlib|os|types|typing|multiprocessing|rich|msgspec|anyio|prometheus_client)\b.*"),
+    ("py:.*", r"(Any|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Literal|Path|PathLike|TracebackType)"),
+    ("py:.*", r"Abstract(Async)?ContextManager|(BaseException|Exception|OSError|TypeError)(Group)?"),
+    ("py:.*", r"(shared_rpc\..*\.)?(P|T|R|R_co)"),
+]
+
+# Doctests see the package and nothing else; each page begins anew, and leaves the environment as it was.
+doctest_global_setup = "import os, shared_rpc; environment = dict(os.environ)"
+doctest_global_cleanup = "os.environ.clear(); os.environ.update(environment)"
+doctest_default_flags = doctest.ELLIPSIS | doctest.DONT_ACCEPT_TRUE_FOR_1
+trim_doctest_flags = True
+
+# Looks
+html_theme = "furo"
+html_title = "shared_rpc"
+html_static_path = ["_static"]
+html_css_files = ["shared_rpc.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_show_copyright = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b6e4f", "color-brand-content": "#0b6e4f"},
+    "dark_css_variables": {"color-brand-primary": "#5fd3a5", "color-brand-content": "#5fd3a5"},
+}
+pygments_style = "friendly"
+pygments_dark_style = "native"

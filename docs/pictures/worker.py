@@ -1,0 +1,9 @@
+"""A process that uses a model for as long as its standard input is open."""
+
+import sys
+
+from shared_rpc import Client
+
+with Client(device="cpu") as client, client.call("load_model"), client.create_buffer((8, 1024), "float32"):
+    print("attached", flush=True)
+    sys.stdin.read()
