@@ -218,7 +218,7 @@ def test_forty_columns_have_what_matters_most() -> None:
     """Of an object its name, size, how many hold it, and its age; of what is built its bar."""
     lines = texts(view_of(full()), 40, 40)
     (title,) = (line for line in lines if line.startswith("objects"))
-    assert title.split()[-4:-1] == ["size", "held", "age"] or title.split()[-3:] == ["size", "held", "age"]
+    assert title.split()[-4:] == ["size", "held", "age", "state"]
     (build,) = (line for line in lines if line.startswith("load(size=7)"))
     assert "█" in build and "░" in build
     assert any(line.startswith("load(size=39)") and "39.0 MiB" in line for line in lines)
@@ -239,7 +239,7 @@ def test_heights_leave_objects_half_and_drop_the_last_tables_first() -> None:
     """A table that cannot have a title and a row is none."""
     assert heights([3, 3, 3], 20, 30) == ([3, 3, 3], 21)
     assert heights([9, 9, 9], 40, 30) == ([5, 5, 5], 15)
-    assert heights([3, 3, 3], 20, 9) == ([2, 2, 0], 5) or heights([3, 3, 3], 20, 9)[1] >= 5
+    assert heights([3, 3, 3], 20, 9) == ([2, 2, 0], 5)
     assert heights([3, 3], 20, 3) == ([0, 0], 3)
     assert heights([9, 9], 2, 30) == ([9, 9], 12)
 
@@ -492,10 +492,10 @@ def test_filtering_by_endpoint() -> None:
 
 def test_invalidating_asks_first() -> None:
     """It is done with y for the object, with e for its endpoint, and with no other key."""
-    asked = after(State(), "j", "i")
+    asked = after(State(), "j", "j", "i")
     assert asked.mode == "confirm"
     state, action = press(asked, "y", SHOWN)
-    assert (state.mode, action) == ("list", Action("object", SHOWN[0]["object_id"], "load(size=3)"))
+    assert (state.mode, action) == ("list", Action("object", SHOWN[1]["object_id"], "load(size=2)"))
     assert press(asked, "e", SHOWN)[1] == Action("endpoint", "load", "load")
     for key in ("n", "escape", "enter", "q", "i", "down"):
         state, action = press(asked, key, SHOWN)
