@@ -241,13 +241,13 @@ def test_waiting_for_a_server(
 
     first.stop()
     top.until("lost the server")
-    provider.share("twos")(lambda: torch.ones(2))
-    second = serve()
-    top.until_gone("lost the server")
-    with Client(socket_path=second.socket_path) as client:
+    elsewhere = Provider(f"{base_path}-next", device="cpu")
+    elsewhere.share("twos")(lambda: torch.ones(2))
+    with Server(elsewhere) as second, Client(socket_path=second.socket_path) as client:
+        top.until_gone("lost the server")
         client.call("twos")
-        top.until("twos()")
-    quit_from(top)
+        top.until("twos()", "s-next-cpu.sock")
+        quit_from(top)
 
 
 def test_waiting_at_a_socket(base_path: str, tty: Callable[..., Tty]) -> None:
