@@ -17,6 +17,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.cli.discovery import find_server
 from shared_rpc.cli.top.bars import ASCII, BLOCKS, bar, sparkline
 from shared_rpc.cli.top.columns import Column, clipped, fit, joined, shares, table
 from shared_rpc.cli.top.controls import ORDERS, Action, State, arranged, kept_selected, press
@@ -26,7 +27,7 @@ from shared_rpc.cli.top.loop import Model
 from shared_rpc.cli.top.sampler import Carried, Event, Failed, Sampler, Trouble, pause
 from shared_rpc.cli.top.sections import View, lasted
 from shared_rpc.cli.top.snapshot import Snapshot, rates
-from shared_rpc.errors import ConnectError
+from shared_rpc.errors import ConfigurationError, ConnectError
 
 GPU = "GPU-0123abcd-89ef-0123-4567-89abcdef0123"
 MIB = 1 << 20
@@ -571,6 +572,19 @@ def test_a_defect_is_raised() -> None:
     """What goes wrong in another thread is not swallowed."""
     with pytest.raises(ZeroDivisionError):
         Model(State(), BLOCKS).take(Failed(ZeroDivisionError()))
+
+
+# Which server is asked.
+
+
+def test_of_several_servers_the_one_there_was_is_found_again(base_path: str, provider: Provider) -> None:
+    """Another one that has come meanwhile is not taken for it; without one there was, somebody has to say which."""
+    with Server(provider) as first, Server(Provider(f"{base_path}-another", device="cpu")) as other:
+        for server in (first, other):
+            with find_server(None, base_path, server.socket_path) as client:
+                assert client.socket_path == server.socket_path
+        with pytest.raises(ConfigurationError, match="several servers answer; choose one with --socket"):
+            find_server(None, base_path)
 
 
 # The thread that asks.
