@@ -110,8 +110,12 @@ def test_an_object_is_invalidated_by_its_id(served: Server, connect: Callable[..
     assert client.invalidate_object(one.object_id) == 0
 
     client.ensure_handle_live(one)
-    assert client.call("load", 1).object_id != one.object_id
+    anew = client.call("load", 1)
+    assert anew.object_id != one.object_id
     assert client.call("load", 2).object_id == other.object_id
+    # What has taken its place is another object.
+    assert client.invalidate_object(one.object_id) == 0
+    assert client.call("load", 1).object_id == anew.object_id
 
 
 def test_a_run_that_goes_on_is_kept_out_of_the_cache(

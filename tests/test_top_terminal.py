@@ -241,13 +241,13 @@ def test_waiting_for_a_server(
 
     first.stop()
     top.until("lost the server")
-    provider.share("twos")(lambda: torch.ones(2))
-    second = serve()
-    top.until_gone("lost the server")
-    with Client(socket_path=second.socket_path) as client:
+    elsewhere = Provider(f"{base_path}-next", device="cpu")
+    elsewhere.share("twos")(lambda: torch.ones(2))
+    with Server(elsewhere) as second, Client(socket_path=second.socket_path) as client:
+        top.until_gone("lost the server")
         client.call("twos")
-        top.until("twos()")
-    quit_from(top)
+        top.until("twos()", "s-next-cpu.sock")
+        quit_from(top)
 
 
 def test_waiting_at_a_socket(base_path: str, tty: Callable[..., Tty]) -> None:
@@ -315,6 +315,25 @@ def test_the_terminal_is_left_as_it_was(base_path: str, tty: Callable[..., Tty],
     assert top.end() == code
     assert top.restored
     assert b"Traceback" not in top.written
+
+
+def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child]) -> None:
+    """Its window is closed: nothing goes on without being seen, or is told to nobody."""
+    code = """
+        import os, pty, sys
+
+        pid, ours = pty.fork()
+        if pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.cli", "top", "-d", "0.05"])
+        seen = b""
+        while b"objects 0" not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        print("ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    """
+    child = Child("-c", textwrap.dedent(code), environ={"TERM": "xterm"})
+    children.append(child)
+    assert child.expect("ended with") == f"ended with {128 + signal.SIGHUP}"
 
 
 def test_a_defect_leaves_the_terminal_as_it_was(base_path: str, tty: Callable[..., Tty]) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 __all__ = ["command_of"]
 
 
-def command_of(pid: int) -> str:
-    """The command line of a process in one line, its program without the folder; ``""`` where that cannot be known.
+def command_of(pid: int, *, folder: bool = True) -> str:
+    """The command line of a process in one line; ``""`` where that cannot be known.
 
     A process that is about to end, or is the kernel's, has a name only: ``"[name]"``.
+
+    :param folder: whether to tell the one that the program is in.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -20,4 +22,4 @@ def command_of(pid: int) -> str:
     except OSError:
         return ""
     program, *arguments = (os.fsdecode(word) for word in words)
-    return " ".join([os.path.basename(program) or program, *arguments]).strip()
+    return " ".join([program if folder else os.path.basename(program), *arguments]).strip()

@@ -131,7 +131,7 @@ def _totals(view: View, snapshot: Snapshot, width: int) -> Text:
         Text(_several(errors, "error"), "red" if errors else ""),
         Text(_several(server["leases"], "lease")),
         Text(_several(len(clients), "client")),
-        Text(f"{hits / calls:.0%} hits" if calls else "- hits"),
+        Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
         Text(_several(len(builds), "build")),
         Text(_several(waiting, "task")),
     ]

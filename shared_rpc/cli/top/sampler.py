@@ -67,7 +67,7 @@ def _learn(commands: dict[int, str], pids: Iterable[int]) -> None:
     for pid in set(commands) - set(pids):
         del commands[pid]
     for pid in set(pids) - set(commands):
-        commands[pid] = command_of(pid)
+        commands[pid] = command_of(pid, folder=False)
 
 
 class Sampler:

@@ -53,6 +53,8 @@ class Terminal:
         self._output = sys.stdout.fileno()
         self._keys = KeyReader()
         self._live: Live | None = None
+        #: Whether nobody is there any more to see anything.
+        self._gone = False
         self._saved: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
         self._wakeup, self._waker = -1, -1
@@ -76,10 +78,15 @@ class Terminal:
         """Show these lines, which fit the size."""
         assert self._live is not None, "only in its block"
         self._console.size = self.size
-        self._live.update(Group(*lines), refresh=True)
+        try:
+            self._live.update(Group(*lines), refresh=True)
+        except OSError:  # the signal that tells of it may come later
+            self._gone = True
 
     def wait(self) -> Input:
         """Wait for keys, for a signal, for another size, or for :meth:`wake`."""
+        if self._gone:
+            return Input([], signal.SIGHUP)
         watched = [self._wakeup] + ([self._input] if self._input is not None else [])
         ready, _, _ = select.select(watched, [], [], _ESCAPE if self._keys.undecided else None)
         keys = self._keys.decide() if not ready else []
