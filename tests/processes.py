@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parent.parent
+#: For processes that are to find this source, and what these tests find where they find it.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 class Child:
@@ -33,7 +35,7 @@ class Child:
             text=True,
             cwd=cwd,
             pass_fds=pass_fds,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **(environ or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
         )
 
     @property

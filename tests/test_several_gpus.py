@@ -326,7 +326,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 
 
 def test_arguments_on_a_gpu_that_the_server_does_not_see(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """The server reaches them as a peer's; what it gives back is on its own GPU."""
+    """The server reaches them as a peer's; what it makes of them is on its own GPU, and what it gives back stays where it is."""
     server = python(SERVER, environ=listed(gpus, [0]))
     children.append(server)
     path = server.expect("ready").removeprefix("ready ")
@@ -341,7 +341,7 @@ with Client(socket_path={path!r}) as client:
 """,
     )
 
-    assert told(child) == {"gpus": [gpus[0], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
+    assert told(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
 
 
 # Which server, and which GPU.
