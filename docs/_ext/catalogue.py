@@ -26,7 +26,7 @@ class _Made(SphinxDirective):
         if any(head):
             group += nodes.thead("", self._row(head))
         group += nodes.tbody("", *(self._row(row) for row in rows))
-        return nodes.table("", group, classes=["made"])
+        return nodes.table("", group, classes=["made", "colwidths-given"])
 
     def _row(self, cells: Sequence[str]) -> nodes.row:
         return nodes.row("", *(nodes.entry("", *self._parsed(cell)) for cell in cells))
