@@ -17,7 +17,7 @@ from torch import nn
 from shared_rpc import Client, Provider, Server, materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StaleHandleError, StateMismatchError
 from tests.models import Tied
-from tests.processes import python
+from tests.processes import eventually, python
 
 MIB = 1 << 20
 
@@ -104,10 +104,11 @@ def test_what_a_constructor_computes_is_computed() -> None:
 def test_transient_buffers_are_private() -> None:
     """A cache in a buffer that is not persistent is not the source's: two engines must not write one another's."""
     source = Rotary(4)
-    with materialize(source):
-        model = Rotary(4)
-    model.cos.zero_()
-    assert source.cos[0, 0] == 1
+    for tensors in (source, {"cos": source.cos}):  # an older checkpoint may have it
+        with materialize(tensors):
+            model = Rotary(4)
+        model.cos.zero_()
+        assert source.cos[0, 0] == 1
 
 
 def test_tables_are_taken_apart_where_values_decide() -> None:
@@ -130,6 +131,44 @@ def test_tables_are_taken_apart_where_values_decide() -> None:
     assert model.chosen.tolist() == [3.0, 4.0, 5.0]
     assert (model.large, model.array) == ("large", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     assert model.given.tolist() == [4.0, 5.0, 0.0]
+
+
+def test_operations_that_change_a_tensors_shape_in_place() -> None:
+    """A transposed table is transposed, and what was written through a view of another one is there."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.zeros(3, 2)
+            table[1:].add_(1)
+            self.register_buffer("table", table.t_().unsqueeze_(0), persistent=False)
+            self.register_buffer("phase", torch.polar(torch.ones(2), torch.ones(2)).conj(), persistent=False)
+            self.register_buffer("drawn", torch.empty(64).normal_(), persistent=False)
+
+    expected = Turned()
+    with materialize({}):
+        model = Turned()
+    assert torch.equal(model.table, expected.table)
+    assert model.table.tolist() == [[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]]
+    assert torch.equal(model.phase, expected.phase)
+    assert 0.1 < model.drawn.std() < 10
+
+
+def test_what_is_forgotten_was_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are computed in between are let go of, and those that are needed are not."""
+    monkeypatch.setattr("shared_rpc.building.deferred._SMALL_TOGETHER", 4096)
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(20):
+                self.register_buffer(f"table{number}", (torch.arange(256.0) * number).cos() + number, persistent=False)
+
+    expected = Tables()
+    with materialize({}):
+        model = Tables()
+    for number in range(20):
+        assert torch.equal(model.get_buffer(f"table{number}"), expected.get_buffer(f"table{number}"))
 
 
 def test_tensors_that_share_memory_do_so_afterwards() -> None:
@@ -504,8 +543,7 @@ def test_a_model_keeps_its_lease(shared: Client) -> None:
     expected = model.tied.embed.weight.clone()
     del model
     gc.collect()
-    (left,) = shared.list_objects()
-    assert left["leases"] == 0
+    eventually(lambda: shared.list_objects()[0]["leases"] == 0)  # a finaliser's work is done by a thread
     handle = shared.call("net")
     with materialize(handle):
         model = Net()
@@ -534,7 +572,7 @@ def test_training_leaves_read_only_memory_alone(shared: Client) -> None:
 
 
 BIG = """
-    import resource, torch
+    import resource, sys, torch
     from shared_rpc import materialize
     from torch import nn
 
@@ -544,6 +582,8 @@ BIG = """
             self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(4))
             for layer in self.layers:
                 nn.init.normal_(layer.weight)
+            angles = torch.outer(torch.arange(4096), 10000 ** (-torch.arange(0, 128, 2).float() / 128))
+            self.register_buffer("cos", angles.cos(), persistent=False)
 
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -559,6 +599,7 @@ BIG = """
         inside = resident()
     total = sum(parameter.nbytes for parameter in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("compiler", "torch._dynamo" in sys.modules)
     print("grown", total >> 20, (inside - before) >> 20, (resident() - before) >> 20, (peak - peak_before) >> 10)
 """
 
@@ -566,6 +607,7 @@ BIG = """
 def test_a_gigabyte_takes_nothing() -> None:
     """A model of 1 GiB is built with no growth of the process, neither meanwhile nor after."""
     child = python(BIG)
+    assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
     total, inside, after, peak = map(int, child.expect("grown").split()[1:])
     assert child.close() == (0, "")
     assert total >= 1024

@@ -397,3 +397,28 @@ def test_a_job_that_ends_as_its_wait_is_cancelled_leaves_nothing(monkeypatch: py
     asyncio.run(cancelled_at_the_end())
     threads.close()
     assert result.closed == 1
+
+
+def test_two_signals_at_once(children: list[Child]) -> None:
+    """The second one comes while the first is handled, as timeout(1) sends them: the wait ends, and nothing is locked."""
+    child = python(
+        """
+        import os, signal, threading
+        from shared_rpc.server.signals import wait_for_signal
+
+        asked = threading.Event()
+        notify = asked._cond.notify_all
+
+        def interrupted():
+            asked._cond.notify_all = notify
+            os.kill(os.getpid(), signal.SIGTERM)  # handled here, where the event is locked
+            notify()
+
+        asked._cond.notify_all = interrupted
+        wait_for_signal(lambda: os.kill(os.getpid(), signal.SIGTERM) or True, asked=asked)
+        print("ended", flush=True)
+        """
+    )
+    children.append(child)
+    child.expect("ended")
+    assert child.close() == (0, "")

@@ -89,7 +89,8 @@ def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None
     assert told["tensors"] == [{"name": "layers.0", "dtype": "float32", "shape": [2, 3], "nbytes": 24}]
     assert (told["version"], told["kind"], told["endpoint"], told["device"]) == (1, "result", "made", "cpu")
     assert (told["uid"], told["pid"]) == (os.geteuid(), os.getpid())
-    assert told["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    assert told["boot_id"] == (boot.read_text().strip() if boot.exists() else "")
     assert abs(told["created_at"] - path.stat().st_mtime) < 10
     tied = {tensor.name: tensor for tensor in client.call("tied").ticket().tensors}
     assert tied["head.weight"].shape == tied["embed.weight"].shape == (7, 4)

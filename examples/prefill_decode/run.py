@@ -112,8 +112,8 @@ def play(options: argparse.Namespace, stack: ExitStack) -> list[str]:
     second = decode.hear()
     print("both engines are ready", flush=True)
     answers = serve(prefill, decode, asked)
-    shared = {name: pss(process.pid) for name, process in (("prefill engine", prefill), ("decode engine", decode))}
-    shared |= {f"server, pid {pid}": pss(pid) for pid in family(server.pid)}
+    resident = {"prefill engine": pss(prefill.pid), "decode engine": pss(decode.pid)}
+    resident["server and worker"] = sum(pss(pid) for pid in family(server.pid))
 
     single = Process(stack, environ, *engine, "alone", *common)
     alone = single.hear()
@@ -127,7 +127,7 @@ def play(options: argparse.Namespace, stack: ExitStack) -> list[str]:
     for name, facts in (("prefill engine", first), ("decode engine", second), ("one that shares nothing", alone)):
         print(f"  {name:<24} own memory grew by {facts['grown'] / MIB:7.1f} MiB, ready in {facts['seconds'] * 1e3:6.0f} ms")
     print("resident on the host, shared pages in parts (PSS):")
-    for name, nbytes in (shared | {"one that shares nothing": pss(single.pid)}).items():
+    for name, nbytes in (resident | {"one that shares nothing": pss(single.pid)}).items():
         print(f"  {name:<24} {nbytes / MIB:7.1f} MiB")
     saved = 2 * alone["grown"] - weights - first["grown"] - second["grown"]
     print(f"saved against two engines with weights of their own: {saved / MIB:.0f} MiB")

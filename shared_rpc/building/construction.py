@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,14 @@ _lock = threading.Lock()
 #: How many blocks are open, in all threads. While there are any, ``nn.Module.__init__`` tells of each module.
 _open = 0
 _init: Callable[..., None] = nn.Module.__init__
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603  another thread of the parent may have held it
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _telling(init: Callable[..., None]) -> Callable[..., None]:

@@ -57,7 +57,7 @@ class Plan:
                 self._place(slots, own)
 
     def _place(self, slots: list[Slot], own: Callable[[str], bool]) -> None:
-        self._known |= {slot.name for slot in slots if slot.kind != "transient"}
+        self._known |= {slot.name for slot in slots}
         found = [slot.name for slot in slots if slot.name in self._source and not own(slot.name) and slot.kind != "transient"]
         if not found:
             if all(slot.kind == "transient" or own(slot.name) for slot in slots):

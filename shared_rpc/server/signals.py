@@ -30,8 +30,15 @@ def wait_for_signal(
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
     ended = asked or threading.Event()
+    asking = False
 
     def ask(*_: object) -> None:
+        nonlocal asking
+        # A handler may interrupt itself, as timeout(1) and an impatient Ctrl-C have it: an event that is being set then is
+        # locked, by this very thread.
+        if asking:
+            return
+        asking = True
         ended.set()
         if give_up is not None:
             give_up()

@@ -11,7 +11,19 @@ from typing import Any, Literal, assert_type
 
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Generation, Handle, Provider, Server, SharedFunction, Subscription
+from shared_rpc import (
+    AsyncClient,
+    AsyncHandle,
+    Client,
+    Generation,
+    Handle,
+    Provider,
+    Server,
+    SharedFunction,
+    Subscription,
+    Ticket,
+    materialize,
+)
 
 provider = Provider()
 Provider(Path("/run/app"), enabled=True, execution_mode="client", device="cuda:1", timeout=None, server_startup_timeout=5)
@@ -225,3 +237,26 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     async for made in asynchronous.refreshes():
         assert_type(made, Generation)
     held.revision + 1  # type: ignore[operator]
+
+
+# Tickets, and models built around what is shared.
+
+
+def tickets(client: Client, handle: Handle[Net]) -> None:
+    """A ticket leads to an object whose type it does not know."""
+    ticket = assert_type(handle.ticket("model.ticket"), Ticket)
+    assert_type(handle.ticket(), Ticket)
+    assert_type(client.open_ticket(ticket), Handle[Any])
+    assert_type(client.open_ticket(Path("model.ticket")), Handle[Any])
+    assert_type(provider.open_ticket("model.ticket"), Handle[Any])
+    assert_type(Client.from_ticket(ticket, timeout=5), Client)
+    assert_type(AsyncClient.from_ticket("model.ticket"), AsyncClient)
+
+
+def build(handle: Handle[Net], later: AsyncHandle[Net], weights: dict[str, torch.Tensor]) -> None:
+    """Sources of several kinds, and maps of two."""
+    with materialize(handle, rename={"a.*": "b.*", "c": None}, own=["**.lora_*"]):
+        assert_type(Net(), Net)
+    with materialize(later, rename=lambda name: name.removeprefix("model.")), materialize(weights), materialize(Net()):
+        pass
+    materialize(3)  # type: ignore[arg-type]
