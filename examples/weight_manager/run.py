@@ -29,7 +29,7 @@ from messages import Answer, Request
 from rich.console import Console
 from rich.progress import Progress as Bars
 from rich.table import Table
-from router import Limits, NoWorkers, Router, RouterError
+from router import Limits, NoWorkers, Router, RouterError, warm
 
 from shared_rpc import Client
 from shared_rpc.errors import CheckpointError
@@ -120,6 +120,10 @@ class Story:
         # Not in the terminal's process group: Ctrl-C is this process's, which ends the others in order.
         return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, text=True, process_group=0)
 
+    def make_weights(self) -> None:
+        words = [sys.executable, str(HERE / "make_weights.py"), str(self.weights), "--scale", str(self.options.scale)]
+        subprocess.run(words, check=True, process_group=0)
+
     def router(self, main: str, workers: int, limits: Limits | None = None, *more: object) -> Router:
         return Router(main, (self.options.device, self.options.threads, *more), workers, limits)
 
@@ -204,6 +208,7 @@ def mib(nbytes: float) -> str:
 async def play(story: Story) -> None:
     options, facts = story.options, Table("", box=None, show_header=False)
     limits = Limits(requests=options.life, queue=4 * USERS)
+    await asyncio.gather(asyncio.to_thread(story.make_weights), asyncio.to_thread(warm))
     async with AsyncExitStack() as stack:
         console.rule("one process for each version, with weights of its own: what the answers must be")
         single = {
@@ -219,7 +224,7 @@ async def play(story: Story) -> None:
         for name in MODELS:
             console.print(f"  {name} v1 was loaded and is served after {await story.deploy(name, 'v1'):.2f} s")
         weights = story.kept()
-        router = await stack.enter_async_context(story.router("worker:attached", options.workers, limits))
+        router = await stack.enter_async_context(story.router("worker:attached", options.workers, limits, *MODELS))
         async with Users(router, story.requests) as users:
             await users.answered(options.requests)
             await within(10, lambda: bool(router.workers))
@@ -301,7 +306,7 @@ async def damaged(story: Story, router: Router) -> None:
 
 async def bad_luck(story: Story) -> None:
     console.rule("everybody dies")
-    async with story.router("worker:attached", story.options.workers) as router:
+    async with story.router("worker:attached", story.options.workers, None, *MODELS) as router:
         async with Users(router, story.requests) as users:
             await users.answered(story.options.requests // 4)
             await within(60, lambda: len(router.workers) == story.options.workers)
@@ -347,8 +352,6 @@ def main() -> None:
             options.device = "cuda" if torch.cuda.is_available() else "cpu"
         story = Story(options, Path(scratch))
         try:
-            words = [sys.executable, str(HERE / "make_weights.py"), f"{scratch}/weights", "--scale", str(options.scale)]
-            subprocess.run(words, check=True)
             asyncio.run(play(story))
         except KeyboardInterrupt:
             raise SystemExit(130) from None
