@@ -77,8 +77,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """However many processes there are when it comes."""
     program = started(EXAMPLE / "run.py", *SMALL)
     assert program.stdout is not None
-    assert any("v2 takes v1's place" in line for line in program.stdout)
-    assert len(of_session(program.pid)) > 5
+    assert any("llama v1 was loaded" in line for line in program.stdout)
+    assert len(of_session(program.pid)) >= 5
     os.killpg(program.pid, signal.SIGINT)
     program.communicate(timeout=30)
     assert program.returncode != 0

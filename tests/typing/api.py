@@ -11,7 +11,19 @@ from typing import Any, Literal, assert_type
 
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Generation, Handle, Provider, Server, SharedFunction, Subscription
+from shared_rpc import (
+    AsyncClient,
+    AsyncHandle,
+    Client,
+    Generation,
+    Handle,
+    Provider,
+    Server,
+    SharedFunction,
+    Subscription,
+    TaskInfo,
+    safetensors,
+)
 
 provider = Provider()
 Provider(Path("/run/app"), enabled=True, execution_mode="client", device="cuda:1", timeout=None, server_startup_timeout=5)
@@ -197,6 +209,7 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.get_object_info(handle), dict[str, Any])
+    assert_type(client.watch_task("1", 4, lambda info: print(info.progress)), TaskInfo)
     assert_type(client.refresh("load", 4).generation, int)
     assert_type(client.retire(handle), list[dict[str, Any]])
     assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
@@ -221,3 +234,7 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     async for made in asynchronous.refreshes():
         assert_type(made, Generation)
     held.revision + 1  # type: ignore[operator]
+
+
+assert_type(safetensors.load(Path("net.safetensors"), "cpu", wanted=lambda name: name == "w"), dict[str, torch.Tensor])
+safetensors.load("net.safetensors", wanted=["w"])  # type: ignore[arg-type]
