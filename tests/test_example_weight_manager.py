@@ -21,6 +21,8 @@ pytest.importorskip("safetensors")
 EXAMPLE = ROOT / "examples" / "weight_manager"
 #: The story in small: 6 MiB of weights, workers that live for ten requests.
 SMALL = ("--device", "cpu", "--scale", "0.25", "--requests", "24", "--life", "10", "--image", "16")
+#: The same on a GPU: 1.3 GiB of weights, so that what contexts and caches take more or less does not matter.
+LARGE = ("--device", "cuda", "--scale", "4", "--requests", "60", "--life", "100", "--image", "64")
 
 
 def started(script: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -50,11 +52,12 @@ def of_session(pid: int) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(120)
-def test_the_whole_story(tmp_path: Path) -> None:
-    """Workers are killed, v2 takes v1's place under load, v3 is damaged, all die and come back; and every claim holds."""
-    program = started(EXAMPLE / "run.py", *SMALL)
-    text, _ = program.communicate(timeout=100)
+@pytest.mark.parametrize("options", [SMALL, pytest.param(LARGE, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
+@pytest.mark.timeout(400)
+def test_the_whole_story(options: tuple[str, ...]) -> None:
+    """A worker is killed, v2 takes v1's place under load, v3 is damaged, all die and come back; and every claim holds."""
+    program = started(EXAMPLE / "run.py", *options)
+    text, _ = program.communicate(timeout=380)
     assert program.returncode == 0, text
     assert "FAIL" not in text
     for claim in (
@@ -73,7 +76,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing() -> None:
     """However many processes there are when it comes."""
     program = started(EXAMPLE / "run.py", *SMALL)
     assert program.stdout is not None

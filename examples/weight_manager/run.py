@@ -238,6 +238,9 @@ async def play(story: Story) -> None:
             await other.close()
         await within(60, lambda: len(router.workers) == options.workers)
         before = story.taken(router)
+        if options.device != "cpu":
+            facts.add_row(f"GPU memory in use, with {options.workers} workers and their contexts", mib(before))
+            facts.add_row("the same, if each had a copy of the weights", mib(before + (options.workers - 1) * weights))
 
         await swap(story, router, weights, before, facts)
         await damaged(story, router)
