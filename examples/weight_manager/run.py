@@ -285,7 +285,10 @@ async def swap(story: Story, router: Router, weights: int, before: int, facts: T
     check(f"for a while there were {mib(both)} of weights, and after retiring v1 {mib(story.kept())}", story.kept() == weights)
     check(f"v1's memory was given back {(took or 0) * 1000:.0f} ms after it was retired", took is not None)
     facts.add_row("v2 loaded and served, under load", " and ".join(f"{one * 1000:,.0f} ms" for one in seconds))
-    facts.add_row("leases on v1 when it was retired, and when they were gone", f"{len(held)}, {(took or 0) * 1000:.0f} ms")
+    facts.add_row(
+        "leases on v1 when it was retired, and when they were gone",
+        f"{sum(one['leases'] for one in held)}, {(took or 0) * 1000:.0f} ms",
+    )
 
 
 async def damaged(story: Story, router: Router) -> None:
