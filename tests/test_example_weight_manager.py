@@ -17,10 +17,14 @@ import pytest
 from tests.processes import ROOT, eventually
 
 pytest.importorskip("safetensors")
+#: Seconds. Each starts several processes with torch, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(150)
 
 EXAMPLE = ROOT / "examples" / "weight_manager"
 #: The story in small: 6 MiB of weights, workers that live for ten requests.
 SMALL = ("--device", "cpu", "--scale", "0.25", "--requests", "24", "--life", "10", "--image", "16")
+#: The same on a GPU: 1.3 GiB of weights, so that what contexts and caches take more or less does not matter.
+LARGE = ("--device", "cuda", "--scale", "4", "--requests", "60", "--life", "100", "--image", "64")
 
 
 def started(script: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -50,11 +54,12 @@ def of_session(pid: int) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(120)
-def test_the_whole_story(tmp_path: Path) -> None:
-    """Workers are killed, v2 takes v1's place under load, v3 is damaged, all die and come back; and every claim holds."""
-    program = started(EXAMPLE / "run.py", *SMALL)
-    text, _ = program.communicate(timeout=100)
+@pytest.mark.parametrize("options", [SMALL, pytest.param(LARGE, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
+@pytest.mark.timeout(400)
+def test_the_whole_story(options: tuple[str, ...]) -> None:
+    """A worker is killed, v2 takes v1's place under load, v3 is damaged, all die and come back; and every claim holds."""
+    program = started(EXAMPLE / "run.py", *options)
+    text, _ = program.communicate(timeout=380)
     assert program.returncode == 0, text
     assert "FAIL" not in text
     for claim in (
@@ -72,15 +77,14 @@ def test_the_whole_story(tmp_path: Path) -> None:
     eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
 
 
-@pytest.mark.timeout(120)
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing() -> None:
     """However many processes there are when it comes."""
     program = started(EXAMPLE / "run.py", *SMALL)
     assert program.stdout is not None
-    assert any("v2 takes v1's place" in line for line in program.stdout)
-    assert len(of_session(program.pid)) > 5
+    assert any("llama v1 was loaded" in line for line in program.stdout)
+    assert len(of_session(program.pid)) >= 5
     os.killpg(program.pid, signal.SIGINT)
-    program.communicate(timeout=30)
+    program.communicate(timeout=60)
     assert program.returncode != 0
     eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
 
@@ -196,7 +200,7 @@ def acts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     script = folder / "acts.py"
     script.write_text(textwrap.dedent(ACTS))
     program = started(script, str(folder))
-    text, _ = program.communicate(timeout=50)
+    text, _ = program.communicate(timeout=140)
     assert program.returncode == 0, text
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return {line["act"]: line for line in lines}

@@ -151,8 +151,11 @@ class Worker:
         try:
             async with asyncio.timeout(grace):
                 await self.gone.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self.gone.wait()
         finally:
-            if not self.gone.is_set():
+            if not self.gone.is_set():  # cancelled
                 self._process.kill()
 
     def _ended(self) -> None:
@@ -178,8 +181,8 @@ class Router:
         self._down: str | None = None
 
     async def __aenter__(self) -> Router:
-        # The first start waits until the forkserver has imported torch, and would hold up the loop.
-        await asyncio.to_thread(_warm)
+        # Or the first start would hold up the loop for so long.
+        await asyncio.to_thread(warm)
         self._slots = [asyncio.create_task(self._slot()) for _ in range(self._size)]
         return self
 
@@ -190,8 +193,11 @@ class Router:
         """End all workers. Who waits still is told so."""
         for slot in self._slots:
             slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
+        ends = await asyncio.gather(*self._slots, return_exceptions=True)
         self._fail_all("the router was closed")
+        for end in ends:
+            if isinstance(end, Exception):  # a defect of this file's
+                raise end
 
     async def ask(self, request: Request) -> Answer:
         """The answer of some worker.
@@ -228,7 +234,7 @@ class Router:
                 else:
                     self._not_started(lost)
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, 5.0)
+                    pause = min(2 * pause, 1.0)
             finally:
                 self.workers.discard(worker)
                 await worker.end(self.limits.grace)
@@ -292,7 +298,8 @@ class Router:
                 self._queue.put_nowait(taking.result())
 
 
-def _warm() -> None:
+def warm() -> None:
+    """Have the forkserver ready. It waits until torch is imported there."""
     process = FORK.Process(target=int)
     process.start()
     process.join()

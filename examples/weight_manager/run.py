@@ -29,7 +29,7 @@ from messages import Answer, Request
 from rich.console import Console
 from rich.progress import Progress as Bars
 from rich.table import Table
-from router import Limits, NoWorkers, Router, RouterError
+from router import Limits, NoWorkers, Router, RouterError, warm
 
 from shared_rpc import Client
 from shared_rpc.errors import CheckpointError
@@ -120,6 +120,10 @@ class Story:
         # Not in the terminal's process group: Ctrl-C is this process's, which ends the others in order.
         return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, text=True, process_group=0)
 
+    def make_weights(self) -> None:
+        words = [sys.executable, str(HERE / "make_weights.py"), str(self.weights), "--scale", str(self.options.scale)]
+        subprocess.run(words, check=True, process_group=0)
+
     def router(self, main: str, workers: int, limits: Limits | None = None, *more: object) -> Router:
         return Router(main, (self.options.device, self.options.threads, *more), workers, limits)
 
@@ -204,6 +208,7 @@ def mib(nbytes: float) -> str:
 async def play(story: Story) -> None:
     options, facts = story.options, Table("", box=None, show_header=False)
     limits = Limits(requests=options.life, queue=4 * USERS)
+    await asyncio.gather(asyncio.to_thread(story.make_weights), asyncio.to_thread(warm))
     async with AsyncExitStack() as stack:
         console.rule("one process for each version, with weights of its own: what the answers must be")
         single = {
@@ -219,7 +224,7 @@ async def play(story: Story) -> None:
         for name in MODELS:
             console.print(f"  {name} v1 was loaded and is served after {await story.deploy(name, 'v1'):.2f} s")
         weights = story.kept()
-        router = await stack.enter_async_context(story.router("worker:attached", options.workers, limits))
+        router = await stack.enter_async_context(story.router("worker:attached", options.workers, limits, *MODELS))
         async with Users(router, story.requests) as users:
             await users.answered(options.requests)
             await within(10, lambda: bool(router.workers))
@@ -233,6 +238,9 @@ async def play(story: Story) -> None:
             await other.close()
         await within(60, lambda: len(router.workers) == options.workers)
         before = story.taken(router)
+        if options.device != "cpu":
+            facts.add_row(f"GPU memory in use, with {options.workers} workers and their contexts", mib(before))
+            facts.add_row("the same, if each had a copy of the weights", mib(before + (options.workers - 1) * weights))
 
         await swap(story, router, weights, before, facts)
         await damaged(story, router)
@@ -270,6 +278,7 @@ async def swap(story: Story, router: Router, weights: int, before: int, facts: T
         held = [one for name in MODELS for one in await asyncio.to_thread(retire, story.client, name, "v1")]
         took = await within(10, lambda: story.taken(router) < before + weights / 2)
         await users.answered(story.options.requests // 4)
+    leases = sum(one["leases"] for one in held)
     late = [one for one in users.asked if one.sent > swapped]
     check(f"{len(users.asked)} requests, and none failed", not any(isinstance(one.answer, RouterError) for one in users.asked))
     check("every answer is v1's or v2's, to the last bit", versions(story, users.asked) == {"v1", "v2"})
@@ -277,7 +286,10 @@ async def swap(story: Story, router: Router, weights: int, before: int, facts: T
     check(f"for a while there were {mib(both)} of weights, and after retiring v1 {mib(story.kept())}", story.kept() == weights)
     check(f"v1's memory was given back {(took or 0) * 1000:.0f} ms after it was retired", took is not None)
     facts.add_row("v2 loaded and served, under load", " and ".join(f"{one * 1000:,.0f} ms" for one in seconds))
-    facts.add_row("leases on v1 when it was retired, and when they were gone", f"{len(held)}, {(took or 0) * 1000:.0f} ms")
+    facts.add_row(
+        "leases on v1 when it was retired, and when they were gone",
+        f"{leases}, {(took or 0) * 1000:.0f} ms",
+    )
 
 
 async def damaged(story: Story, router: Router) -> None:
@@ -301,7 +313,7 @@ async def damaged(story: Story, router: Router) -> None:
 
 async def bad_luck(story: Story) -> None:
     console.rule("everybody dies")
-    async with story.router("worker:attached", story.options.workers) as router:
+    async with story.router("worker:attached", story.options.workers, None, *MODELS) as router:
         async with Users(router, story.requests) as users:
             await users.answered(story.options.requests // 4)
             await within(60, lambda: len(router.workers) == story.options.workers)
@@ -347,8 +359,6 @@ def main() -> None:
             options.device = "cuda" if torch.cuda.is_available() else "cpu"
         story = Story(options, Path(scratch))
         try:
-            words = [sys.executable, str(HERE / "make_weights.py"), f"{scratch}/weights", "--scale", str(options.scale)]
-            subprocess.run(words, check=True)
             asyncio.run(play(story))
         except KeyboardInterrupt:
             raise SystemExit(130) from None

@@ -26,16 +26,14 @@ BROKEN: type[Exception] | tuple[()] = getattr(torch, "AcceleratorError", ())
 
 
 class Served:
-    """What the manager serves, attached when it is first asked for, and anew when another version has taken its place."""
+    """What the manager serves of some models: attached at once, and anew when another version has taken its place."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, names: tuple[str, ...]) -> None:
         self._client = client
-        self._handles: dict[str, Handle[torch.nn.Module]] = {}
+        self._handles: dict[str, Handle[torch.nn.Module]] = {name: client.call("serving", name) for name in names}
 
     def find(self, name: str) -> tuple[torch.nn.Module, int]:
         """The model, and its generation."""
-        if name not in self._handles:
-            self._handles[name] = self._client.call("serving", name)
         return self._handles[name].value, self._handles[name].generation
 
     def renew(self) -> None:
@@ -68,15 +66,9 @@ class Copies:
         pass
 
 
-def attached(router: socket.socket, device: str, threads: int) -> None:
+def attached(router: socket.socket, device: str, threads: int, *names: str) -> None:
     """A worker's main function: the weights are the manager's."""
-
-    def attach() -> Served:
-        client = Client(device=device, connect_timeout=0)
-        client.ping()
-        return Served(client)
-
-    _serve(router, attach, device, threads)
+    _serve(router, lambda: Served(Client(device=device, connect_timeout=0), names), device, threads)
 
 
 def alone(router: socket.socket, device: str, threads: int, weights: str, version: str) -> None:

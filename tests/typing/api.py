@@ -21,8 +21,10 @@ from shared_rpc import (
     Server,
     SharedFunction,
     Subscription,
+    TaskInfo,
     Ticket,
     materialize,
+    safetensors,
 )
 
 provider = Provider()
@@ -213,6 +215,7 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
     assert_type(client.get_object_info(handle), dict[str, Any])
+    assert_type(client.watch_task("1", 4, lambda info: print(info.progress)), TaskInfo)
     assert_type(client.refresh("load", 4).generation, int)
     assert_type(client.retire(handle), list[dict[str, Any]])
     assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
@@ -260,3 +263,7 @@ def build(handle: Handle[Net], later: AsyncHandle[Net], weights: dict[str, torch
     with materialize(later, rename=lambda name: name.removeprefix("model.")), materialize(weights), materialize(Net()):
         pass
     materialize(3)  # type: ignore[arg-type]
+
+
+assert_type(safetensors.load(Path("net.safetensors"), "cpu", wanted=lambda name: name == "w"), dict[str, torch.Tensor])
+safetensors.load("net.safetensors", wanted=["w"])  # type: ignore[arg-type]
