@@ -24,6 +24,7 @@ def one_copy(bench: Bench, verdict: Verdict) -> None:
         all_of(clients, "digest")
         used = gauge.used() - before
         built = bench.stage.info()["objects"] - objects
+        bench.drop(seed)
     model, slowest = bench.nbytes, max(answer["seconds"] for answer in attached)
     verdict.figures |= {"workers": workers, "model_bytes": model, "used_bytes": used, "unshared_bytes": workers * model}
     verdict.figures |= {"models_built": built, "attach_seconds": slowest}
@@ -63,7 +64,7 @@ def zero_copy(bench: Bench, verdict: Verdict) -> None:
         seen = [client.ask("read", count=workers)["values"] for client in clients]
         with bench.attached(1, seed=seed) as (late,):
             seen.append(late.ask("read", count=workers)["values"])
-        bench.stage.client().invalidate_call_cache("model", bench.nbytes, seed)
+        bench.drop(seed)
     blind = sum(values != written for values in seen)
     verdict.figures |= {"writes": workers, "readers": len(seen), "readers_that_missed_one": blind}
     verdict.found = (
@@ -113,6 +114,7 @@ def read_only(bench: Bench, verdict: Verdict) -> None:
         except ClientFailed as failure:
             how = str(failure)
         after = reader.ask("digest")["digest"]
+        bench.drop(SEED, "protected")
     stopped = how != "its write went through"
     killed = f"exit code {-signal.SIGSEGV}" in how
     verdict.figures |= {"writes_stopped": int(stopped), "readers_disturbed": int(before != after)}
