@@ -91,20 +91,23 @@ def test_what_is_loaded_is_published_where_it_lies(
     assert [segment.info.id for segment in record.segments] == [found[0].info.id]
 
 
-def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, published: Callable[..., Record]) -> None:
+def test_a_module_made_of_it_is_published_where_it_lies(
+    tmp_path: Path, device: str, published: Callable[..., Record]
+) -> None:
     """load_state_dict(assign=True) keeps the memory, parameters and buffers alike."""
     made = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     save_file(made.state_dict(), tmp_path / "x.safetensors")
     with torch.device("meta"):
         module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    module.load_state_dict(load(tmp_path / "x.safetensors", "cpu"), assign=True)
+    module.load_state_dict(load(tmp_path / "x.safetensors", device), assign=True)
     addresses = [tensor.data_ptr() for tensor in module.state_dict().values()]
     assert len(published(module).segments) == 1
     assert [tensor.data_ptr() for tensor in module.state_dict().values()] == addresses
-    x = torch.randn(1, 3, 8, 8)
-    assert torch.equal(module.eval()(x), made.eval()(x))
+    x = torch.randn(1, 3, 8, 8, device=device)
+    assert torch.equal(module.eval()(x), made.to(device).eval()(x))
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
     """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
     segment = published(load(file, "cpu"), "read").segments[0]
@@ -112,6 +115,7 @@ def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, publis
         HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_what_was_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
     """Whoever has it for writing may go on, and others may come."""
     weights = load(file, "cpu")
@@ -299,6 +303,7 @@ def test_the_device_is_known_by_its_id_too(file: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_gpu_takes_no_more_than_the_weights(tmp_path: Path, published: Callable[..., Record]) -> None:
     """Loading and publishing 256 MiB takes 256 MiB, and a little for torch itself."""
     torch.zeros(1, device="cuda")
@@ -308,4 +313,4 @@ def test_a_gpu_takes_no_more_than_the_weights(tmp_path: Path, published: Callabl
     published(weights)
     after, _ = torch.cuda.mem_get_info()
     assert 256 <= (before - after) >> 20 <= 256 + 32
-    assert [tensor[-1].item() for tensor in weights.values()] == list(map(float, range(16)))
+    assert {name: tensor[-1].item() for name, tensor in weights.items()} == {f"w{number}": number for number in range(16)}

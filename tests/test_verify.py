@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.verification import Settings, verify
+from shared_rpc.verification import run as running
 from shared_rpc.verification.checks import CHECKS, Check
 from shared_rpc.verification.interrupts import Interrupted, Interrupts
 from shared_rpc.verification.model import true_size
@@ -126,33 +128,16 @@ class Breaker(Silent):
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Outcome]]:
-    """``broken(**subjects)`` makes the checks that it names with those subjects: the outcomes."""
-
-    def run(*others: str, **subjects: str) -> dict[str, Outcome]:
-        folder = tmp_path_factory.mktemp("broken")
-        settings = Settings(
-            "cpu",
-            workers=2,
-            nbytes=32 << 20,
-            lifetimes=4,
-            cycles=20,
-            names=[*subjects, *others],
-            subject="tests.verify_subjects:chosen",
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tempfile, "tempdir", str(folder))
-            report = verify(settings, Breaker(folder, subjects))
-        assert list(folder.iterdir()) == []
-        return {outcome.name: outcome for outcome in report.outcomes}
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def failures(broken: Callable[..., dict[str, Outcome]]) -> dict[str, Outcome]:
-    """Each check with a subject that breaks its promise."""
-    return broken(**{check: subject for check, (subject, _) in PROMISES.items()})
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All checks, each with a subject that breaks its promise."""
+    folder = tmp_path_factory.mktemp("broken")
+    settings = Settings("cpu", workers=2, nbytes=32 << 20, lifetimes=4, cycles=20, subject="tests.verify_subjects:chosen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        report = verify(settings, Breaker(folder, {check: subject for check, (subject, _) in PROMISES.items()}))
+    assert list(folder.iterdir()) == []
+    assert report.log and not report.passed
+    return {outcome.name: outcome for outcome in report.outcomes}
 
 
 def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
@@ -211,13 +196,24 @@ def test_a_check_fails_where_its_promise_is_broken(failures: dict[str, Outcome],
     assert all(problem.expected and problem.advice for problem in outcome.problems)
 
 
-def test_a_check_that_breaks_off_has_failed_and_the_others_go_on(broken: Callable[..., dict[str, Outcome]]) -> None:
-    """A client that cannot attach in one check leaves the next one as it is."""
-    outcomes = broken("zero_copy", accuracy="Breaking")
+def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
+    """Whatever it raises, the next one is made; a signal is not its own failure."""
+    stage = SimpleNamespace(ensure_server=lambda: None, wait_until_quiet=lambda: None, interrupts=Interrupts())
+    bench: Any = SimpleNamespace(stage=stage)
 
-    assert outcomes["accuracy"].state == "failed"
-    assert "no such luck" in outcomes["accuracy"].problems[0].found
-    assert outcomes["zero_copy"].state == "passed"
+    def breaks(bench: Any, verdict: Verdict) -> None:
+        verdict.figures["half"] = 1
+        raise RuntimeError("no such luck")
+
+    def interrupted(bench: Any, verdict: Verdict) -> None:
+        raise Interrupted(signal.SIGINT)
+
+    outcome = running._made(Check("breaks", "breaks off", breaks), bench, Silent())
+
+    assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
+    assert outcome.problems[0].found == "RuntimeError: no such luck"
+    with pytest.raises(Interrupted):
+        running._made(Check("interrupted", "interrupted", interrupted), bench, Silent())
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -225,7 +221,6 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
     import typer
 
     from shared_rpc.cli import verifying
-    from shared_rpc.verification import run as running
 
     verdict = Verdict()
     verdict.require(False, "one model", "two models", "look for copies")

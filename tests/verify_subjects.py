@@ -53,14 +53,6 @@ class Haunting(Subject):
         return handle
 
 
-class Breaking(Subject):
-    """Cannot attach to anything."""
-
-    def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
-        """See :class:`Subject`."""
-        raise RuntimeError("no such luck")
-
-
 class Careless(Subject):
     """Attaches to what it may write to, in place of what is protected."""
 

@@ -66,6 +66,12 @@ class ClientProcess:
         name = torch.cuda.get_device_properties(where).name
         return {"device": str(where), "id": known, "name": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
+    def warm_up(self, device: str) -> None:
+        """Have what a device takes once in a process, which is not the library's: a context."""
+        import torch
+
+        torch.zeros(1, device=device)
+
     def attach(self, nbytes: int, seed: int, endpoint: str = "model", name: str = "model") -> dict[str, Any]:
         """Call an endpoint, and keep the handle under a name."""
         begin = time.perf_counter()

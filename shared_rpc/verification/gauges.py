@@ -33,18 +33,18 @@ class Gauge(Protocol):
 class HostGauge:
     """The kernel's own accounts of every process of the verification."""
 
-    method = "Pss of all processes, /proc/PID/smaps_rollup"
+    method = "Pss of all processes but for the builder's own heap"
     patience = 1.0
     #: Pages that it had in common with those it was forked with until it wrote to them.
-    noise = 4 << 20
+    noise = 2 << 20
     blur = 0
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
 
     def used(self) -> int:
-        """See :class:`Gauge`."""
-        return memory_of(self._stage.pids())
+        """See :class:`Gauge`. What the allocator of the process keeps that has built the model is no part of it."""
+        return memory_of(self._stage.pids(), builder=self._stage.worker_pid())
 
     def segments(self) -> int:
         """Of anonymous files that are open or mapped in any process."""

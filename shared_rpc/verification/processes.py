@@ -42,13 +42,19 @@ def counts_of(pid: int) -> Counts:
     return Counts(len(os.listdir(f"/proc/{pid}/fd")), mappings, int(sizes["Threads"]), int(sizes["RssAnon"]) * 1024)
 
 
-def memory_of(pids: Iterable[int]) -> int:
-    """Bytes of host memory that processes use together: what several of them share counts once (``Pss`` of smaps_rollup)."""
+def memory_of(pids: Iterable[int], builder: int = 0) -> int:
+    """Bytes of host memory that processes use together: what several of them share counts once.
+
+    Files on disk are left out (libraries): what a process uses of those depends on who else on the machine uses them.
+
+    :param builder: the process whose own memory is left out, because its allocator keeps some of what a build needed.
+    """
     total = 0
     for pid in pids:
         with suppress(OSError):  # it has ended
-            match = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            total += int(match[1]) * 1024 if match else 0
+            kinds = "Shmem" if pid == builder else "Anon|Shmem"
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += sum(int(kib) * 1024 for kib in re.findall(rf"^Pss_(?:{kinds}):\s+(\d+) kB", rollup, re.MULTILINE))
     return total
 
 

@@ -55,6 +55,10 @@ class Bench:
         """Of a model that nobody has asked for."""
         return next(self._seeds)
 
+    def drop(self, seed: int, endpoint: str = "model") -> None:
+        """Have the server list a model no more: who holds it keeps it."""
+        self.stage.client().invalidate_call_cache(endpoint, self.nbytes, seed)
+
     @contextmanager
     def attached(self, count: int, *, seed: int = SEED, nbytes: int | None = None) -> Iterator[list[RemoteClient]]:
         """Client processes that have attached to the model, or to one of that size, at the same time."""

@@ -30,7 +30,7 @@ def kill_client(bench: Bench, verdict: Verdict) -> None:
         before = bench.gauge.segments()
         with stage.connect() as victim:
             object_id = victim.ask("attach", nbytes=bench.nbytes, seed=seed)["object_id"]
-            stage.client().invalidate_call_cache("model", bench.nbytes, seed)
+            bench.drop(seed)
             held = bench.gauge.segments() - before
             os.kill(victim.pid, signal.SIGKILL)
             leases = within(_LEASES, lambda: not _holders(bench, object_id), stage.interrupts)
@@ -67,6 +67,7 @@ def kill_worker(bench: Bench, verdict: Verdict) -> None:
     stage = bench.stage
     with bench.attached(bench.workers) as clients, stage.clients(2) as (late, builder):
         right = all_of(clients, "digest")
+        all_of([late, builder], "warm_up", device=bench.device)
         worker = stage.worker_pid()
         os.kill(worker, signal.SIGKILL)
         begin = time.monotonic()
@@ -75,9 +76,11 @@ def kill_worker(bench: Bench, verdict: Verdict) -> None:
         no_worker = not any(item["state"] == "ready" and item["pid"] != worker for item in workers)
         same = all_of([*clients, late], "digest") == [*right, right[0]]
         verdict.figures |= {"attach_seconds": attached, "attached_without_worker": int(no_worker)}
-        builder.ask("attach", nbytes=bench.nbytes, seed=bench.new_seed())
+        seed = bench.new_seed()
+        builder.ask("attach", nbytes=bench.nbytes, seed=seed)
         built = time.monotonic() - begin
         builder.ask("digest")
+        bench.drop(seed)
         new = stage.worker_pid()
     verdict.figures |= {"next_build_seconds": built}
     verdict.found = (

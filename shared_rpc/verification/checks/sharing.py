@@ -10,22 +10,21 @@ from shared_rpc.verification.verdict import Verdict, size
 
 __all__ = ["accuracy", "one_copy", "read_only", "zero_copy"]
 
-#: Bytes of a model that is there only so that what a process needs once, a context, workspaces, is there before the counting.
-_WARM_UP = 1 << 20
-
 
 def one_copy(bench: Bench, verdict: Verdict) -> None:
     """N processes that attach and compute use the memory of one model more than before."""
     gauge, seed, workers = bench.gauge, bench.new_seed(), bench.workers
     with bench.stage.clients(workers) as clients:
-        all_of(clients, "attach", nbytes=_WARM_UP, seed=SEED, name="small")
-        all_of(clients, "digest", name="small")
-        gauge.used()  # what asking costs is no part of it
+        # What a process needs once is no part of it: contexts, kernels, workspaces, and what allocators keep of a build.
+        all_of(clients, "attach", nbytes=bench.nbytes, seed=SEED, name="another")
+        all_of(clients, "digest", name="another")
+        gauge.used()
         before, objects = gauge.used(), bench.stage.info()["objects"]
         attached = all_of(clients, "attach", nbytes=bench.nbytes, seed=seed)
         all_of(clients, "digest")
         used = gauge.used() - before
         built = bench.stage.info()["objects"] - objects
+        bench.drop(seed)
     model, slowest = bench.nbytes, max(answer["seconds"] for answer in attached)
     verdict.figures |= {"workers": workers, "model_bytes": model, "used_bytes": used, "unshared_bytes": workers * model}
     verdict.figures |= {"models_built": built, "attach_seconds": slowest}
@@ -65,7 +64,7 @@ def zero_copy(bench: Bench, verdict: Verdict) -> None:
         seen = [client.ask("read", count=workers)["values"] for client in clients]
         with bench.attached(1, seed=seed) as (late,):
             seen.append(late.ask("read", count=workers)["values"])
-        bench.stage.client().invalidate_call_cache("model", bench.nbytes, seed)
+        bench.drop(seed)
     blind = sum(values != written for values in seen)
     verdict.figures |= {"writes": workers, "readers": len(seen), "readers_that_missed_one": blind}
     verdict.found = (
@@ -115,6 +114,7 @@ def read_only(bench: Bench, verdict: Verdict) -> None:
         except ClientFailed as failure:
             how = str(failure)
         after = reader.ask("digest")["digest"]
+        bench.drop(SEED, "protected")
     stopped = how != "its write went through"
     killed = f"exit code {-signal.SIGSEGV}" in how
     verdict.figures |= {"writes_stopped": int(stopped), "readers_disturbed": int(before != after)}
