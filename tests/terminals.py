@@ -16,7 +16,7 @@ from typing import Any
 
 import pyte
 
-from tests.processes import ROOT, eventually
+from tests.processes import PYTHONPATH, eventually
 
 #: What full-screen programs say to have a screen of their own, and to be rid of it.
 ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -53,7 +53,7 @@ class Tty:
             stderr=theirs,
             cwd=cwd,
             start_new_session=True,
-            env={**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **(environ or {})},
+            env={**inherited, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color", **(environ or {})},
         )
         # Kept open: how the terminal was left is asked of it.
         self._theirs: int | None = theirs

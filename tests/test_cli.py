@@ -20,7 +20,7 @@ import torch
 from shared_rpc import Client, Provider, Server, __version__
 from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.doctor import examine
-from tests.processes import ROOT, Child
+from tests.processes import PYTHONPATH, ROOT, Child
 
 MODULE = ("-m", "shared_rpc.cli")
 
@@ -37,7 +37,7 @@ class Ran:
             cwd=cwd,
             timeout=50,
             check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
         )
         self.code = done.returncode
         self.output = done.stdout
@@ -639,7 +639,7 @@ def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], c
             [sys.executable, *MODULE, *command],
             stdout=output,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             timeout=50,
             check=False,
         )

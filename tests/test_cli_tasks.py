@@ -24,7 +24,7 @@ import torch
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.rendering import percent, steps, task_object
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
-from tests.processes import ROOT, Child, eventually
+from tests.processes import PYTHONPATH, Child, eventually
 from tests.test_cli import MODULE, Ran, cli
 
 #: What moves the cursor and colours the text.
@@ -252,7 +252,7 @@ def test_a_pipe_does_not_hold_back_what_is_told(client: Client, gate: threading.
     """What reads it sees the id and every step at once, and not when there is enough to fill a buffer."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, *MODULE, "call", "gated", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, "PYTHONPATH": str(ROOT)}) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, "PYTHONPATH": PYTHONPATH}) as process:
         assert process.stdout is not None
         try:
             (task,) = re.findall(r"\w{16}-\d+", process.stdout.readline())
@@ -609,7 +609,7 @@ class Terminal:
                 stdout=slave,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"},
+                env={**os.environ, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color", "COLUMNS": "120"},
             )
         finally:
             os.close(slave)
@@ -872,7 +872,7 @@ def test_a_reader_that_goes_away(client: Client, command: list[str]) -> None:
             [sys.executable, *MODULE, *command],
             stdout=output,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             timeout=50,
             check=False,
         )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT
+from tests.processes import PYTHONPATH, ROOT
 
 for package in ("fastapi", "uvicorn", "httpx"):
     pytest.importorskip(package)
@@ -57,7 +57,7 @@ def test_the_example(base_path: str, device: str) -> None:
     scratch = Path(base_path).parent
     copy = shutil.copytree(EXAMPLE, scratch / "example", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "model.py").write_text(MODEL)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(scratch)}
     if device == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Child, eventually
+from tests.processes import PYTHONPATH, ROOT, Child, eventually
 
 RUN = ROOT / "examples" / "prefill_decode" / "run.py"
 
@@ -20,7 +20,7 @@ def play(*options: str, environ: dict[str, str]) -> str:
     """What it prints, where it succeeds."""
     done = subprocess.run(
         [sys.executable, str(RUN), *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH} | environ,
         capture_output=True,
         text=True,
         timeout=55,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared_rpc.sharding import shard_state_dict
-from tests.processes import ROOT, Child, eventually
+from tests.processes import PYTHONPATH, ROOT, Child, eventually
 
 EXAMPLE = ROOT / "examples" / "tensor_parallel"
 
@@ -41,7 +41,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
 
 def run(base_path: str, *options: str, gpus: str) -> str:
     """What the example prints; its end is checked."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": gpus, "TMPDIR": str(Path(base_path).parent)}
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": gpus, "TMPDIR": str(Path(base_path).parent)}
     done = subprocess.run(
         [sys.executable, str(EXAMPLE / "run.py"), *options],
         env=environ,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, eventually
+from tests.processes import PYTHONPATH, ROOT, eventually
 
 pytest.importorskip("safetensors")
 #: Seconds. Each starts several processes with torch, on a machine that may be busy.
@@ -29,7 +29,7 @@ LARGE = ("--device", "cuda", "--scale", "4", "--requests", "60", "--life", "100"
 
 def started(script: Path, *arguments: str) -> subprocess.Popen[str]:
     """A program, in a session of its own."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLE}"}
+    environ = {**os.environ, "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{EXAMPLE}"}
     return subprocess.Popen(
         [sys.executable, "-u", str(script), *arguments],
         env=environ,

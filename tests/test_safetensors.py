@@ -91,9 +91,7 @@ def test_what_is_loaded_is_published_where_it_lies(
     assert [segment.info.id for segment in record.segments] == [found[0].info.id]
 
 
-def test_a_module_made_of_it_is_published_where_it_lies(
-    tmp_path: Path, device: str, published: Callable[..., Record]
-) -> None:
+def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, device: str, published: Callable[..., Record]) -> None:
     """load_state_dict(assign=True) keeps the memory, parameters and buffers alike."""
     made = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     save_file(made.state_dict(), tmp_path / "x.safetensors")

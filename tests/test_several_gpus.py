@@ -326,7 +326,7 @@ with Client(socket_path={server.socket_path!r}) as client:
 
 
 def test_arguments_on_a_gpu_that_the_server_does_not_see(gpus: list[str], base_path: str, children: list[Child]) -> None:
-    """The server reaches them as a peer's; what it makes of them is on its own GPU, and what it gives back stays where it is."""
+    """The server reaches them as a peer's; what it makes of them is on its own GPU, and what it gives back stays there."""
     server = python(SERVER, environ=listed(gpus, [0]))
     children.append(server)
     path = server.expect("ready").removeprefix("ready ")

@@ -26,7 +26,7 @@ from shared_rpc.verification.processes import marked, memory_of, segment_bytes
 from shared_rpc.verification.run import SCHEMA, Report, Silent
 from shared_rpc.verification.verdict import Outcome, Verdict, size
 from tests import verify_subjects
-from tests.processes import ROOT, eventually
+from tests.processes import PYTHONPATH, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -55,7 +55,7 @@ class Verification:
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shared_rpc.cli", "verify", *options],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **environ},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder), **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,

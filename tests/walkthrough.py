@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.processes import ROOT, eventually
+from tests.processes import PYTHONPATH, eventually
 
 #: Seconds for a command, or for what is expected of one that goes on.
 PATIENCE = 60.0
@@ -135,7 +135,7 @@ class Walk:
         roles = ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE")
         self._environ = {name: value for name, value in os.environ.items() if name not in roles} | {
             "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}",
+            "PYTHONPATH": PYTHONPATH,
             "SHARED_TENSOR_BASE_PATH": self.base_path,
             "CUDA_VISIBLE_DEVICES": "",  # the pages show a machine without a GPU
             "PYTHONWARNINGS": "ignore",
