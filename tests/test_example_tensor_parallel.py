@@ -20,7 +20,7 @@ from tests.processes import PYTHONPATH, ROOT, Child, eventually
 
 EXAMPLE = ROOT / "examples" / "tensor_parallel"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 
 
 class Example(NamedTuple):
@@ -47,7 +47,7 @@ def run(base_path: str, *options: str, gpus: str) -> str:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=400,
         check=False,
     )
     assert (done.returncode, "all checks passed" in done.stdout) == (0, True), done.stdout + done.stderr

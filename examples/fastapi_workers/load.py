@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx
@@ -64,21 +65,22 @@ class Report:
 async def load(url: str, concurrency: int, seconds: float, report: Report | None = None) -> Report:
     """Have that many users ask for so long. The report may be looked at meanwhile."""
     report = report or Report()
-    begin = time.perf_counter()
-    report.until = begin + seconds
-    await asyncio.gather(*(_user(number, url, report) for number in range(concurrency)))
-    report.seconds = time.perf_counter() - begin
+    async with AsyncExitStack() as stack:
+        limits = httpx.Limits(max_connections=1)
+        clients = [await stack.enter_async_context(httpx.AsyncClient(limits=limits, timeout=30)) for _ in range(concurrency)]
+        begin = time.perf_counter()
+        report.until = begin + seconds
+        await asyncio.gather(*(_user(client, number, url, report) for number, client in enumerate(clients)))
+        report.seconds = time.perf_counter() - begin
     return report
 
 
-async def _user(number: int, url: str, report: Report) -> None:
-    limits = httpx.Limits(max_connections=1)
-    async with httpx.AsyncClient(limits=limits, timeout=30) as client:
-        await asyncio.sleep(number * RAMP)
-        for text in itertools.cycle(TEXTS):
-            if time.perf_counter() >= report.until:
-                return
-            await _request(client, number, url, text, report)
+async def _user(client: httpx.AsyncClient, number: int, url: str, report: Report) -> None:
+    await asyncio.sleep(number * RAMP)
+    for text in itertools.cycle(TEXTS):
+        await _request(client, number, url, text, report)
+        if time.perf_counter() >= report.until:
+            return
 
 
 async def _request(client: httpx.AsyncClient, number: int, url: str, text: str, report: Report) -> None:
