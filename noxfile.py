@@ -38,9 +38,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job on real weights: examples/semantic_search.py as a server, two clients, and unshared."""
+    """The main job on real weights, the other scenarios, and the verification: each exits with an error if a claim of its is false."""
     session.install("torch", "-e", ".[examples]", *CONSTRAINTS)
     session.run("python", "examples/semantic_search_demo.py", *session.posargs)
+    for example in ("weight_manager", "prefill_decode", "tensor_parallel", "fastapi_workers"):
+        session.run("python", f"examples/{example}/run.py")
+    session.run("shared-rpc", "verify", "--device", "cpu")
 
 
 @nox.session
