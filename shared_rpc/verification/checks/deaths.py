@@ -130,8 +130,9 @@ def _shares(clients: list[RemoteClient]) -> bool:
     """Whether a write of the first one is seen by all. It is taken back."""
     first = clients[0]
     (old,) = first.ask("read", count=1)["values"]
-    first.ask("write", first=0, values=[old + 1])
-    seen = all(answer["values"] == [old + 1] for answer in all_of(clients, "read", count=1))
+    other = 1.0 if old != 1.0 else 2.0  # exact in any dtype: what is read must be what was written
+    first.ask("write", first=0, values=[other])
+    seen = all(answer["values"] == [other] for answer in all_of(clients, "read", count=1))
     first.ask("write", first=0, values=[old])
     return seen
 
