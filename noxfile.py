@@ -38,7 +38,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job on real weights, the other scenarios, and the verification: each exits with an error if a claim of its is false."""
+    """The main job on real weights, the other scenarios, the verification; each fails where a claim of its is not so."""
     session.install("torch", "-e", ".[examples]", *CONSTRAINTS)
     session.run("python", "examples/semantic_search_demo.py", *session.posargs)
     for example in ("weight_manager", "prefill_decode", "tensor_parallel", "fastapi_workers"):
