@@ -53,7 +53,10 @@ add_module_names = False
 # their names are let through here; those of this project that have no page of their own are resolved in _ext/names.py.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|contextlib|os|types|typing|multiprocessing|rich|msgspec|anyio|prometheus_client)\b.*"),
+    (
+        "py:.*",
+        r"(torch|collections|contextlib|fnmatch|os|types|typing|multiprocessing|rich|msgspec|anyio|prometheus_client)\b.*",
+    ),
     ("py:.*", r"(Any|Callable|Iterable|Iterator|Sequence|Mapping|Collection|Literal|Path|PathLike|TracebackType)"),
     ("py:.*", r"Abstract(Async)?ContextManager|(BaseException|Exception|OSError|TypeError)(Group)?"),
     ("py:.*", r"(shared_rpc\..*\.)?(P|T|R|R_co)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -116,6 +117,16 @@ def test_every_public_name_has_its_place(name: str) -> None:
     assert re.search(rf"^\.\. auto\w+:: shared_rpc\.{name}$", pages, re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", ["instrumentation", "logs", "safetensors", "sharding", "verification"])
+def test_every_public_module_has_its_page(name: str) -> None:
+    """It is named for it, and shows every name, by itself or as a member of the module."""
+    page = (DOCS / "reference" / "api" / f"{name}.md").read_text()
+    shown = set(re.findall(rf"^\.\. auto\w+:: shared_rpc\.{name}\.(\w+)$", page, re.MULTILINE))
+    names = set(importlib.import_module(f"shared_rpc.{name}").__all__)
+    if f".. automodule:: shared_rpc.{name}\n" not in page:
+        assert names - shown <= set(errors.__all__)
+
+
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"SharedRPCError", "RemoteTraceback"}))
 def test_every_error_says_what_to_do(name: str) -> None:
     """The table of docs/reference/errors.md has a row for it."""
@@ -137,8 +148,10 @@ def test_a_picture_is_shown_and_fetches_nothing(picture: Path) -> None:
     assert set(re.findall(r"https?://[^\"< ]*", picture.read_text())) == {"http://www.w3.org/2000/svg"}
 
 
-def test_every_option_of_serve_is_told_of() -> None:
+@pytest.mark.parametrize("name", ["serve", "top", "verify"])
+def test_every_option_of_a_command_is_told_of(name: str) -> None:
     """The table of its options is whole, and has none that is gone."""
-    section = (DOCS / "reference" / "command-line.md").read_text().partition("## serve")[2].partition("\n## ")[0]
-    told = {option for row in re.findall(r"^\| (.+?) \|", section, re.MULTILINE) for option in re.findall(r"`(--[\w-]+)", row)}
-    assert told == {option for one in COMMANDS["serve"].params for option in one.opts if option.startswith("--")}
+    section = (DOCS / "reference" / "command-line.md").read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    first = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
+    told = {option for cell in first for option in re.findall(r"(?<![\w-])(--[\w-]+)", cell)}
+    assert told == {option for one in COMMANDS[name].params for option in one.opts if option.startswith("--")}

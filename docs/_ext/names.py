@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from catalogue import shown
@@ -15,6 +15,8 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+
+from shared_rpc.instrumentation import Event
 
 #: Where a short name may be at home, the public places first.
 HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.decorators")
@@ -69,14 +71,17 @@ def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options
 
 
 #: Classes that a user is given and does not make.
-GIVEN = {"AsyncHandle", "Generation", "Handle", "Progress", "SharedFunction", "Subscription", "TaskInfo", "TaskStatus"}
+GIVEN = {
+    "AsyncHandle", "Generation", "Handle", "Progress", "Report", "SharedFunction", "Subscription",
+    "TaskInfo", "TaskStatus", "Ticket", "TicketTensor",
+}  # fmt: skip
 
 
 def signature(
     app: Sphinx, what: str, name: str, item: object, options: Any, arguments: str, returned: str
 ) -> tuple[str, str] | None:
     """What is shown behind a name; nothing where it is no business of the reader."""
-    made_by_us = what == "class" and name.rpartition(".")[2] in GIVEN
+    made_by_us = what == "class" and (name.rpartition(".")[2] in GIVEN or issubclass(item, Event))  # type: ignore[arg-type]
     return ("", "") if made_by_us else None
 
 
@@ -85,8 +90,9 @@ def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lin
     for number, line in enumerate(lines):
         lines[number] = re.sub(r"``docs/([\w/-]+)\.md``", r":doc:`/\1`", line)
     if what == "class" and isinstance(item, type) and issubclass(item, msgspec.Struct):
+        hints = get_type_hints(item)  # without the limits of a field
         for field in msgspec.structs.fields(item):
-            lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(field.type)}"]
+            lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(hints[field.name])}"]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

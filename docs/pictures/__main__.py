@@ -23,13 +23,18 @@ FOLDER = HERE.parent / "_static" / "cli"
 
 
 class Picture(NamedTuple):
-    """A command, and when its picture is taken: at its end, or as soon as ``until``, a regular expression, is on the screen."""
+    """A command, and when its picture is taken: at its end, or as soon as ``until``, a regular expression, is on the screen.
+
+    ``beside`` is a script of this folder that runs meanwhile. ``measured``: times and sizes are what the picture is about.
+    """
 
     name: str
     command: str
     until: str | None = None
     columns: int = 112
     lines: int = 40
+    beside: str = ""
+    measured: bool = False
 
 
 PICTURES = [
@@ -40,6 +45,8 @@ PICTURES = [
     Picture("call", "shared-rpc call train steps=200", until=r"1[0-4]\d/200"),
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
+    Picture("top", "shared-rpc top", until=r" [56]\d\d/1000", columns=112, lines=22, beside="traffic.py", measured=True),
+    Picture("verify", "shared-rpc verify", lines=60, measured=True),
 ]
 
 
@@ -52,8 +59,11 @@ def main() -> None:
             if wanted and picture.name not in wanted:
                 continue
             words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]
-            rows = screen_of(words, environ, picture.columns, picture.lines, picture.until)
-            drawn = svg_of(picture.name, picture.command, _settled(rows, runtime), picture.columns)
+            with ExitStack() as stack:
+                if picture.beside:
+                    stack.enter_context(_running(environ, picture.beside))
+                rows = screen_of(words, environ, picture.columns, picture.lines, picture.until)
+            drawn = svg_of(picture.name, picture.command, _settled(rows, runtime, picture.measured), picture.columns)
             (FOLDER / f"{picture.name}.svg").write_text("".join(f"{line.rstrip()}\n" for line in drawn.splitlines()))
             print(f"{picture.name}.svg: $ {picture.command}")
 
@@ -73,23 +83,30 @@ def _scene() -> Iterator[tuple[dict[str, str], str]]:
             "PYTHONWARNINGS": "ignore",
         }
 
-        def start(*words: str, ready: str) -> None:
-            process = subprocess.Popen(
-                ["python", *words], cwd=HERE, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            stack.callback(process.communicate)
-            stack.callback(process.terminate)
-            assert process.stdout is not None
-            if not any(ready in line for line in process.stdout):
-                raise RuntimeError(f"{' '.join(words)} did not say {ready!r}")
-
-        start("-m", "shared_rpc.cli", "serve", "app.py", "--quota", "cpu=8GiB", ready="serving")
+        serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--quota", "cpu=8GiB")
+        stack.enter_context(_running(environ, *serve))
         subprocess.run(
             ["python", "-m", "shared_rpc.cli", "call", "train", "steps=10"], env=environ, check=True, stdout=subprocess.DEVNULL
         )
         for _ in range(2):
-            start("worker.py", ready="attached")
+            stack.enter_context(_running(environ, "worker.py"))
         yield environ, runtime
+
+
+@contextmanager
+def _running(environ: dict[str, str], *words: str) -> Iterator[None]:
+    """A process, from its first line on."""
+    process = subprocess.Popen(
+        ["python", *words], cwd=HERE, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError(f"{' '.join(words)} ended and said nothing")
+        yield
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 #: Ids and pids of this run, and those that stand for them in all pictures.
@@ -97,9 +114,13 @@ _IDS: dict[str, str] = {}
 _PIDS: dict[str, str] = {}
 
 
-def _settled(rows: list[Row], runtime: str) -> list[Row]:
-    """What differs from run to run does not in the pictures: paths, ids, pids, times, the machine's memory."""
+def _settled(rows: list[Row], runtime: str, measured: bool) -> list[Row]:
+    """What differs from run to run does not in the pictures: paths, ids, pids, and but for ``measured`` times and the machine's
+    memory.
+    """
     rows = replaced(rows, runtime, lambda _: "/run/user/1000")
+    if measured:
+        return rows
     rows = replaced(rows, r"\b[0-9a-f]{16,24}\b", _id)
     # "pid 123", a row of that name, one before a command, and a column after a socket.
     rows = replaced(rows, r"(?<=pid )\s*\d+|\b\d{3,}(?= \()|(?<=\.sock)\s+\d+", _pid)

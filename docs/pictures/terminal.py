@@ -23,7 +23,9 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 #: Seconds that a program has.
-PATIENCE = 60.0
+PATIENCE = 240.0
+#: Seconds without a byte after which what is on the screen is a whole frame.
+QUIET = 0.02
 _COLORS = [
     (24, 26, 31),
     (235, 108, 116),
@@ -54,8 +56,11 @@ def screen_of(command: Sequence[str], environ: dict[str, str], columns: int, lin
     os.close(slave)
     deadline = time.monotonic() + PATIENCE
     try:
-        while until is None or not any(re.search(until, line) for line in screen.display):
-            ready, _, _ = select.select([master], [], [], max(deadline - time.monotonic(), 0))
+        while True:
+            seen = until is not None and any(re.search(until, line) for line in screen.display)
+            ready, _, _ = select.select([master], [], [], QUIET if seen else max(deadline - time.monotonic(), 0))
+            if seen and not ready:
+                break
             if not ready:
                 raise TimeoutError(f"{' '.join(command)} did not come to {until or 'its end'!r}:\n" + "\n".join(screen.display))
             try:

@@ -63,8 +63,9 @@ class Monitoring:
     def get_statistics(self) -> dict[str, dict[str, Any]]:
         """What each endpoint has done since the server began, by its name; one that was never called is not there.
 
-        Keys: ``calls``, of these ``hits`` (answered from the cache) and ``joined`` (a run that went on already), ``builds``
-        (runs that began), ``build_seconds`` (of those that ended), and ``errors`` (callers and tasks that were told one).
+        Keys: ``calls``, of these ``hits`` (answered from the cache), ``misses`` (began a run which the cache would list) and
+        ``joined`` (a run that went on already), ``builds`` (runs that began), ``build_seconds`` (of those that ended), and
+        ``errors`` (callers and tasks that were told one).
         """
         return self._run(_get_statistics())
 

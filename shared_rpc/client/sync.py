@@ -159,7 +159,7 @@ class Client(Refreshing, Monitoring):
         """Wait for a task to end, and leave its result to others: how it ended. Nothing is mapped, and no exception of the
         endpoint's raised; :meth:`get_task_result` does both.
 
-        :param timeout, callback: see :meth:`wait_for_task`.
+        :param timeout: see :meth:`wait_for_task`, as for ``callback``.
         :raises DeadlineExceeded: in time.
         :raises TaskError: if it is unknown or has expired.
         """

@@ -3,6 +3,8 @@
 :func:`verify` does it, and ``shared-rpc verify`` shows it. It uses what every user of the package can use.
 """
 
-from shared_rpc.verification.run import Settings, Watcher, verify
+from shared_rpc.verification.interrupts import Interrupted
+from shared_rpc.verification.run import Report, Settings, Watcher, verify
+from shared_rpc.verification.stage import CannotRun
 
-__all__ = ["Settings", "Watcher", "verify"]
+__all__ = ["CannotRun", "Interrupted", "Report", "Settings", "Watcher", "verify"]

@@ -1,0 +1,16 @@
+"""A process that calls for as long as its standard input is open, and submits a task that takes a while."""
+
+import select
+import sys
+
+import torch
+
+from shared_rpc import Client
+
+with Client(device="cpu") as client:
+    ids = torch.arange(32)
+    client.submit("train", steps=1000)
+    print("calling", flush=True)
+    while not select.select([sys.stdin], [], [], 0.002)[0]:
+        client.call("lookup", ids)
+        client.call("load_model").release()
