@@ -32,7 +32,9 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:<index>.")] = "auto",
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the model.")] = 4,
     size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The model's: bytes, or 64MiB; 64MiB by default, 1GiB on a GPU.")
+        # Its name, because typer 0.27 would make one of the metavar.
+        str | None,
+        typer.Option("--size", metavar="SIZE", help="The model's: bytes, or 64MiB; 64MiB by default, 1GiB on a GPU."),
     ] = None,
     lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 100,
     cycles: Annotated[int, typer.Option(min=1, help="Attaches and releases of one process.")] = 1000,
