@@ -364,3 +364,65 @@ def test_a_hook_that_is_none(broker_app: BrokerApp, name: str) -> None:
     code, text = child.close()
     assert code == 1
     assert text.startswith(f"shared-rpc: --hook {name}: ") and text.count("\n") == 1
+
+
+#: Whoever listens writes a line for each event that a build makes.
+NOTES = """
+import os
+from shared_rpc import instrumentation as i
+
+def note(event):
+    assert os.path.exists(PATH)
+    if isinstance(event, (i.BuildStarted, i.BuildFinished)):
+        kind, error = type(event).__name__, getattr(event, "error", "")
+        assert getattr(event, "seconds", 0.0) >= 0.0
+        with open(PATH, "a") as file:
+            print(kind, event.endpoint, event.request_id, event.cached, error or "-", file=file)
+"""
+
+
+def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Each that begins and ends there once, with what the broker's hooks see of it: the request, the endpoint, the error."""
+    of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
+    of_worker.touch(), of_broker.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(of_worker))),
+        """
+        i.add_hook(note)
+
+        @provider.share(cache=False)
+        def fails():
+            raise ValueError("no")
+
+        @provider.share(cache=False)
+        def refused():
+            return {1, 2}
+
+        @provider.share(cache=False)
+        async def later():
+            return torch.zeros(1)
+        """,
+    )
+    (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
+    broker_app.start("--hook", "my_hooks:note")
+    client = broker_app.connect()
+    client.call("model"), client.call("model"), client.call("plain"), client.call("later")
+    with pytest.raises(ValueError, match="no"):
+        client.call("fails")
+    with pytest.raises(errors.CapabilityError):
+        client.call("refused")
+    eventually(lambda: len(of_worker.read_text().splitlines()) == 10, what="10 events in the worker")
+    lines = [line.split() for line in of_worker.read_text().splitlines()]
+    assert [(kind, endpoint, cached, error) for kind, endpoint, _, cached, error in lines] == [
+        ("BuildStarted", "model", "True", "-"),
+        ("BuildFinished", "model", "True", "-"),
+        ("BuildStarted", "plain", "False", "-"),
+        ("BuildFinished", "plain", "False", "-"),
+        ("BuildStarted", "later", "False", "-"),
+        ("BuildFinished", "later", "False", "-"),
+        ("BuildStarted", "fails", "False", "-"),
+        ("BuildFinished", "fails", "False", "remote"),
+        ("BuildStarted", "refused", "False", "-"),
+        ("BuildFinished", "refused", "False", "capability"),
+    ]
+    assert of_broker.read_text() == of_worker.read_text()

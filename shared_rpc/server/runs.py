@@ -167,6 +167,7 @@ class Runs:
             on_begin=lambda: self._begin(flight),
             on_progress=lambda progress: self._progress(flight, progress),
             request_id=waiter.request_id,
+            cached=key is not None,
         )
         if spec.concurrency == "serialized":
             line = self._lines[spec.name]
