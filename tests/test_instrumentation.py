@@ -13,6 +13,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc import instrumentation as i
+from shared_rpc.memory.pool import PoolOptions
 from tests.brokers import BrokerApp, another_worker, worker_pids
 from tests.processes import Child, eventually, python
 
@@ -325,6 +326,24 @@ def test_nobody_listens_at_first() -> None:
     assert i.HOOKS.registered
     i.remove_hook(listener)
     assert not i.HOOKS.registered
+
+
+def test_a_result_that_nobody_waits_for(base_path: str, listener: Listener) -> None:
+    """A run whose result waits for memory, and whose caller gives up, has ended as well."""
+    pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+    provider = Provider(base_path, device="cpu", pool=pool)
+    provider.share(cache=False)(full)
+    with Server(provider), Client(base_path, device="cpu", timeout=0.3, pool=pool) as client:
+        results = [client.call("full") for _ in range(8)]
+        with pytest.raises(errors.ServerBusy):
+            client.call("full")
+        assert len(listener.next(i.BuildFinished, 9)) == len(listener.of(i.BuildStarted)) == len(results) + 1
+        assert listener.of(i.BuildFinished)[-1].error == ""
+
+
+def full() -> torch.Tensor:
+    """An eighth of a pool."""
+    return torch.zeros(1 << 18)
 
 
 HOOK = """
