@@ -333,8 +333,9 @@ def test_a_result_that_nobody_waits_for(base_path: str, listener: Listener) -> N
     pool = PoolOptions(initial=1 << 20, limit=8 << 20)
     provider = Provider(base_path, device="cpu", pool=pool)
     provider.share(cache=False)(full)
-    with Server(provider), Client(base_path, device="cpu", timeout=0.3, pool=pool) as client:
+    with Server(provider), Client(base_path, device="cpu", pool=pool) as client:
         results = [client.call("full") for _ in range(8)]
+        client._timeout = 0.3
         with pytest.raises(errors.ServerBusy):
             client.call("full")
         assert len(listener.next(i.BuildFinished, 9)) == len(listener.of(i.BuildStarted)) == len(results) + 1
@@ -445,3 +446,29 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
         ("BuildFinished", "refused", "False", "capability"),
     ]
     assert of_broker.read_text() == of_worker.read_text()
+
+
+def test_a_result_of_a_worker_that_nobody_waits_for(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Hooks of the app see that its run has ended, though the result waited for memory."""
+    seen = tmp_path / "worker.txt"
+    seen.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(seen))),
+        """
+        from shared_rpc.memory.pool import PoolOptions
+
+        i.add_hook(note)
+        provider.pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+
+        @provider.share(cache=False)
+        def full():
+            return torch.zeros(1 << 18)
+        """,
+    )
+    broker_app.start()
+    client = broker_app.connect()
+    results = [client.call("full") for _ in range(8)]
+    client._timeout = 0.3
+    with pytest.raises(errors.ServerBusy):
+        client.call("full")
+    eventually(lambda: len(seen.read_text().splitlines()) == 2 * (len(results) + 1), what="18 events in the worker")
