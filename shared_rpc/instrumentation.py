@@ -61,7 +61,9 @@ Outcome = Literal["hit", "joined", "built", "failed", "left"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all events. ``server_id`` is that of the server it happened in, ``""`` where it concerns the process."""
+    """The base of all events. ``server_id`` is that of the server it happened in, ``""`` where it concerns the process, and in
+    a broker's workers.
+    """
 
     server_id: str = ""
 

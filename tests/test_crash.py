@@ -216,6 +216,7 @@ def test_killed_between_publish_and_reply(app: BrokerApp, tmp_path: Path) -> Non
     broker = app.start()
     client = app.connect()
     client.call("model")
+    client.ping()  # what the last answer left open for a moment is closed
     fds = fds_of(broker.pid)
     trigger.touch()
     with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):
@@ -259,6 +260,7 @@ def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -
     client = app.connect()
     for number in range(300):
         client.call("one", number)
+    client.ping()  # what the last answer left open for a moment is closed
     fds = fds_of(broker.pid)
     trigger.touch()
     with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):

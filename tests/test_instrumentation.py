@@ -13,6 +13,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc import instrumentation as i
+from shared_rpc.memory.pool import PoolOptions
 from tests.brokers import BrokerApp, another_worker, worker_pids
 from tests.processes import Child, eventually, python
 
@@ -327,6 +328,25 @@ def test_nobody_listens_at_first() -> None:
     assert not i.HOOKS.registered
 
 
+def test_a_result_that_nobody_waits_for(base_path: str, listener: Listener) -> None:
+    """A run whose result waits for memory, and whose caller gives up, has ended as well."""
+    pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+    provider = Provider(base_path, device="cpu", pool=pool)
+    provider.share(cache=False)(full)
+    with Server(provider), Client(base_path, device="cpu", pool=pool) as client:
+        results = [client.call("full") for _ in range(8)]
+        client._timeout = 0.3
+        with pytest.raises(errors.ServerBusy):
+            client.call("full")
+        assert len(listener.next(i.BuildFinished, 9)) == len(listener.of(i.BuildStarted)) == len(results) + 1
+        assert listener.of(i.BuildFinished)[-1].error == ""
+
+
+def full() -> torch.Tensor:
+    """An eighth of a pool."""
+    return torch.zeros(1 << 18)
+
+
 HOOK = """
 import sys
 from shared_rpc import instrumentation as i
@@ -364,3 +384,91 @@ def test_a_hook_that_is_none(broker_app: BrokerApp, name: str) -> None:
     code, text = child.close()
     assert code == 1
     assert text.startswith(f"shared-rpc: --hook {name}: ") and text.count("\n") == 1
+
+
+#: Whoever listens writes a line for each event that a build makes.
+NOTES = """
+import os
+from shared_rpc import instrumentation as i
+
+def note(event):
+    assert os.path.exists(PATH)
+    if isinstance(event, (i.BuildStarted, i.BuildFinished)):
+        kind, error = type(event).__name__, getattr(event, "error", "")
+        assert getattr(event, "seconds", 0.0) >= 0.0
+        with open(PATH, "a") as file:
+            print(kind, event.endpoint, event.request_id, event.cached, error or "-", file=file)
+"""
+
+
+def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Each that begins and ends there once, with what the broker's hooks see of it: the request, the endpoint, the error."""
+    of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
+    of_worker.touch(), of_broker.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(of_worker))),
+        """
+        i.add_hook(note)
+
+        @provider.share(cache=False)
+        def fails():
+            raise ValueError("no")
+
+        @provider.share(cache=False)
+        def refused():
+            return {1, 2}
+
+        @provider.share(cache=False)
+        async def later():
+            return torch.zeros(1)
+        """,
+    )
+    (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
+    broker_app.start("--hook", "my_hooks:note")
+    client = broker_app.connect()
+    client.call("model"), client.call("model"), client.call("plain"), client.call("later")
+    with pytest.raises(ValueError, match="no"):
+        client.call("fails")
+    with pytest.raises(errors.CapabilityError):
+        client.call("refused")
+    eventually(lambda: len(of_worker.read_text().splitlines()) == 10, what="10 events in the worker")
+    lines = [line.split() for line in of_worker.read_text().splitlines()]
+    assert [(kind, endpoint, cached, error) for kind, endpoint, _, cached, error in lines] == [
+        ("BuildStarted", "model", "True", "-"),
+        ("BuildFinished", "model", "True", "-"),
+        ("BuildStarted", "plain", "False", "-"),
+        ("BuildFinished", "plain", "False", "-"),
+        ("BuildStarted", "later", "False", "-"),
+        ("BuildFinished", "later", "False", "-"),
+        ("BuildStarted", "fails", "False", "-"),
+        ("BuildFinished", "fails", "False", "remote"),
+        ("BuildStarted", "refused", "False", "-"),
+        ("BuildFinished", "refused", "False", "capability"),
+    ]
+    assert of_broker.read_text() == of_worker.read_text()
+
+
+def test_a_result_of_a_worker_that_nobody_waits_for(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Hooks of the app see that its run has ended, though the result waited for memory."""
+    seen = tmp_path / "worker.txt"
+    seen.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(seen))),
+        """
+        from shared_rpc.memory.pool import PoolOptions
+
+        i.add_hook(note)
+        provider.pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+
+        @provider.share(cache=False)
+        def full():
+            return torch.zeros(1 << 18)
+        """,
+    )
+    broker_app.start()
+    client = broker_app.connect()
+    results = [client.call("full") for _ in range(8)]
+    client._timeout = 0.3
+    with pytest.raises(errors.ServerBusy):
+        client.call("full")
+    eventually(lambda: len(seen.read_text().splitlines()) == 2 * (len(results) + 1), what="18 events in the worker")

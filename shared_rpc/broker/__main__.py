@@ -18,7 +18,6 @@ from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.instrumentation import HookFactory, add_hook
 from shared_rpc.logs import LogFormat, LogLevel, configure
-from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import take_service_variables
 
@@ -52,6 +51,8 @@ def main() -> int:
             _add_hook(name)
         exporter = None
         if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
+            from shared_rpc.server.exporter import Exporter
+
             exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
         inherited = inherit(take_service_variables())
     except SharedRPCError as error:

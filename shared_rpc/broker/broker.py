@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -32,11 +32,13 @@ from shared_rpc.memory.segments import BOUND
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import USES_UVLOOP
-from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
+
+if TYPE_CHECKING:
+    from shared_rpc.server.exporter import Exporter
 
 __all__ = ["Broker"]
 

@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared_rpc.broker.restoring import Service
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.instrumentation import HOOKS
-from shared_rpc.server.exporter import Exporter, Found
 from shared_rpc.server.meter import Meter
 from shared_rpc.server.metrics import Reading, WorkersReading, read
+
+if TYPE_CHECKING:
+    from shared_rpc.server.exporter import Exporter, Found
 
 __all__ = ["Measuring"]
 

@@ -79,6 +79,7 @@ def message_of(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[
         session=run.session,
         background=invocation.background,
         request_id=invocation.request_id,
+        cached=invocation.cached,
     )
     fds = tuple(segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept)
     return message, fds

@@ -26,7 +26,7 @@ class Invocation:
 
     ``on_begin`` is called when its work starts, ``on_progress`` with what the endpoint says, and ``on_starved`` with why, if
     the result has to wait until its reader gives memory back; all of them on the loop. ``request_id`` is that of the call which
-    it was started for.
+    it was started for, ``cached`` whether the cache would list its result: both are for those who listen.
     """
 
     spec: EndpointSpec
@@ -40,6 +40,7 @@ class Invocation:
     on_begin: Callable[[], None]
     on_progress: Callable[[Progress], None]
     request_id: str = ""
+    cached: bool = False
 
 
 class Executor(Protocol):

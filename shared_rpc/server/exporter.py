@@ -1,25 +1,26 @@
-"""``http://host:port/metrics``, for Prometheus, from a thread of its own.
+"""``http://host:port/metrics``, for Prometheus, from threads of its own. Loaded only where somebody asks for metrics.
 
-Whoever comes through the port is a stranger. Connections are few, short and read only up to the end of the header; the text is
-made at most a few times a second however often it is asked for; and of the server's loop nothing is asked but one reading each
-time, for which nobody but this thread waits.
+Whoever comes through the port is a stranger. Connections are few and short; a text is made at most a few times a second however
+often it is asked for; and of the server's loop nothing is asked but one reading each time, for which nobody but these threads
+waits. HTTP is the standard library's business, what is answered prometheus-client's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import importlib.util
 import logging
 import os
 import socket
+import socketserver
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.metrics import Reading, WorkersReading, families
@@ -38,12 +39,12 @@ Found = tuple[Reading, WorkersReading | None]
 _MOST = 16
 #: Seconds that one of them has in all.
 _PATIENCE = 10.0
-#: Seconds for which a text is good.
+#: Seconds for which a text is good, and before which no other one is made.
 _FRESH = 0.25
 #: Seconds that the server's loop has for a reading.
 _BUSY = 5.0
-#: Bytes of a request's header.
-_HEADER = 8192
+#: Of a request, what its answer depends on.
+_ASKED = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
 
 
 class Exporter:
@@ -55,32 +56,33 @@ class Exporter:
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", option: str = "metrics_port") -> None:
-        if importlib.util.find_spec("prometheus_client") is None:
+        try:
+            from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+        except ImportError as error:
             raise ConfigurationError(
                 f"{option}={port}: metrics need the package prometheus-client: pip install 'shared-rpc[metrics]'"
-            )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            ) from error
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_MOST)
+            self._server = _HTTPServer(host, port)
         except (OSError, OverflowError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigurationError(
                 f"{option}={port}: the port cannot be had on {host}: {why}; "
                 f"choose another one, or end what listens there (ss -ltnp 'sport = :{port}' names it)"
             ) from error
-        self.host, self.port = host, int(self._listener.getsockname()[1])
+        registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=registry)
+        registry.register(_Collector(self._ask))
+        self._app = make_wsgi_app(registry)
+        self._server.set_app(self._answer)
+        self.host, self.port = host, self._server.server_port
         self._post: Callable[[Callable[[], None]], object]
         self._read: Callable[[], Found]
-        self._thread = threading.Thread(target=self._run, name="shared-rpc-metrics", daemon=True)
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event
-        self._found: Found
-        self._registry: Any = None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="shared-rpc-metrics", daemon=True)
+        self._making = threading.Lock()
         self._made = float("-inf")
-        self._texts: dict[str, tuple[bytes, str]] = {}
-        self._making: asyncio.Lock
-        self._connections: set[asyncio.Task[None]] = set()
+        #: What was asked for last, and what was answered.
+        self._last: tuple[list[str], str, list[tuple[str, str]], Iterable[bytes]] | None = None
         _exporters.add(self)
 
     @property
@@ -90,105 +92,40 @@ class Exporter:
         return f"http://{host}:{self.port}/metrics"
 
     def start(self, post: Callable[[Callable[[], None]], object], read: Callable[[], Found]) -> None:
-        """Serve; return when it does.
+        """Serve.
 
         :param post: has the server's loop call a function; what it raises means that the server has ended.
         :param read: is called there.
         """
         self._post, self._read = post, read
-        import prometheus_client  # noqa: F401  here, and not while another thread may fork
-
         self._thread.start()
-        self._ready.wait()
 
     def close(self) -> None:
         """Give the port back. Who is being answered is not waited for."""
-        loop = self._loop
-        if loop is not None and self._thread.is_alive():
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(1.0)
-        self._listener.close()
+        if self._thread.is_alive():
+            with suppress(OSError):
+                self._server.socket.shutdown(socket.SHUT_RDWR)  # what waits for connections looks up
+            self._server.shutdown()
+        self._server.server_close()
+        self._server.hang_up(float("inf"))
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except Exception:
-            _log.exception("metrics are not served any more at %s", self.url)
-        finally:
-            self._ready.set()
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        asked = [environ.get(name, "") for name in _ASKED]
+        with self._making:
+            if self._last is None or self._last[0] != asked or time.monotonic() > self._made + _FRESH:
+                time.sleep(max(0.0, self._made + _FRESH - time.monotonic()))
+                told: list[Any] = []
+                try:
+                    body = self._app(environ, lambda *answer: told.extend(answer))
+                except TimeoutError as error:
+                    start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+                    return [f"{error}\n".encode()]
+                self._last, self._made = (asked, told[0], told[1], body), time.monotonic()
+            _, status, headers, body = self._last
+        start_response(status, list(headers))
+        return body
 
-    async def _serve(self) -> None:
-        from prometheus_client import CollectorRegistry, ProcessCollector
-
-        self._loop, self._stop, self._making = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
-        self._registry = CollectorRegistry(auto_describe=False)
-        ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(lambda: self._found))
-        server = await asyncio.start_server(self._welcome, sock=self._listener, limit=_HEADER)
-        self._ready.set()
-        await self._stop.wait()
-        server.close()
-        for connection in tuple(self._connections):
-            connection.cancel()
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a connection is a task"
-        try:
-            if len(self._connections) < _MOST:
-                self._connections.add(task)
-                with suppress(TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-                    async with asyncio.timeout(_PATIENCE):
-                        await self._answer(reader, writer)
-        except asyncio.CancelledError:
-            pass  # the exporter ends
-        finally:
-            self._connections.discard(task)
-            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        header = await reader.readuntil(b"\r\n\r\n")
-        first, *lines = header.decode("latin-1").split("\r\n")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        method, target = [*first.split(" "), ""][:2]
-        path = target.partition("?")[0]
-        extra: list[str] = []
-        if method not in ("GET", "HEAD"):
-            status, body, kind = "405 Method Not Allowed", b"only GET\n", "text/plain"
-        elif path != "/metrics":
-            status, body, kind = "404 Not Found", b"see /metrics\n", "text/plain"
-        else:
-            try:
-                body, kind = await self._text(fields.get("accept", ""))
-                status = "200 OK"
-            except TimeoutError:
-                status, body, kind = "503 Service Unavailable", b"the server's loop is busy\n", "text/plain"
-            if "gzip" in fields.get("accept-encoding", ""):
-                import gzip
-
-                body, extra = gzip.compress(body, 1), ["Content-Encoding: gzip"]
-        head = [f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *extra, "Connection: close"]
-        writer.write("\r\n".join([*head, "", ""]).encode("latin-1") + (b"" if method == "HEAD" else body))
-        await writer.drain()
-        writer.write_eof()
-        # Closing with something unread would cost the reader what is on its way.
-        while await reader.read(_HEADER):
-            pass
-
-    async def _text(self, accept: str) -> tuple[bytes, str]:
-        from prometheus_client.exposition import choose_encoder
-
-        encode, kind = choose_encoder(accept)
-        async with self._making:
-            if time.monotonic() - self._made > _FRESH:
-                self._found = await self._ask()
-                self._texts, self._made = {}, time.monotonic()
-            if kind not in self._texts:
-                self._texts[kind] = encode(self._registry), kind
-        return self._texts[kind]
-
-    async def _ask(self) -> Found:
+    def _ask(self) -> Found:
         future: concurrent.futures.Future[Found] = concurrent.futures.Future()
 
         def answer() -> None:
@@ -203,31 +140,94 @@ class Exporter:
             self._post(answer)
         except Exception as error:
             raise TimeoutError("the server has ended") from error
-        return await asyncio.wait_for(asyncio.wrap_future(future), _BUSY)
+        try:
+            return future.result(_BUSY)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError("the server's loop is busy") from None
 
-    def _abandon(self) -> None:
-        # A forked child that kept the listening socket would keep the port.
-        self._listener.close()
+
+class _Handler(WSGIRequestHandler):
+    """One connection, in a thread of its own."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Strangers write no logs."""
+
+
+class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
+    """Listens from its making on."""
+
+    daemon_threads = True
+    request_queue_size = _MOST
+    allow_reuse_port = False  # newer releases of Python would share a port that is taken
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        #: When each has had its time.
+        self.connections: dict[Any, float] = {}
+        self._changing = threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """As the base has it, which would ask the network for this host's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: object) -> bool:
+        """Whether there is room for a connection."""
+        with self._changing:
+            if len(self.connections) >= _MOST:
+                return False
+            self.connections[request] = time.monotonic() + _PATIENCE
+        return True
+
+    def close_request(self, request: Any) -> None:
+        """A connection has been answered, or was one too many."""
+        with self._changing:
+            self.connections.pop(request, None)
+            super().close_request(request)
+
+    def service_actions(self) -> None:
+        """Called about twice a second."""
+        self.hang_up(time.monotonic())
+
+    def hang_up(self, now: float) -> None:
+        """End those that have had their time; what a thread reads or writes there fails then."""
+        with self._changing:
+            for request, end in self.connections.items():
+                if end <= now:
+                    with suppress(OSError):  # the other side was first
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A stranger went away, or its time was over."""
+        _log.debug("a connection for metrics failed", exc_info=True)
 
 
 class _Collector:
     """What the registry asks."""
 
-    def __init__(self, found: Callable[[], Found]) -> None:
-        self._found = found
+    def __init__(self, ask: Callable[[], Found]) -> None:
+        self._ask = ask
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client's ``Collector``."""
         # Its own name it has to look up: below the command line nobody imports the package itself.
-        yield from families(*self._found(), sys.modules["shared_rpc"].__version__)
+        yield from families(*self._ask(), sys.modules["shared_rpc"].__version__)
+
+    def describe(self) -> Iterator[Metric]:
+        """The same without numbers, so that ``?name[]=`` finds them."""
+        yield from families(Reading(), WorkersReading(), "")
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    # A child that kept the listening socket would keep the port.
     for exporter in list(_exporters):
-        exporter._abandon()
+        exporter._server.socket.close()
     _exporters.clear()
 
 

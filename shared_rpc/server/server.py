@@ -17,7 +17,6 @@ from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.exporter import Exporter
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
 from shared_rpc.server.meter import Meter
@@ -27,6 +26,7 @@ from shared_rpc.settings import resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
+    from shared_rpc.server.exporter import Exporter
 
 __all__ = ["Server"]
 
@@ -151,7 +151,7 @@ class Server:
             quotas=resolve_quotas(self._quotas, device),
             mechanism=mechanism,
         )
-        exporter = Exporter(self._metrics_port, self._metrics_host) if self._metrics_port is not None else None
+        exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None
         try:
             acceptor = Acceptor(core, path, self._uids, self._max_connections)
@@ -179,6 +179,13 @@ class Server:
                 HOOKS.remove(self._meter)
                 self._exporter.close()
                 self._exporter = self._meter = None
+
+    def _take_metrics_port(self) -> Exporter | None:
+        if self._metrics_port is None:
+            return None
+        from shared_rpc.server.exporter import Exporter
+
+        return Exporter(self._metrics_port, self._metrics_host)
 
     def _measure(self, exporter: Exporter, engine: Engine, acceptor: Acceptor) -> None:
         meter = Meter(engine.core.server_id)

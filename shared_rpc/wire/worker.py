@@ -154,13 +154,14 @@ class Allocated(Message):
 
 class Run(Call):
     """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
-    descriptors. ``request_id`` is for logs.
+    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.server.executor.Invocation`.
     """
 
     key: str = ""
     session: str = ""
     background: bool = False
     request_id: str = ""
+    cached: bool = False
 
 
 class Withdraw(Message):

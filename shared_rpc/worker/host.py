@@ -31,6 +31,7 @@ from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
 from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.worker.builds import Builds
 from shared_rpc.worker.hosted import Hosted, arguments_of, given_back
 from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.runtime import WorkerRuntime
@@ -60,6 +61,7 @@ class WorkerHost:
         self._hosted: dict[str, Hosted] = {}
         self._adopting = threading.RLock()
         self._runs: dict[int, tuple[Hosted, Invocation]] = {}
+        self._builds = Builds()
         self._link: Link
         self._loop: asyncio.AbstractEventLoop
         self._memory = WorkerThreads(1, _nothing)
@@ -217,19 +219,28 @@ class WorkerHost:
             session=message.session,
             pooled=message.pooled and hosted.lanes.of(message.session) is not None,
             on_starved=lambda why: self._link.send(w.Hungry(why), number),
-            on_begin=lambda: self._link.send(w.Begun(), number),
+            on_begin=lambda: self._begun(number, invocation),
             on_progress=lambda progress: self._link.send(w.Said(progress), number),
             request_id=message.request_id,
+            cached=message.cached,
         )
         self._runs[number] = hosted, invocation
         hosted.executor.start(invocation, lambda outcome: self._ended(number, outcome))
 
+    def _begun(self, number: int, invocation: Invocation) -> None:
+        self._link.send(w.Begun(), number)
+        self._builds.begin(number, invocation)
+
     def _ended(self, number: int, outcome: Produced | Failure) -> None:
         hosted, invocation = self._runs.pop(number)
-        if isinstance(outcome, Failure):
-            self._fail(number, hosted, invocation.session, outcome)
-            return
-        record = outcome.record
+        failure = outcome if isinstance(outcome, Failure) else self._hand_over(number, hosted, invocation, outcome)
+        if failure is not None:
+            self._fail(number, hosted, invocation.session, failure)
+        self._builds.end(number, failure.code if failure is not None else "")
+
+    def _hand_over(self, number: int, hosted: Hosted, invocation: Invocation, produced: Produced) -> Failure | None:
+        """Why it cannot be done, where that is so."""
+        record = produced.record
         assert record is not None, "what goes to a broker is published"
         message = w.Ran(
             msgspec.Raw(record.table),
@@ -248,10 +259,10 @@ class WorkerHost:
             if lane is not None:
                 lane.give(record.chunks)
                 lane.put_back(message.returned)
-            problem = CapabilityError(f"the result of {invocation.spec.name}() cannot be handed over: {error}")
-            self._fail(number, hosted, invocation.session, Failure.of(problem))
+            return Failure.of(CapabilityError(f"the result of {invocation.spec.name}() cannot be handed over: {error}"))
         finally:
             record.close()
+        return None
 
     def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
         returned = [*given_back(hosted, session), *unused]
@@ -263,6 +274,7 @@ class WorkerHost:
         elif (hosted.executor.abandon if isinstance(message, w.Drop) else hosted.executor.withdraw)(invocation):
             del self._runs[number]
             self._link.send(w.Withdrawn(given_back(hosted, invocation.session)), number)
+            self._builds.end(number)
 
     def _see_to_session(self, hosted: Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
         lane = hosted.find(message.session)
