@@ -6,7 +6,6 @@ import argparse
 import importlib
 import logging
 import sys
-import threading
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -19,7 +18,7 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCErr
 from shared_rpc.instrumentation import HookFactory, add_hook
 from shared_rpc.logs import LogFormat, LogLevel, configure
 from shared_rpc.server.exporter import Exporter
-from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.server.signals import End, wait_for_signal
 from shared_rpc.settings import take_service_variables
 
 
@@ -29,7 +28,7 @@ def main() -> int:
     options = _options()
     if options.detach is not None:
         detach(options.detach)
-    asked = threading.Event()
+    asked = End()
 
     def end(why: str) -> None:
         print(f"shared-rpc: {why}: ends", flush=True)
