@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -264,6 +265,70 @@ def test_a_hook_that_raises_harms_nobody(client: Client, listener: Listener, cap
     complaints = [record for record in caplog.records if "the hook" in record.getMessage()]
     assert len(complaints) == 1
     assert "broken" in complaints[0].getMessage()
+
+
+def test_a_hook_that_wants_to_end_the_process_harms_nobody(client: Client, listener: Listener) -> None:
+    """What ends a thread or a task ends neither the server nor a call: the hook is called in the thread of its loop."""
+
+    def impatient(event: i.Event) -> None:
+        raise SystemExit(1) if isinstance(event, i.CallStarted) else asyncio.CancelledError
+
+    i.add_hook(impatient)
+    assert client.call("held", 3).value.shape == (3,)
+    assert client.call("held", 4).value.shape == (4,)
+
+
+def test_a_hook_that_removes_itself(client: Client, listener: Listener) -> None:
+    """It is called no more; the others hear of that event too."""
+
+    def once(event: i.Event) -> None:
+        i.remove_hook(once)
+        heard.append(event)
+
+    heard: list[i.Event] = []
+    i.remove_hook(listener)
+    i.add_hook(once)
+    i.add_hook(listener)
+    client.call("held", 3)
+    assert len(heard) == 1
+    assert heard[0] in listener.events
+
+
+def test_an_equal_factory_removes_one() -> None:
+    """And with it what it had made: another factory, which may have its place in memory, makes its own."""
+    hooks, made = i.Hooks(), []
+
+    def make() -> Listener:
+        made.append(Listener())
+        return made[-1]
+
+    for count in range(1, 100):
+        hooks.add(i.HookFactory(make))
+        hooks.emit(i.SessionOpened(session="s", pid=1))
+        hooks.remove(i.HookFactory(make))
+        assert len(made) == count
+        assert len(made[-1].events) == 1
+
+
+def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
+    """A forked child has the hooks, and can have others, whatever another thread was about to do."""
+    child = python(
+        """
+        import os
+        from shared_rpc import instrumentation as i
+
+        i.add_hook(print)
+        i.HOOKS._changing.acquire()
+        child = os.fork()
+        if child == 0:
+            i.add_hook(len)
+            os._exit(len(i.get_hooks()))
+        print("hooks", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """
+    )
+    children.append(child)
+    child.expect("hooks 2")
+    assert child.close() == (0, "")
 
 
 def test_a_factory_makes_its_hook_with_the_first_event(client: Client) -> None:
