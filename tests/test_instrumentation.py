@@ -14,6 +14,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc import instrumentation as i
+from shared_rpc.memory.pool import PoolOptions
 from tests.brokers import BrokerApp, another_worker, worker_pids
 from tests.processes import Child, eventually, python
 
@@ -238,6 +239,51 @@ def test_a_task_that_is_cancelled_ends_its_call(
     assert client.cancel_task(client.submit("wait"))
     (finished,) = listener.next(i.CallFinished)
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
+
+
+def test_a_submit_that_is_refused_ends_its_call(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """The server has as many tasks as it takes: that is how the call ended."""
+
+    @provider.share(cache=False)
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    server = serve(max_tasks=1)
+    client = connect()
+    client.submit("wait")
+    with pytest.raises(errors.ServerBusy):
+        client.submit("wait")
+    (finished,) = listener.next(i.CallFinished)
+    assert (finished.outcome, finished.error) == ("failed", "server-busy")
+    assert server.info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
+
+
+def test_a_build_whose_result_nobody_takes_has_finished(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """Its caller gave up, and holds all the memory there is for it: what the endpoint took is told all the same."""
+
+    @provider.share(cache=False)
+    def full(waits: bool) -> torch.Tensor:
+        if waits:
+            go.wait()
+        return torch.zeros(1 << 18)
+
+    server = serve(pool=PoolOptions(initial=1 << 20, limit=1 << 23))
+    client = connect()
+    held = [client.call("full", False) for _ in range(8)]
+    client._timeout = 0.2
+    with pytest.raises(errors.DeadlineExceeded):
+        client.call("full", True)
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+    assert len(held) == 8
+    assert {event.request_id for event in listener.of(i.BuildStarted)} == {
+        event.request_id for event in listener.of(i.BuildFinished)
+    }
 
 
 def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Listener) -> None:

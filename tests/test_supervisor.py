@@ -56,6 +56,15 @@ class FakeWorker:
         return WorkerCrashed(f"worker {self.number} has ended")
 
 
+async def turns(condition: Callable[[], bool]) -> None:
+    """Let the loop go on until a condition is true: the caller sees it in the very next turn."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never is")
+
+
 class Stage:
     """A supervisor, all workers that it has made so far, and what there is to watch them."""
 
@@ -77,8 +86,7 @@ class Stage:
 
     async def made(self, count: int) -> Any:
         """The latest worker, once there are so many."""
-        while len(self.workers) < count:
-            await asyncio.sleep(0)
+        await turns(lambda: len(self.workers) >= count)
         return self.workers[-1]
 
     def told(self, *_: object) -> None:
@@ -115,8 +123,7 @@ def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., 
             await second
         assert await first == [new] == stage.supervisor.workers
         stage.supervisor.retire_old()
-        while stage.supervisor.all != [new]:  # the one that was replaced ends
-            await asyncio.sleep(0)
+        await turns(lambda: stage.supervisor.all == [new])  # the one that was replaced ends
 
     run(story)
 

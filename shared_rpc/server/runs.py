@@ -201,7 +201,9 @@ class Runs:
         """Nobody waits for a run. If its result waits for memory, it is dropped."""
         if self._executor.abandon(self._invocations[flight]):
             self.calls.close(flight)
-            self._next_turn(flight, self._invocations.pop(flight).spec)
+            invocation = self._invocations.pop(flight)
+            self._count_build(flight, invocation)
+            self._next_turn(flight, invocation.spec)
 
     def facts(self, limit: int) -> list[dict[str, Any]]:
         """``list_runs``'s list: the oldest of those that have not ended."""
@@ -258,7 +260,7 @@ class Runs:
     def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
         invocation = self._invocations.pop(flight)
         if flight.running:
-            self._count_build(flight, invocation, outcome)
+            self._count_build(flight, invocation, outcome.code if isinstance(outcome, Failure) else "")
         if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
             self._executor.take_back(invocation, outcome.record)
         if flight in self.calls:
@@ -267,7 +269,7 @@ class Runs:
             outcome.record.close()  # the server was stopped
         self._next_turn(flight, invocation.spec)
 
-    def _count_build(self, flight: Flight[Waiter], invocation: Invocation, outcome: Produced | Failure) -> None:
+    def _count_build(self, flight: Flight[Waiter], invocation: Invocation, error: str = "") -> None:
         seconds = time.monotonic() - flight.begun_at
         self.statistics.of(flight.endpoint).build_seconds += seconds
         if HOOKS.registered:
@@ -278,7 +280,7 @@ class Runs:
                     request_id=invocation.request_id,
                     cached=flight.key is not None,
                     seconds=seconds,
-                    error=outcome.code if isinstance(outcome, Failure) else "",
+                    error=error,
                 )
             )
 
