@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import select
 import sys
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any
 
 from shared_rpc.broker.broker import Broker
@@ -31,8 +34,8 @@ def main() -> int:
     asked = End()
 
     def end(why: str) -> None:
-        print(f"shared-rpc: {why}: ends", flush=True)
         asked.set()
+        _say(f"shared-rpc: {why}: ends")
 
     command = WorkerCommand(
         options.target,
@@ -91,6 +94,13 @@ def main() -> int:
     finally:
         broker.stop()
     return int(broker.failed)
+
+
+def _say(text: str) -> None:
+    """A line on standard output, if there is room for it: who started the broker may be gone, or read no more."""
+    with suppress(OSError):
+        if select.select([], [1], [], 0)[1]:
+            os.write(1, f"{text}\n".encode())
 
 
 def _options() -> argparse.Namespace:
