@@ -239,7 +239,9 @@ class StateMismatchError(SharedRPCError):
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> StateMismatchError:
         """See :meth:`SharedRPCError.restore`."""
-        return cls(message, **{name: text.split("\n") for name, text in detail.items() if text})
+        # A detail may have more in it, as every one has that a server sent.
+        names = ("missing", "unexpected", "mismatched")
+        return cls(message, **{name: detail[name].split("\n") for name in names if detail.get(name)})
 
     def detail(self) -> dict[str, str]:
         """See :meth:`SharedRPCError.detail`."""

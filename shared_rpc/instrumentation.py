@@ -20,6 +20,7 @@ there, as :class:`BuildStarted` and :class:`BuildFinished`. Times are seconds, s
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,57 +221,75 @@ class HookFactory:
     make: Callable[[], Hook]
 
 
+class _Entry:
+    """A hook that is registered, from then until it is removed: what a factory has made, and whether it was complained of."""
+
+    __slots__ = ("_hook", "_made", "complained", "given")
+
+    def __init__(self, given: Hook | HookFactory) -> None:
+        self.given = given
+        self.complained = False
+        self._made = not isinstance(given, HookFactory)
+        self._hook: Hook | None = None if isinstance(given, HookFactory) else given
+
+    def hook(self) -> Hook | None:
+        """What is to be called, None where a factory has failed, or is about to make it."""
+        if not self._made:
+            self._made = True  # one that fails is not asked again
+            assert isinstance(self.given, HookFactory)
+            self._hook = self.given.make()
+        return self._hook
+
+
 class Hooks:
     """The hooks of a process. Thread-safe."""
 
     def __init__(self) -> None:
         #: Whether anybody listens: what would make an event looks here first.
         self.registered = False
-        self._given: tuple[Hook | HookFactory, ...] = ()
-        self._made: dict[int, Hook | None] = {}
-        self._complained: set[int] = set()
+        self._entries: tuple[_Entry, ...] = ()
         self._changing = threading.Lock()
 
     def add(self, hook: Hook | HookFactory) -> None:
         """Have a hook called with every event from now on; one that is registered already stays so once."""
         with self._changing:
-            if hook not in self._given:
-                self._given += (hook,)
+            if hook not in self.all():
+                self._entries += (_Entry(hook),)
                 self.registered = True
 
     def remove(self, hook: Hook | HookFactory) -> None:
         """Call it no more. One that is not registered is none to remove."""
         with self._changing:
-            self._given = tuple(given for given in self._given if given != hook)
-            self._made.pop(id(hook), None)
-            self._complained.discard(id(hook))
-            self.registered = bool(self._given)
+            self._entries = tuple(entry for entry in self._entries if entry.given != hook)
+            self.registered = bool(self._entries)
 
     def all(self) -> tuple[Hook | HookFactory, ...]:
         """Those that are registered, in that order."""
-        return self._given
+        return tuple(entry.given for entry in self._entries)
 
     def emit(self, event: Event) -> None:
-        """Call every hook. Never raises."""
-        for given in self._given:
+        """Call every hook. Never raises, whatever a hook does; only Ctrl-C passes, where it comes in the main thread."""
+        for entry in self._entries:
             try:
-                hook = self._hook(given) if isinstance(given, HookFactory) else given
+                hook = entry.hook()
                 if hook is not None:
                     hook(event)
-            except Exception:
-                if id(given) not in self._complained:
-                    self._complained.add(id(given))
-                    _log.exception("the hook %r failed with a %s; this is logged once", given, type(event).__name__)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # sys.exit() and a cancelled wait would end the server's loop
+                if not entry.complained:
+                    entry.complained = True
+                    kind = type(event).__name__
+                    _log.exception("the hook %r failed with a %s; this is logged once", entry.given, kind)
 
-    def _hook(self, factory: HookFactory) -> Hook | None:
-        if id(factory) not in self._made:
-            self._made[id(factory)] = None  # one that fails is not asked again
-            self._made[id(factory)] = factory.make()
-        return self._made[id(factory)]
+    def _after_fork(self) -> None:
+        # Another thread may have held it.
+        self._changing = threading.Lock()
 
 
 #: Those of this process.
 HOOKS = Hooks()
+os.register_at_fork(after_in_child=HOOKS._after_fork)
 
 
 def add_hook(hook: Hook | HookFactory) -> None:

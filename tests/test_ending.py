@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
 from tests.brokers import BrokerApp, begun, is_running, worker_pids
-from tests.processes import Child, eventually, python
+from tests.processes import PYTHONPATH, Child, eventually, python
 
 #: Seconds, of a server that ends by itself.
 IDLE = "0.4"
@@ -45,6 +48,39 @@ def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
     assert broker.close()[0] == 0
     assert not is_running(worker)
     assert not Path(f"{app.base_path}-cpu.sock").exists()
+
+
+@pytest.mark.parametrize("reader", ["gone", "stuck"])
+def test_a_broker_that_nobody_listens_to_ends(app: BrokerApp, reader: str) -> None:
+    """Whoever started it has gone, or reads no more: it cannot say why, and ends all the same."""
+    read, write = os.pipe()
+    with open(app.file.parent / "errors", "w+b") as log:
+        words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(app.file), "--idle-exit", IDLE]
+        broker = subprocess.Popen(
+            words, cwd=app.file.parent, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=write, stderr=log
+        )
+        try:
+            said = b""
+            while b"\n" not in said:
+                said += os.read(read, 4096)
+            assert said.startswith(b"serving")
+            if reader == "gone":
+                os.close(read)
+            else:
+                os.set_blocking(write, False)
+                with suppress(BlockingIOError):
+                    while os.write(write, bytes(4096)):
+                        continue
+                os.set_blocking(write, True)  # the broker's, too
+            assert broker.wait(20) == 0
+            log.seek(0)
+            assert b"Traceback" not in log.read()
+        finally:
+            broker.kill()
+            broker.wait()
+            os.close(write)
+            if reader == "stuck":
+                os.close(read)
 
 
 def test_a_client_keeps_it(app: BrokerApp) -> None:

@@ -119,6 +119,14 @@ def test_a_missing_detail_is_no_problem(kind: type[SharedRPCError]) -> None:
     assert type(from_wire(kind.code, "text", {})) is kind
 
 
+@pytest.mark.parametrize("kind", TREE)
+def test_more_detail_is_no_problem(kind: type[SharedRPCError]) -> None:
+    """A server adds the id of the request, and one of another release may add what it likes."""
+    code, text, detail = to_wire(specimen(kind))
+    again = from_wire(code, text, {**detail, "request_id": "5e55-1-7", "later": "what it likes"})
+    assert to_wire(again) == (code, text, detail)
+
+
 def test_a_call_that_does_not_fit_is_a_type_error() -> None:
     """As it is for the function itself."""
     arrived = travelled(TypeError("f() missing a required argument: 'x'"))

@@ -27,7 +27,9 @@ from shared_rpc.running import CURRENT_RUN
 from shared_rpc.server import connection as connection_module
 from shared_rpc.server import engine
 from shared_rpc.server import requests as requests_module
+from shared_rpc.wire import generations as g
 from shared_rpc.wire import messages as m
+from shared_rpc.wire import monitoring as mo
 from shared_rpc.wire.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
 from shared_rpc.wire.values import SkeletonRef, TensorRef, encode
 from tests.processes import Child, eventually, open_fds, python
@@ -250,7 +252,9 @@ def test_garbage_after_a_good_frame(server: Server) -> None:
         assert "not a shared_rpc frame" in refused(raw).text
 
 
-@pytest.mark.parametrize("message", [m.Ping(), m.Call("ones", [1]), m.Welcome("", "", 0, "")])
+@pytest.mark.parametrize(
+    "message", [m.Ping(), m.Call("ones", [1]), m.Welcome("", "", 0, ""), m.Goodbye(), g.GetObject("0" * 24), mo.ListSessions()]
+)
 def test_a_request_before_hello(server: Server, message: m.Message) -> None:
     """A connection begins with Hello."""
     with Raw(server.socket_path, hello=False) as raw:
@@ -280,7 +284,7 @@ def test_a_second_hello(server: Server) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x90", b"\x91", b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\x95" + b"\xc0" * 5]
 )
-@pytest.mark.parametrize("kind", [8, 11, 13, 17, 18])
+@pytest.mark.parametrize("kind", [8, 11, 13, 17, 18, 90, 102])
 def test_a_malformed_body(server: Server, kind: int, body: bytes) -> None:
     """A body that is not what its kind says is refused, with the name of the message; the connection goes on."""
     with Raw(server.socket_path) as raw:
@@ -338,6 +342,64 @@ def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None
         assert isinstance(error, m.Error)
         assert "tuples of too much data are nested too deep" in error.text
         assert good.ping() < 2
+
+
+@pytest.mark.parametrize("message", [g.GetObject("x" * (15 << 20)), g.GetObject("x", "x" * (15 << 20))])
+def test_an_id_that_fills_a_frame(server: Server, message: m.Message) -> None:
+    """No object has it: that is told, and the id is not sent back."""
+    with Raw(server.socket_path) as raw:
+        answer = raw.ask(message)
+        assert isinstance(answer, m.Error)
+        assert answer.code == "stale-handle"
+        assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize("limit", [b"\xd3\x80" + bytes(7), b"\xff", b"\x00", b"\x01", b"\xcf" + b"\xff" * 8])
+def test_a_page_of_any_size(server: Server, go: threading.Event, limit: bytes) -> None:
+    """There is at least one run in it, and no more than there are."""
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("hold"), 7)
+        raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
+        runs = raw.hear(1)
+        assert isinstance(runs, m.FactsList)
+        assert [run["endpoint"] for run in runs.items] == ["hold"]
+        go.set()
+
+
+@pytest.mark.parametrize("limit", [b"\xc0", b"\xa1x", b"\x90", b"\xcb" + b"\xff" * 8, b"\xc3"])
+def test_a_page_of_no_size(server: Server, limit: bytes) -> None:
+    """What is no number is refused."""
+    with Raw(server.socket_path) as raw:
+        raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
+        answer = raw.hear()
+        assert isinstance(answer, m.Error)
+        assert answer.code == "protocol"
+
+
+@pytest.mark.parametrize("message", [m.Goodbye(), g.GetObject("x"), mo.GetStatistics(), mo.InvalidateObject("x")])
+def test_descriptors_of_a_request_that_takes_none(server: Server, message: m.Message) -> None:
+    """They are closed; what follows is answered."""
+    with Raw(server.socket_path) as raw:
+        with open(os.devnull, "rb") as file:
+            raw.say(message, 1, fds=[file.fileno()] * 3)
+        assert isinstance(raw.ask(m.Ping(), 2), m.Pong)
+
+
+def test_goodbye_in_the_middle(server: Server, go: threading.Event) -> None:
+    """Said more than once, with calls under way, over one connection of two: nothing answers it, and the session goes on."""
+    with Raw(server.socket_path) as raw, Raw(server.socket_path, token=raw.welcome.token) as other:
+        held = raw.ask(m.Call("kept", [4]))
+        assert isinstance(held, m.Result)
+        raw.say(m.Call("hold"), 5)
+        for number in range(3):
+            raw.say(m.Goodbye(), number)
+        go.set()
+        assert isinstance(raw.hear(5), m.Result)
+        other.say(m.Goodbye())
+        other.close()
+        released = raw.ask(m.Release([held.object_id]), 6)
+        assert isinstance(released, m.Count)
+        assert released.count == 1
 
 
 def test_the_name_of_an_endpoint_that_fills_a_frame(server: Server, good: Client) -> None:

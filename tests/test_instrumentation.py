@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -240,6 +241,51 @@ def test_a_task_that_is_cancelled_ends_its_call(
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 
 
+def test_a_submit_that_is_refused_ends_its_call(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """The server has as many tasks as it takes: that is how the call ended."""
+
+    @provider.share(cache=False)
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    server = serve(max_tasks=1)
+    client = connect()
+    client.submit("wait")
+    with pytest.raises(errors.ServerBusy):
+        client.submit("wait")
+    (finished,) = listener.next(i.CallFinished)
+    assert (finished.outcome, finished.error) == ("failed", "server-busy")
+    assert server.info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
+
+
+def test_a_build_whose_result_nobody_takes_has_finished(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """Its caller gave up, and holds all the memory there is for it: what the endpoint took is told all the same."""
+
+    @provider.share(cache=False)
+    def full(waits: bool) -> torch.Tensor:
+        if waits:
+            go.wait()
+        return torch.zeros(1 << 18)
+
+    server = serve(pool=PoolOptions(initial=1 << 20, limit=1 << 23))
+    client = connect()
+    held = [client.call("full", False) for _ in range(8)]
+    client._timeout = 0.2
+    with pytest.raises(errors.DeadlineExceeded):
+        client.call("full", True)
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+    assert len(held) == 8
+    assert {event.request_id for event in listener.of(i.BuildStarted)} == {
+        event.request_id for event in listener.of(i.BuildFinished)
+    }
+
+
 def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Listener) -> None:
     """In the local role as well, where nothing goes over a socket."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
@@ -265,6 +311,70 @@ def test_a_hook_that_raises_harms_nobody(client: Client, listener: Listener, cap
     complaints = [record for record in caplog.records if "the hook" in record.getMessage()]
     assert len(complaints) == 1
     assert "broken" in complaints[0].getMessage()
+
+
+def test_a_hook_that_wants_to_end_the_process_harms_nobody(client: Client, listener: Listener) -> None:
+    """What ends a thread or a task ends neither the server nor a call: the hook is called in the thread of its loop."""
+
+    def impatient(event: i.Event) -> None:
+        raise SystemExit(1) if isinstance(event, i.CallStarted) else asyncio.CancelledError
+
+    i.add_hook(impatient)
+    assert client.call("held", 3).value.shape == (3,)
+    assert client.call("held", 4).value.shape == (4,)
+
+
+def test_a_hook_that_removes_itself(client: Client, listener: Listener) -> None:
+    """It is called no more; the others hear of that event too."""
+
+    def once(event: i.Event) -> None:
+        i.remove_hook(once)
+        heard.append(event)
+
+    heard: list[i.Event] = []
+    i.remove_hook(listener)
+    i.add_hook(once)
+    i.add_hook(listener)
+    client.call("held", 3)
+    assert len(heard) == 1
+    assert heard[0] in listener.events
+
+
+def test_an_equal_factory_removes_one() -> None:
+    """And with it what it had made: another factory, which may have its place in memory, makes its own."""
+    hooks, made = i.Hooks(), []
+
+    def make() -> Listener:
+        made.append(Listener())
+        return made[-1]
+
+    for count in range(1, 100):
+        hooks.add(i.HookFactory(make))
+        hooks.emit(i.SessionOpened(session="s", pid=1))
+        hooks.remove(i.HookFactory(make))
+        assert len(made) == count
+        assert len(made[-1].events) == 1
+
+
+def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
+    """A forked child has the hooks, and can have others, whatever another thread was about to do."""
+    child = python(
+        """
+        import os
+        from shared_rpc import instrumentation as i
+
+        i.add_hook(print)
+        i.HOOKS._changing.acquire()
+        child = os.fork()
+        if child == 0:
+            i.add_hook(len)
+            os._exit(len(i.get_hooks()))
+        print("hooks", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """
+    )
+    children.append(child)
+    child.expect("hooks 2")
+    assert child.close() == (0, "")
 
 
 def test_a_factory_makes_its_hook_with_the_first_event(client: Client) -> None:

@@ -248,6 +248,26 @@ def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp) 
     assert child.expect("loaded") == "loaded"
 
 
+def test_a_service_that_finds_no_place_leaves_no_hook(broker_app: BrokerApp) -> None:
+    """Another server has its socket, however often it is tried: nobody listens to what never was."""
+    other = f"{broker_app.base_path}-other"
+    (broker_app.file.parent / "count.py").write_text(
+        "from shared_rpc import instrumentation as i\n"
+        "def tell(event):\n"
+        "    if isinstance(event, i.CallStarted):\n"
+        "        print('hooks', len(i.get_hooks()), flush=True)\n"
+    )
+    child = broker_app.start("--metrics-port", "0", "--hook", "count:tell")
+    client = broker_app.connect()
+    with Server(Provider(other, device="cpu", execution_mode="server")):
+        broker_app.write(f"second = Provider({other!r}, device='cpu')\n")
+        for _ in range(2):
+            with pytest.raises(errors.ConfigurationError, match="not all of it is served"):
+                client.reload()
+    client.call("model")
+    assert child.expect("hooks") == "hooks 2"  # itself, and the meter of what is served
+
+
 # The port.
 
 

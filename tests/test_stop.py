@@ -399,26 +399,45 @@ def test_a_job_that_ends_as_its_wait_is_cancelled_leaves_nothing(monkeypatch: py
     assert result.closed == 1
 
 
-def test_two_signals_at_once(children: list[Child]) -> None:
-    """The second one comes while the first is handled, as timeout(1) sends them: the wait ends, and nothing is locked."""
+def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:
+    """Between any two instructions of it, and another one at once, as timeout(1) sends them: who waits, or handles the first
+    one, holds no lock that a handler would wait for.
+    """
     child = python(
         """
-        import os, signal, threading
-        from shared_rpc.server.signals import wait_for_signal
+        import faulthandler, signal, sys
+        from shared_rpc.server.signals import End, wait_for_signal
 
-        asked = threading.Event()
-        notify = asked._cond.notify_all
+        faulthandler.dump_traceback_later(30, exit=True)
+        steps = moment = 1
+        while steps >= moment:
+            steps, moment = 0, moment + 1
 
-        def interrupted():
-            asked._cond.notify_all = notify
-            os.kill(os.getpid(), signal.SIGTERM)  # handled here, where the event is locked
-            notify()
+            def trace(frame, event, argument):
+                global steps
+                frame.f_trace_opcodes = True
+                if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                    return None  # the wait is over
+                steps += 1
+                if steps == moment:
+                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
+                return trace
 
-        asked._cond.notify_all = interrupted
-        wait_for_signal(lambda: os.kill(os.getpid(), signal.SIGTERM) or True, asked=asked)
-        print("ended", flush=True)
+            def begin():
+                sys.settrace(trace)
+                sys._getframe(1).f_trace = trace
+                return True
+
+            asked = End()
+            asked.set()
+            try:
+                wait_for_signal(begin, asked=asked)
+            finally:
+                sys.settrace(None)
+        print("ended", moment > 10, flush=True)
         """
     )
     children.append(child)
-    child.expect("ended")
+    child.expect("ended True")
     assert child.close() == (0, "")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -243,6 +244,16 @@ def test_buffers_have_tickets(client: Client, connect: Callable[..., Client], pa
     assert buffer.value[1, 3] == 5
     with pytest.raises(BufferNotFound) as caught:
         client.open_ticket(path)
+    assert caught.value.reason == "exhausted"
+
+
+def test_a_ticket_that_calls_a_buffer_a_result(client: Client, connect: Callable[..., Client], path: Path) -> None:
+    """The buffer's own terms count all the same."""
+    buffer = client.create_buffer((4,), "float32", max_accesses=1)
+    ticket = msgspec.structs.replace(buffer.ticket(path), kind="result")
+    with connect().open_ticket(ticket) as opened, pytest.raises(BufferNotFound) as caught:
+        assert opened.value.shape == (4,)
+        client.open_ticket(ticket)
     assert caught.value.reason == "exhausted"
 
 

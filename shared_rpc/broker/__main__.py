@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import select
 import sys
-import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any
 
 from shared_rpc.broker.broker import Broker
@@ -18,7 +20,7 @@ from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.instrumentation import HookFactory, add_hook
 from shared_rpc.logs import LogFormat, LogLevel, configure
-from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.server.signals import End, wait_for_signal
 from shared_rpc.settings import take_service_variables
 
 
@@ -28,11 +30,11 @@ def main() -> int:
     options = _options()
     if options.detach is not None:
         detach(options.detach)
-    asked = threading.Event()
+    asked = End()
 
     def end(why: str) -> None:
-        print(f"shared-rpc: {why}: ends", flush=True)
         asked.set()
+        _say(f"shared-rpc: {why}: ends")
 
     command = WorkerCommand(
         options.target,
@@ -93,6 +95,13 @@ def main() -> int:
     finally:
         broker.stop()
     return int(broker.failed)
+
+
+def _say(text: str) -> None:
+    """A line on standard output, if there is room for it: who started the broker may be gone, or read no more."""
+    with suppress(OSError):
+        if select.select([], [1], [], 0)[1]:
+            os.write(1, f"{text}\n".encode())
 
 
 def _options() -> argparse.Namespace:

@@ -216,9 +216,9 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
-        self._measuring.watch(core.server_id)
         listener = self._keeping.listener(message.socket_path)
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
+        self._measuring.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)
         self._keeping.watch(message, core)
         self._spawn(self._serve, service)

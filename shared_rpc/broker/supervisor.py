@@ -80,6 +80,8 @@ class Supervisor:
         #: The number of the latest reload asked for, and of the latest that was done or refused, and then why.
         self._asked = self._answered = 0
         self._refused: Exception | None = None
+        #: Those of the latest reload that was done: some may have ended since.
+        self._loaded_last: list[Worker] = []
         self._stopping = False
         self._spawn: Spawner
 
@@ -237,7 +239,8 @@ class Supervisor:
     async def reload(self) -> list[Worker]:
         """Start workers with the app's code as it is now, and let them take over when all are ready: the new ones.
 
-        A later reload ends the loading of an earlier one, which may hang; the earlier one then ends as the later one does.
+        A later reload ends the loading of an earlier one, which may hang; the earlier one then ends as the later one does. A
+        worker may have ended again when this returns.
 
         :raises WorkerCrashed: if a worker fails to load the code; then nothing has changed.
         """
@@ -250,12 +253,12 @@ class Supervisor:
             async with self._reloading:  # first come, first served: an earlier one that has to wait is behind the later ones
                 if self._answered < number == self._asked:
                     self._refused = await self._load_next()
-                if self._asked == number:
-                    self._answered = number
+                    if self._refused is None or number == self._asked:
+                        self._answered = number
                 if self._answered >= number:
                     if self._refused is not None:
                         raise self._refused
-                    return self.workers
+                    return self._loaded_last
 
     async def _load_next(self) -> Exception | None:
         """Replace the workers by new ones; what kept them from loading the app."""
@@ -276,7 +279,7 @@ class Supervisor:
                 raise
             return error
         self._old += self.workers
-        self.workers, self._next = self._next, []
+        self.workers, self._next, self._loaded_last = self._next, [], mine
         self._crashes.clear()
         self._stopped_until, self._last = 0.0, None
         for worker in mine:

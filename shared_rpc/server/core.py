@@ -227,15 +227,17 @@ class Core:
         :raises ServerBusy: if there are too many.
         """
         self.runs.counters["calls"] += 1
+        asker = Waiter(session, lambda outcome: None, request_id=request_id)
         try:
             spec, key = self._bound(endpoint, lowered, frozenset())
-        except BaseException:
+            if HOOKS.registered:
+                asker.observed = self._observe(spec, request_id, session)
+            return self.tasks.submit(spec, key, arguments, asker=asker).info
+        except BaseException as error:
             close_arguments(arguments)
             self.runs.counters["failures"] += 1
+            tell(asker, Failure.of(error))
             raise
-        observed = self._observe(spec, request_id, session) if HOOKS.registered else None
-        asker = Waiter(session, lambda outcome: None, request_id=request_id, observed=observed)
-        return self.tasks.submit(spec, key, arguments, asker=asker).info
 
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more."""

@@ -66,7 +66,11 @@ class GenerationRequests:
         self._core.generations.hand_latest(self._waiter(frame.request_id), message.object_id)
 
     def _get_object(self, frame: Frame, message: g.GetObject) -> None:
-        self._core.generations.hand(self._waiter(frame.request_id), message.object_id, message.cache_key)
+        waiter, stored = self._waiter(frame.request_id), self._core.objects.get(message.object_id)
+        if stored is not None and stored.kind == "buffer":
+            self._core.buffers.get(waiter, message.object_id)  # on its own terms
+        else:
+            self._core.generations.hand(waiter, message.object_id, message.cache_key)
 
     def _retire(self, frame: Frame, message: g.Retire) -> None:
         self._reply(frame.request_id, m.FactsList(self._core.retire(message.target)))

@@ -78,7 +78,8 @@ class GetLatest(Message):
 class GetObject(Message):
     """Ask for the :class:`~shared_rpc.wire.messages.Result` of an object that is there, with a lease.
 
-    ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place.
+    ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place. Of a buffer it is
+    :class:`~shared_rpc.wire.messages.GetBuffer`, whose terms count.
     """
 
     object_id: str

@@ -1,0 +1,141 @@
+"""The supervisor alone, with workers that a test makes load, fail and end when it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from shared_rpc.broker import supervisor as supervisor_module
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.errors import WorkerCrashed
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+
+
+class FakeWorker:
+    """What the supervisor knows of a worker, without a process."""
+
+    def __init__(
+        self,
+        command: WorkerCommand,
+        number: int,
+        take: Callable[[FakeWorker, Message, Frame], None],
+        ended: Callable[[FakeWorker], None],
+        restarts: int = 0,
+    ) -> None:
+        self.number, self.restarts, self.pid = number, restarts, 0
+        self.state, self.started = "starting", time.monotonic()
+        self.served: dict[str, Any] = {}
+        self.endpoints: dict[str, Any] = {}
+        self.runs: dict[int, Any] = {}
+        self.refusal: Exception | None = None
+        self._take, self._ended = take, ended
+
+    def load(self) -> None:
+        """It has imported the app."""
+        self._take(self, w.Loaded(), Frame(0, 0, b""))
+
+    def kill(self, why: str) -> None:
+        """It ends."""
+        if self.state != "ended":
+            self.state = "ended"
+            self._ended(self)
+
+    def hang_up(self) -> None:
+        """It is to end by itself, and does at once."""
+        self.kill("")
+
+    def crash(self) -> WorkerCrashed:
+        """How it ended."""
+        return WorkerCrashed(f"worker {self.number} has ended")
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Let the loop go on until a condition is true: the caller sees it in the very next turn."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never is")
+
+
+class Stage:
+    """A supervisor, all workers that it has made so far, and what there is to watch them."""
+
+    def __init__(self) -> None:
+        self.workers: list[Any] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.supervisor = Supervisor(WorkerCommand("app"), 1, self)
+
+    def make(self, *arguments: Any) -> Any:
+        """A worker, in place of a process."""
+        self.workers.append(FakeWorker(*arguments))
+        return self.workers[-1]
+
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
+        """See :class:`Spawner`."""
+        task = asyncio.create_task(function(*arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def made(self, count: int) -> Any:
+        """The latest worker, once there are so many."""
+        await turns(lambda: len(self.workers) >= count)
+        return self.workers[-1]
+
+    def told(self, *_: object) -> None:
+        """See :class:`Watcher`."""
+
+    said = changed = lost = told
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutine[Any, Any, None]]], None]:
+    """Runs a story with a supervisor whose worker has loaded the app."""
+
+    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
+        stage = Stage()
+        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
+        await stage.supervisor.start(stage.spawn, wait=False)  # type: ignore[arg-type]
+        stage.workers[0].load()
+        await story(stage)
+
+    return lambda story: asyncio.run(asyncio.wait_for(begin(story), 20))
+
+
+def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., None]) -> None:
+    """Its workers took over, and whoever asked for it has to see to what they replaced; the later one fails alone."""
+
+    async def story(stage: Stage) -> None:
+        first = asyncio.create_task(stage.supervisor.reload())
+        new = await stage.made(2)
+        new.load()
+        second = asyncio.create_task(stage.supervisor.reload())  # asked for before the first one has been told
+        broken = await stage.made(3)
+        broken.kill("its code is broken")
+        with pytest.raises(WorkerCrashed):
+            await second
+        assert await first == [new] == stage.supervisor.workers
+        stage.supervisor.retire_old()
+        await turns(lambda: stage.supervisor.all == [new])  # the one that was replaced ends
+
+    run(story)
+
+
+def test_workers_that_end_as_soon_as_they_have_loaded(run: Callable[..., None]) -> None:
+    """Whoever waits for them is told of them, however late its turn comes: there is always one to ask for its endpoints."""
+
+    async def story(stage: Stage) -> None:
+        reloads = [asyncio.create_task(stage.supervisor.reload()) for _ in range(500)]
+        new = await stage.made(2)
+        new.load()
+        new.kill("it crashes at once")
+        assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
+
+    run(story)
