@@ -785,6 +785,24 @@ def test_a_gpu_takes_nothing() -> None:
 
 
 @pytest.mark.gpu
+def test_a_buffer_that_numpy_made_goes_to_the_gpu() -> None:
+    """It has memory before anybody could say where; the model is on one device all the same."""
+    numpy = pytest.importorskip("numpy")
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2))
+            self.register_buffer("table", torch.from_numpy(numpy.arange(4.0)), persistent=False)
+
+    weight = torch.ones(2, device="cuda")
+    with materialize({"weight": weight}):
+        model = Positions()
+    assert model.table.device == model.weight.device == weight.device
+    assert model.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.gpu
 def test_a_shared_gpu_model(base_path: str) -> None:
     """A handle's memory, mapped by VMM, under another class: nothing allocated, and the same results."""
     provider = Provider(base_path, device="cuda")

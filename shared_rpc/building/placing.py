@@ -131,6 +131,8 @@ class Plan:
                     computing.append(slots)
                 else:
                     _filled(slots, seen, old.requires_grad)
+            elif device is not None and old.device != device and slots[0].kind != "parameter":
+                _filled(slots, old.to(device), old.requires_grad)  # such as a table that numpy made
         for slots, tensor in zip(computing, deferred.compute([slots[0].tensor for slots in computing]), strict=True):
             placed = tensor.to(device) if device is not None else tensor
             old = slots[0].tensor
