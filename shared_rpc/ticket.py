@@ -135,7 +135,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                     os.unlink(draft)
                 raise
         except OSError as error:
-            raise ConfigurationError(f"the ticket {name} cannot be written: {error}") from error
+            raise ConfigurationError(f"the ticket {name} cannot be written: {error.strerror}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ticket:
@@ -151,7 +151,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 _check_file(name, os.fstat(fd))
                 text = file.read(_LIMIT + 1)
         except OSError as error:
-            raise TicketError(f"the ticket {name} cannot be read: {error}", reason="unreadable") from error
+            raise TicketError(f"the ticket {name} cannot be read: {error.strerror}", reason="unreadable") from error
         return cls.from_json(text, name)
 
     def check_here(self) -> None:

@@ -265,6 +265,37 @@ def test_no_server_at_the_socket(tmp_path: Path) -> None:
 # objects
 
 
+def test_what_others_wrote_moves_no_cursor(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    """Cache keys and errors quote values of callers; each object is a line, and no escape sequence gets through."""
+
+    @provider.share(managed=True, cache_format_key="{name}")
+    def load(name: str) -> torch.Tensor:
+        return torch.ones(1)
+
+    serve()
+    with connect().call("load", "red \x1b[31m\nand [bold]"):
+        listed = cli("objects")
+    assert (listed.code, listed.errors) == (0, "")
+    _, row = listed.output.splitlines()
+    assert "load:red [31m and [bold]" in row
+    failed = cli("ls", "--base-path", f"{tmp_path}/a\x1b[2J\x1b/b")
+    wrong = cli("info", "--socket", f"{tmp_path}/\x1b[2J.sock")
+    assert "\x1b" not in failed.output + failed.errors + wrong.complaint
+
+
+@pytest.mark.parametrize(
+    "environ", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}]
+)
+def test_a_terminal_without_the_letters(served: Server, connect: Callable[..., Client], environ: dict[str, str]) -> None:
+    """Shows a question mark, and the rest."""
+    with connect().call("load", 4, name="größe"):
+        ran = cli("objects", environ=environ)
+    assert (ran.code, ran.errors) == (0, "")
+    assert re.search(r"name='gr\?+e'", ran.output)
+
+
 def test_objects_and_who_holds_them(served: Server, children: list[Child]) -> None:
     """Every object with the processes that hold it, and what these processes run."""
     code = """

@@ -72,6 +72,18 @@ def test_the_app_shares_one_model_between_its_clients(told: Scrape) -> None:
     assert told("leases_reclaimed_total") == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_client_ends_when_it_is_told_to(base_path: str, children: list[Child], number: signal.Signals) -> None:
+    """It has a handler of its own, as the first process of a container must; Ctrl-C prints no traceback."""
+    client = Child(
+        str(DEPLOY / "app.py"), "--pause", "0.001", environ={"SHARED_TENSOR_ROLE": "local", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    children.append(client)
+    client.expect("100 batches")
+    client.process.send_signal(number)
+    assert client.close() == (130, "")
+
+
 # Queries.
 
 

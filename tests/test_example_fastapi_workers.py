@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import PYTHONPATH, ROOT
+from tests.processes import PYTHONPATH, ROOT, Child, eventually
 
 for package in ("fastapi", "uvicorn", "httpx"):
     pytest.importorskip(package)
@@ -74,6 +75,35 @@ def test_the_example(base_path: str, device: str) -> None:
     assert (done.returncode, "all checks passed" in done.stdout) == (0, True), done.stdout + done.stderr
     assert done.stdout.count("ok  ") == 8
     assert [path.name for path in scratch.iterdir() if path.name.startswith("tmp")] == []
+
+
+def test_an_interrupted_example_leaves_nothing(base_path: str, children: list[Child]) -> None:
+    """Workers of uvicorn that are still starting do not end by themselves, and neither does uvicorn."""
+    scratch = Path(base_path).parent
+    copy = shutil.copytree(EXAMPLE, scratch / "example", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "model.py").write_text(MODEL)
+    (scratch / "t").mkdir()
+    child = Child(str(copy / "run.py"), environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch / "t")})
+    children.append(child)
+    child.expect("one model")
+    eventually(lambda: len(family(child.pid)) >= 6)  # with the server, uvicorn and its workers
+    started = family(child.pid)
+
+    child.process.send_signal(signal.SIGINT)
+
+    code, errors = child.close()
+    assert (code, "Traceback" in errors) == (130, False)
+    assert not list((scratch / "t").iterdir())
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+
+
+def family(pid: int) -> list[int]:
+    """A process, its children, and theirs."""
+    found = [pid]
+    for one in found:
+        with suppress(OSError):
+            found += map(int, Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split())
+    return found
 
 
 # The load client.

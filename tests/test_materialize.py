@@ -187,6 +187,124 @@ def test_tensors_that_share_memory_do_so_afterwards() -> None:
     assert model.low.untyped_storage().data_ptr() == model.high.untyped_storage().data_ptr()
 
 
+def test_attributes_that_see_a_weight_see_the_sources() -> None:
+    """A list of parameters, a buffer under another name, a view of either: they are the shared memory too."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+            self.register_buffer("table", torch.randn(6))
+            self.listed = [self.weight]
+            self.named = {"weight": self.weight, "table": self.table}
+            self.half = self.weight[2:]
+            self.turned = self.weight.data.t()
+            self.register_buffer("first", self.table[:2], persistent=False)
+
+    source = Kept()
+    with materialize(source):
+        model = Kept()
+    assert model.listed[0] is model.weight is model.named["weight"]
+    assert model.named["table"] is model.table
+    assert same_memory(model.half, source.weight[2:])
+    assert same_memory(model.turned, source.weight.t())
+    assert same_memory(model.first, source.table[:2])
+    model.half.sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.sum() == 6
+
+
+def test_an_attribute_that_sees_more_than_a_weight() -> None:
+    """The source has no such memory, so it is refused; another layout of the source is no better."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = torch.zeros(6)
+            self.weight = nn.Parameter(self.flat[:4].view(2, 2))
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 2))
+            self.row = self.weight.data[0]
+
+    with pytest.raises(CapabilityError, match=r"shape \(6,\) in a plain attribute that sees the memory of weight"):
+        with materialize({"weight": torch.ones(2, 2)}):
+            flat = Flat()
+        del flat
+    with pytest.raises(CapabilityError, match=r"sees the memory of weight"):
+        with materialize({"weight": torch.ones(2, 2).t()}):
+            rows = Rows()
+        del rows
+
+
+def test_attributes_want_gradients_as_the_constructor_has_it() -> None:
+    """Parameters that are not registered stay parameters."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(2, requires_grad=True)
+            self.listed = [nn.Parameter(torch.ones(3))]
+
+    with materialize({}):
+        model = Kept()
+    assert model.scale.requires_grad
+    assert isinstance(model.listed[0], nn.Parameter)
+
+
+def test_what_an_attribute_leads_to_is_not_written_to() -> None:
+    """Modules of Python are left alone, and containers in which nothing is replaced are only read."""
+
+    class Guarded(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise AssertionError(f"{key} is written")
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.library = torch.nn.functional
+            self.settings = Guarded(size=1)
+            self.table = torch.arange(3)
+
+    with materialize({}):
+        model = Kept()
+    assert model.table.tolist() == [0, 1, 2]
+
+
+def test_questions_about_values() -> None:
+    """What is no tensor, as whether two are close, is answered with the values."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(3.0)
+            self.answers = torch.allclose(table, table + 1e-9), torch.equal(table, table + 1)
+
+    with materialize({}):
+        model = Asks()
+    assert model.answers == (True, False)
+
+
+def test_parametrisations_that_look_at_what_they_make() -> None:
+    """``orthogonal`` checks what it has made."""
+    orthogonal = torch.nn.utils.parametrizations.orthogonal
+    source = orthogonal(nn.Linear(4, 4))
+    with materialize(source):
+        model = orthogonal(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), source(x))
+
+
+def test_lazy_layers() -> None:
+    """They have no shape that could be compared: the error says what to build in their place."""
+    with pytest.raises(CapabilityError, match=r"weight of LazyLinear has no shape .* nn\.Linear"):
+        with materialize(nn.Linear(4, 3)):
+            model = nn.LazyLinear(3)
+        del model
+
+
 def test_tied_weights_stay_tied() -> None:
     """One parameter under two names; a source that has only one of them, as safetensors files do, is enough."""
     source = Tied()
@@ -664,6 +782,24 @@ def test_a_gpu_takes_nothing() -> None:
         assert model.table.device == model.weight.device == source["weight"].device
         assert torch.allclose(model.table.cpu(), torch.arange(4.0).cos())
         del model
+
+
+@pytest.mark.gpu
+def test_a_buffer_that_numpy_made_goes_to_the_gpu() -> None:
+    """It has memory before anybody could say where; the model is on one device all the same."""
+    numpy = pytest.importorskip("numpy")
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2))
+            self.register_buffer("table", torch.from_numpy(numpy.arange(4.0)), persistent=False)
+
+    weight = torch.ones(2, device="cuda")
+    with materialize({"weight": weight}):
+        model = Positions()
+    assert model.table.device == model.weight.device == weight.device
+    assert model.table.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.gpu

@@ -158,8 +158,13 @@ def test_a_file_without_tensors(tmp_path: Path, no_leaks: None) -> None:
     [
         (b"", b"", "header cannot be read"),
         (b"[1]", b"", "header cannot be read"),
-        (b'{"w": {"dtype": "F32"}}', b"", "header cannot be read"),
+        (b'{"w": {"dtype": "F32"}}', b"", "entry of tensor 'w' cannot be read"),
         (b"\xff\xfe", b"", "header cannot be read"),
+        (b'{"\xff": {}}', b"", "header cannot be read"),
+        (b'{"w": ' * 10_000 + b"1" + b"}" * 10_000, b"", "header cannot be read"),
+        ({"w": entry(0, 8), "v": {"dtype": "F32"}}, b"12345678", "entry of tensor 'v' cannot be read"),
+        ({"w": entry(0, 0, shape=(0, 1 << 62, 1 << 62))}, b"", "tensor 'w' of shape"),
+        ({"w": entry(0, 0, shape=(0, 1 << 63))}, b"", "tensor 'w' of shape"),
         ({"w": entry(0, 8)}, b"1234", "is truncated: tensor 'w' ends at byte"),
         ({"w": entry(0, 8)}, b"123456789", "of which its header knows"),
         ({"w": entry(0, 8, shape=(3,))}, b"12345678", r"tensor 'w' of shape \[3\] and dtype F32 cannot be"),
@@ -200,7 +205,10 @@ def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.Mon
     [
         ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is said to be in model"),
         ({"w": "../model.safetensors"}, CheckpointError, "which is no file beside the index"),
-        ({"w": "other.safetensors"}, FileNotFoundError, r"other\.safetensors"),
+        ({"w": ".."}, CheckpointError, "which is no file beside the index"),
+        ({"w": ""}, CheckpointError, "which is no file beside the index"),
+        ({"w": "a\0b"}, CheckpointError, "which is no file beside the index"),
+        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json says that there is a file .*other\.safetensors"),
         ([], CheckpointError, "is no index"),
     ],
 )

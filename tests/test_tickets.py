@@ -335,7 +335,7 @@ def test_a_file_that_is_not_there(client: Client, path: Path) -> None:
     with pytest.raises(TicketError, match="no regular file") as caught:
         client.open_ticket(path)
     assert caught.value.reason == "unreadable"
-    with pytest.raises(TicketError):
+    with pytest.raises(TicketError, match=f"the ticket {path.parent} cannot be read: Is a directory$"):
         client.open_ticket(path.parent)
 
 

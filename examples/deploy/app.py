@@ -12,6 +12,7 @@ Every client attaches to the encoder, which is in memory once, and has the serve
 
 import argparse
 import os
+import signal
 import time
 
 import torch
@@ -43,9 +44,21 @@ def main() -> None:
     parser.add_argument("--calls", type=int, help="how many batches; by default until it is ended")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two batches")
     options = parser.parse_args()
+    # The first process of a container ignores SIGTERM unless it says what is to be done.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        call(options.calls, options.pause)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        provider.close()
+
+
+def call(calls: int | None, pause: float) -> None:
+    """So many batches, or without an end."""
     done = 0
     with encoder() as handle:
-        while options.calls is None or done < options.calls:
+        while calls is None or done < calls:
             ids = torch.randint(WORDS, (32, 16 if done % 50 else 0), device=DEVICE)
             try:
                 there, here = encode(ids), handle.value(ids)
@@ -53,10 +66,9 @@ def main() -> None:
             except ValueError as error:  # with the id by which the server's log tells more
                 print(f"pid {os.getpid()}: {error}, request {getattr(error, 'request_id', '-')}", flush=True)
             done += 1
-            if done % 100 == 0 or done == options.calls:
+            if done % 100 == 0 or done == calls:
                 print(f"pid {os.getpid()}: {done} batches", flush=True)
-            time.sleep(options.pause)
-    provider.close()
+            time.sleep(pause)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,10 @@ class Process:
         self.name, self.log = name, directory / f"{name}.log"
         self.began = time.monotonic()
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, *words], cwd=HERE, env=environ, stdout=log, stderr=log)
+            # Not in the terminal's process group: Ctrl-C is this program's, which ends the others in order.
+            self.process = subprocess.Popen(
+                [sys.executable, *words], cwd=HERE, env=environ, stdout=log, stderr=log, process_group=0
+            )
         stack.callback(self.end)
 
     def wait_for(self, text: str, times: int = 1) -> float:
@@ -79,9 +82,16 @@ class Process:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """SIGTERM, and wait."""
+        """SIGTERM, and wait; what does not end of it is killed, with its workers."""
         self.process.terminate()
-        self.process.wait(timeout=30)
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass  # uvicorn does not end of it, if its workers were still starting
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
 
 class Service(Process):
@@ -250,9 +260,13 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.workers < 2:
         parser.error("--workers: at least 2, so that one is left when one is killed")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        play(Path(scratch), options.workers, options.concurrency, options.seconds)
+        try:
+            play(Path(scratch), options.workers, options.concurrency, options.seconds)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
     if failures:
         raise SystemExit(f"{len(failures)} checks failed: {'; '.join(failures)}")
     console.print(f"\n[green]all checks passed[/] in {time.perf_counter() - begin:.1f} s")

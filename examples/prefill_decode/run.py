@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=16, help="tokens to generate for each request")
     parser.add_argument("--blocks", type=int, default=12, help="blocks of the KV cache, 16 positions each")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     with ExitStack() as stack:
         try:
             return 1 if play(options, stack) else 0

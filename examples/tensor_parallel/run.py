@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,13 @@ class Process:
 
     def __init__(self, stack: ExitStack, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *words], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, *words],
+            cwd=HERE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            process_group=0,  # Ctrl-C is this program's, which ends the others
         )
         stack.callback(self.end)
 
@@ -193,9 +200,13 @@ def synchronize() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="servers, and processes that compute together")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        play(Path(scratch), parser.parse_args().ranks)
+        try:
+            play(Path(scratch), parser.parse_args().ranks)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
     if failures:
         raise SystemExit(f"{len(failures)} checks failed: {'; '.join(failures)}")
     console.print(f"\n[green]all checks passed[/] in {time.perf_counter() - begin:.1f} s")

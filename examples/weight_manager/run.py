@@ -350,20 +350,22 @@ def main() -> None:
     parser.add_argument("--life", type=int, default=30, help="requests in a worker's life")
     parser.add_argument("--threads", type=int, default=1, help="of a worker on the host")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["SHARED_TENSOR_BASE_PATH"] = f"{scratch}/manager"
-        if options.device == "auto":
-            import torch
-
-            options.device = "cuda" if torch.cuda.is_available() else "cpu"
-        story = Story(options, Path(scratch))
         try:
-            asyncio.run(play(story))
+            if options.device == "auto":
+                import torch
+
+                options.device = "cuda" if torch.cuda.is_available() else "cpu"
+            story = Story(options, Path(scratch))
+            try:
+                asyncio.run(play(story))
+            finally:
+                story.close()
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-        finally:
-            story.close()
     if failures:
         raise SystemExit(f"{len(failures)} claims are false: {'; '.join(failures)}")
     console.print(f"\n[green]all of it is so[/], after {time.perf_counter() - begin:.0f} s")

@@ -7,6 +7,7 @@ So a constructor may look at a tensor that it has made (``.item()``, ``.tolist()
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Deferred"]
+__all__ = ["Deferred", "View"]
 
 #: Bytes. What is computed at once takes so much at most, each and together, until the end of the block.
 _SMALL, _SMALL_TOGETHER = 16 << 20, 64 << 20
@@ -28,7 +29,6 @@ _SMALL, _SMALL_TOGETHER = 16 << 20, 64 << 20
 #: Bytes of an element of what is computed; complex128 is twice that, and rare.
 _WIDE = 8
 _META = torch.device("meta")
-_READ_VALUE = torch.ops.aten._local_scalar_dense.default
 #: What ``torch.tensor`` ends with: its argument is a tensor of given values.
 _GIVEN = torch.ops.aten.lift_fresh.default
 #: They read memory without an operation that could be seen.
@@ -36,7 +36,7 @@ _READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__ar
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class View:
     """A tensor, as what it sees of a storage; ``key`` names the storage."""
 
     key: int
@@ -48,7 +48,8 @@ class _View:
     neg: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
+    def of(cls, tensor: torch.Tensor) -> View:
+        """What a tensor sees now."""
         return cls(
             tensor.untyped_storage()._cdata,
             tensor.dtype,
@@ -86,10 +87,10 @@ class _Step:
     kwargs: dict[str, Any]
     changes: set[int]
     reads: set[int]
-    outputs: list[_View] = field(default_factory=list)
+    outputs: list[View] = field(default_factory=list)
 
     def repeat(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = tree_map_only(_View, lambda view: view.over(storages), (self.args, self.kwargs))
+        args, kwargs = tree_map_only(View, lambda view: view.over(storages), (self.args, self.kwargs))
         made = [leaf for leaf in tree_leaves(self.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         for view, tensor in zip(self.outputs, made, strict=True):
             if view.key not in storages:
@@ -135,7 +136,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._given(args[0])
             if tensors or not any(argument.name == "device" for argument in func._schema.arguments):
                 return func(*args, **kwargs)
-        elif func is _READ_VALUE or any(not self.made(tensor) for tensor in _written(func, args, kwargs)):
+        elif _tells(func) or any(not self.made(tensor) for tensor in _written(func, args, kwargs)):
             return func(*self._known(args), **self._known(kwargs))
         if self._is_quick(func, args, tensors):
             with suppress(RuntimeError):  # tensors on two devices, where the code asked a tensor of the block for its own
@@ -168,7 +169,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What these tensors would be, on the devices that the block asked for. Those that share memory do here as well."""
-        views = [_View.of(tensor) for tensor in tensors]
+        views = [View.of(tensor) for tensor in tensors]
         needed, chosen = {view.key for view in views}, []
         for step in reversed(self._steps):
             if needed & step.changes:
@@ -222,8 +223,8 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._asked(kwargs)
-        noted_args, noted = tree_map_only(torch.Tensor, lambda t: _View.of(t) if self.made(t) else t, (args, asked))
-        reads = {leaf.key for leaf in tree_leaves((noted_args, noted)) if isinstance(leaf, _View)}
+        noted_args, noted = tree_map_only(torch.Tensor, lambda t: View.of(t) if self.made(t) else t, (args, asked))
+        reads = {leaf.key for leaf in tree_leaves((noted_args, noted)) if isinstance(leaf, View)}
         changes = {tensor.untyped_storage()._cdata for tensor in _written(func, args, kwargs)}
         step = _Step(func, noted_args, noted, changes, reads)
         if func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:
@@ -243,7 +244,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, step: _Step, result: Any) -> Any:
         """Remember a step if it made memory, or wrote some."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        step.outputs = [_View.of(tensor) for tensor in outputs]
+        step.outputs = [View.of(tensor) for tensor in outputs]
         for tensor, view in zip(outputs, step.outputs, strict=True):
             if view.key not in self._storages:
                 self._storages[view.key] = tensor.untyped_storage()
@@ -264,6 +265,13 @@ class _Reading(TorchFunctionMode):
         if func in _READERS and self._deferred.made(args[0]):
             args = (self._deferred.compute(args[:1])[0].cpu(), *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _tells(func: Any) -> bool:
+    """Whether an operation's result is no tensor, but depends on what is in one: ``item()``, ``equal()``."""
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(result.type) for result in returns)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> int:

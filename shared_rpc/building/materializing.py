@@ -17,6 +17,7 @@ from shared_rpc.building.deferred import Deferred
 from shared_rpc.building.placing import Plan
 from shared_rpc.building.renaming import Rename, matches, renamer
 from shared_rpc.building.slots import replace_attributes, state_of
+from shared_rpc.building.successors import Successors, as_it_was
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.handle import Lease
 
@@ -71,8 +72,8 @@ def _materializing(
     with construction, deferred:
         yield
     with torch.inference_mode(False):
-        roots = _fill(construction, tensors, matches(own), deferred)
-    _settle(roots, deferred)
+        roots, successors = _fill(construction, tensors, matches(own), deferred)
+        _settle(roots, successors, deferred)
     for root in roots:
         _filled.update(root.modules())
         if isinstance(source, Lease):
@@ -119,8 +120,8 @@ def _renamed(tensors: dict[str, torch.Tensor], rename: Rename | None) -> dict[st
 
 def _fill(
     construction: Construction, tensors: dict[str, torch.Tensor], own: Callable[[str], bool], deferred: Deferred
-) -> list[nn.Module]:
-    """Give the models of the block their tensors: these models."""
+) -> tuple[list[nn.Module], Successors]:
+    """Give the models of the block their tensors: these models, and what has become of what they had."""
 
     def plan() -> Plan:
         return Plan(construction.roots(), tensors, own, _filled.__contains__)
@@ -134,26 +135,32 @@ def _fill(
         mismatch = planned.mismatch()
         if mismatch is not None:
             raise mismatch
-    planned.carry_out(deferred)
-    return planned.roots
+    return planned.roots, planned.carry_out(deferred)
 
 
-def _settle(roots: list[nn.Module], deferred: Deferred) -> None:
+def _settle(roots: list[nn.Module], successors: Successors, deferred: Deferred) -> None:
     """Put right what else the block has made and is in use, so that nothing is left on the meta device."""
     if not deferred.in_use():
         return
-    found: dict[int, torch.Tensor] = {}
-    for root in roots:
-        replace_attributes(root, lambda tensor: found.setdefault(id(tensor), tensor) if deferred.made(tensor) else tensor)
-    computed = dict(zip(found, deferred.compute(list(found.values())), strict=True))
-    for root in roots:
-        replace_attributes(root, lambda tensor: computed.get(id(tensor), tensor))
-    found.clear()
+    _put_right(roots, successors, deferred)
     if not deferred.in_use():
         return
     gc.collect()
     if deferred.in_use():
         raise CapabilityError(_left(deferred, [type(root).__name__ for root in roots]))
+
+
+def _put_right(roots: list[nn.Module], successors: Successors, deferred: Deferred) -> None:
+    """The tensors in plain attributes: what they saw has become something else, or they are computed."""
+    found: dict[int, torch.Tensor] = {}
+    for root in roots:
+        replace_attributes(root, lambda tensor: found.setdefault(id(tensor), tensor) if deferred.made(tensor) else tensor)
+    there = {key: seen for key, tensor in found.items() if (seen := successors.of(tensor)) is not None}
+    alone = [tensor for key, tensor in found.items() if key not in there]
+    for old, new in zip(alone, deferred.compute(alone), strict=True):
+        there[id(old)] = as_it_was(new, old)
+    for root in roots:
+        replace_attributes(root, lambda tensor: there.get(id(tensor), tensor))
 
 
 def _left(deferred: Deferred, models: list[str]) -> str:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shared_rpc.building.deferred import Deferred
 from shared_rpc.building.slots import Slot, slots_of
-from shared_rpc.errors import ConfigurationError, StateMismatchError
+from shared_rpc.building.successors import Successors, as_it_was
+from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
 
 __all__ = ["Plan"]
 
@@ -26,6 +28,7 @@ class Plan:
     :param own: whether a name is not to be asked for in the source.
     :param apart: whether a module has its tensors already.
     :raises ConfigurationError: if there is nothing to do.
+    :raises CapabilityError: for a parameter that has no shape yet.
     """
 
     def __init__(
@@ -71,6 +74,11 @@ class Plan:
             if not _same_memory(self._source[name], source):
                 self._mismatched.append(f"{first} and {name} are one tensor in the model, and two in the source")
         there = slots[0].tensor
+        if is_lazy(there):
+            raise CapabilityError(
+                f"materialize(): {first} of {type(slots[0].module).__name__} has no shape before the first forward pass: build "
+                f"the model with layers that know their sizes, as nn.Linear in place of nn.LazyLinear"
+            )
         if (there.shape, there.dtype) != (source.shape, source.dtype):
             self._mismatched.append(f"{first} is {_described(there)} in the model, {_described(source)} in the source")
         self._shared.append((slots, first))
@@ -104,27 +112,42 @@ class Plan:
             mismatched=self._mismatched,
         )
 
-    def carry_out(self, deferred: Deferred) -> None:
-        """Put everything in its place."""
+    def carry_out(self, deferred: Deferred) -> Successors:
+        """Put everything in its place: what the block's tensors have become."""
         devices = {tensor.device for tensor in self._source.values()}
         device = devices.pop() if len(devices) == 1 else None
-        computing = [slots for slots in self._computed if deferred.made(slots[0].tensor)]
+        successors = Successors()
+        for slots, name in self._shared:
+            source, old = self._source[name], slots[0].tensor
+            new = _filled(slots, source.detach(), source.requires_grad)
+            if deferred.made(old):
+                successors.put(name, old, new, shared=True)
+        computing = []
+        for slots in self._computed:
+            old = slots[0].tensor
+            if deferred.made(old):
+                seen = successors.of(old)
+                if seen is None:
+                    computing.append(slots)
+                else:
+                    _filled(slots, seen, old.requires_grad)
+            elif device is not None and old.device != device and slots[0].kind != "parameter":
+                _filled(slots, old.to(device), old.requires_grad)  # such as a table that numpy made
         for slots, tensor in zip(computing, deferred.compute([slots[0].tensor for slots in computing]), strict=True):
             placed = tensor.to(device) if device is not None else tensor
-            _fill(slots, placed, slots[0].tensor.requires_grad)
-        for slots, name in self._shared:
-            source = self._source[name]
-            _fill(slots, source.detach(), source.requires_grad)
+            old = slots[0].tensor
+            successors.put(slots[0].name, old, _filled(slots, placed, old.requires_grad), shared=False)
+        return successors
 
 
-def _fill(slots: list[Slot], tensor: torch.Tensor, requires_grad: bool) -> None:
+def _filled(slots: list[Slot], tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Have all slots one tensor: a parameter, where they have one. That is what they have then."""
     first = slots[0].tensor
     if isinstance(first, nn.Parameter):
-        new = nn.Parameter(tensor, requires_grad)
-        vars(new).update(vars(first))  # marks that optimizers and libraries look for
-        tensor = new
+        tensor = as_it_was(tensor, first).requires_grad_(requires_grad)
     for slot in slots:
         slot.fill(tensor)
+    return tensor
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

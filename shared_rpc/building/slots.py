@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -56,14 +57,14 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Have ``replaced`` decide of every tensor that the tree keeps in plain attributes: in lists, dicts, tuples, and the
-    attributes of objects too.
+    attributes of objects too. Where nothing is replaced nothing is written: much of it may belong to others.
     """
     seen: set[int] = set()
 
     def visit(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return replaced(value)
-        if id(value) in seen or isinstance(value, (type, nn.Module)) or callable(value):
+        if id(value) in seen or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
             return value
         if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
             parts = [visit(part) for part in value]
@@ -72,15 +73,20 @@ def replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor], torch
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         seen.add(id(value))
         if isinstance(value, list):
-            value[:] = [visit(part) for part in value]
+            visit_items(value, range(len(value)))
         elif isinstance(value, dict):
-            for key in list(value):
-                value[key] = visit(value[key])
+            visit_items(value, list(value))
         elif hasattr(value, "__dict__"):
             visit(vars(value))
         return value
 
+    def visit_items(items: Any, keys: Iterable[Any]) -> None:
+        for key in keys:
+            old = items[key]
+            new = visit(old)
+            if new is not old:
+                items[key] = new
+
     for module in root.modules():
         own = vars(module)
-        for name in [name for name in own if name not in {"_parameters", "_buffers", "_modules"}]:
-            own[name] = visit(own[name])
+        visit_items(own, [name for name in own if name not in {"_parameters", "_buffers", "_modules"}])

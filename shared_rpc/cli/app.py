@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from shared_rpc.cli.devices import devices
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
-from shared_rpc.cli.rendering import ago, as_json, contents, one_line, origin, size, table
+from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, size, table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
@@ -33,10 +34,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; an error of the library is one line on standard error and exit code 1."""
+    # What a terminal cannot show is no reason to show nothing.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except SharedRPCError as error:
-        print(f"shared-rpc: {error}", file=sys.stderr)
+        complain(str(error))
         raise SystemExit(1) from None
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shared_rpc import Client
+from shared_rpc.cli.rendering import complain
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
 from shared_rpc.settings import resolve_base_path
 
@@ -20,7 +20,7 @@ _PATIENCE = 2.0
 
 
 def _complain(reason: str) -> None:
-    print(f"shared-rpc: passed over: {reason}", file=sys.stderr)
+    complain(f"passed over: {reason}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from shared_rpc.wire.tasks import Progress, TaskInfo
 __all__ = [
     "ago",
     "as_json",
+    "complain",
     "contents",
     "one_line",
     "origin",
@@ -36,13 +37,19 @@ _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_00
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; columns whose name ends in ``>`` are right-aligned."""
+    """Print a table, a line for each row; columns whose name ends in ``>`` are right-aligned."""
     shown = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(str(cell)) for cell in row))
+        shown.add_row(*(Text(one_line(str(cell))) for cell in row))
     _console.print(shown)
+
+
+def complain(text: str) -> None:
+    """Tell of an error. It may quote what others have written, so nothing in it moves a terminal's cursor."""
+    lines = "\n".join(one_line(line) for line in text.splitlines())
+    print(f"shared-rpc: {lines}", file=sys.stderr)
 
 
 def as_json(value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from shared_rpc import Client
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import as_json, size
+from shared_rpc.cli.rendering import as_json, complain, size
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 
 __all__ = ["stop"]
@@ -38,7 +37,7 @@ def stop(
                     ended.append(_stop(client, if_idle, json))
                 except SharedRPCError as error:
                     failed = True
-                    print(f"shared-rpc: {client.socket_path}: {error}", file=sys.stderr)
+                    complain(f"{client.socket_path}: {error}")
     else:
         with the_server(socket, base_path) as client:
             ended.append(_stop(client, if_idle, json))

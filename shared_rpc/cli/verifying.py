@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.options import Json
-from shared_rpc.cli.rendering import as_json, one_line, table
+from shared_rpc.cli.rendering import as_json, complain, one_line, table
 from shared_rpc.errors import SharedRPCError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def verify(
     except (CannotRun, SharedRPCError, OSError) as error:
         if json:
             as_json({"schema": run.SCHEMA, "error": str(error)})
-        print(f"shared-rpc: cannot verify: {one_line(str(error))}", file=sys.stderr)
+        complain(f"cannot verify: {one_line(str(error))}")
         raise typer.Exit(_COULD_NOT_RUN) from None
     except Interrupted as interrupted:
         print(f"shared-rpc: {interrupted}: ended, and nothing is left", file=sys.stderr)

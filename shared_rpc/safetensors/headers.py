@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -37,6 +38,10 @@ _DTYPES = {
 
 #: Bytes of a header, the format's own limit.
 _HEADER_LIMIT = 100_000_000
+#: Bytes that torch can count.
+_LARGEST = (1 << 63) - 1
+
+T = TypeVar("T")
 
 
 class StoredTensor(NamedTuple):
@@ -81,18 +86,18 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _of_index(path: Path) -> list[StoredTensor]:
-    try:
-        weight_map = _indexes.decode(path.read_bytes()).weight_map
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is no index of safetensors files: {error}") from error
+    weight_map = _decoded(_indexes, path.read_bytes(), f"{path} is no index of safetensors files").weight_map
     by_file: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise CheckpointError(f"{path}: tensor {name!r} is said to be in {file!r}, which is no file beside the index")
         by_file[file].add(name)
     found = []
     for file, names in by_file.items():
-        there = [tensor for tensor in _of_file(path.parent / file) if tensor.name in names]
+        shard = path.parent / file
+        if not shard.exists():
+            raise FileNotFoundError(errno.ENOENT, f"{path} says that there is a file beside it, and there is none", str(shard))
+        there = [tensor for tensor in _of_file(shard) if tensor.name in names]
         missing = sorted(names - {tensor.name for tensor in there})
         if missing:
             raise CheckpointError(f"{path}: tensor {missing[0]!r} is said to be in {file}, and is not ({len(missing)} missing)")
@@ -109,14 +114,22 @@ def _of_file(path: Path) -> list[StoredTensor]:
                 f"{path} is truncated, or no safetensors file: it has {size} bytes, and its header would have {length}"
             )
         header = file.read(length)
-    try:
-        entries = {name: _entries.decode(raw) for name, raw in _headers.decode(header).items() if name != "__metadata__"}
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: the header cannot be read: {error}") from error
+    entries = {
+        name: _decoded(_entries, raw, f"{path}: the header's entry of tensor {name!r} cannot be read")
+        for name, raw in _decoded(_headers, header, f"{path}: the header cannot be read").items()
+        if name != "__metadata__"
+    }
     tensors = [_checked(path, name, entry, 8 + length) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     _check_cover(path, tensors, 8 + length, size)
     return tensors
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: bytes | msgspec.Raw, complaint: str) -> T:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{complaint}: {error}") from error
 
 
 def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
@@ -124,7 +137,14 @@ def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
         raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry.dtype}, which torch has no like of")
     dtype, itemsize = _DTYPES[entry.dtype]
     begin, end = entry.data_offsets
-    if min(entry.shape, default=0) < 0 or not 0 <= begin <= end or end - begin != math.prod(entry.shape) * itemsize:
+    # A tensor without elements may claim sizes whose strides no number holds.
+    extent = math.prod(size for size in entry.shape if size) * itemsize
+    if (
+        extent > _LARGEST
+        or min(entry.shape, default=0) < 0
+        or not 0 <= begin <= end
+        or end - begin != math.prod(entry.shape) * itemsize
+    ):
         raise CheckpointError(
             f"{path}: tensor {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} cannot be the bytes {begin} to {end}"
         )

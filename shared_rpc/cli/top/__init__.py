@@ -17,7 +17,9 @@ _UNLIMITED = 10_000
 
 
 def top(
-    interval: Annotated[float, typer.Option("--interval", "-d", min=0.05, metavar="SECONDS", help="From look to look.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option("--interval", "-d", min=0.05, max=86400, metavar="SECONDS", help="From look to look.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; so it is where no terminal is.")] = False,
     sort: Annotated[str, typer.Option(help="Objects by size, age, leases, name or access.")] = "size",
     socket: Socket = None,
@@ -40,9 +42,6 @@ def top(
         raise ConfigurationError(f"--sort {sort}: use {', '.join(others)} or {last}")
     find = functools.partial(find_server, socket, base_path)
     console = Console(highlight=False)
-    # A frame is drawn whatever the terminal can show of it.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
         print_once(find, interval, State(sort=sort), console, console.width if sys.stdout.isatty() else _UNLIMITED)
         return
