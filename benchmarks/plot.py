@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.echo import Echo
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer
+
 __all__ = ["Unplottable", "plot"]
 
 Document = dict[str, Any]
@@ -22,9 +26,9 @@ Document = dict[str, Any]
 _GREY = "#767676"
 #: Of each side: its colour, marker and line.
 _STYLES = {
-    "shared_rpc": ("#1b84c6", "o", "-"),
-    "shared-tensor": ("#d55e00", "s", "-"),
-    "raw echo": (_GREY, "", "--"),
+    Ours.name: ("#1b84c6", "o", "-"),
+    Peer.name: ("#d55e00", "s", "-"),
+    Echo.name: (_GREY, "", "--"),
 }
 #: Inches of a panel, and characters of a caption in a figure of that many inches.
 _WIDTH, _HEIGHT, _CHARACTERS = 6.4, 3.6, 15
@@ -74,7 +78,16 @@ def plot(path: Path, folder: Path) -> list[Path]:
                 for axis, title in zip(axes, panels, strict=True):
                     axis.set_title(title, fontsize="medium", loc="left")
                 each.draw(document, axes)
-                figure.suptitle(each.title, x=0.01, ha="left", weight="bold")
+                # Above the panels: none has a corner that is free in every result.
+                figure.legend(
+                    *axes[0].get_legend_handles_labels(),
+                    loc="outside upper left",
+                    ncols=len(_STYLES),
+                    title=each.title,
+                    title_fontproperties={"weight": "bold", "size": "large"},
+                    alignment="left",
+                    borderpad=0,
+                )
                 figure.supxlabel(_caption(document, figure.get_figwidth()), x=0.01, ha="left", fontsize="x-small")
                 target = folder / f"{path.stem}-{each.name}.svg"
                 folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +200,6 @@ def _sweep(over: str, key: str, scale: float, label: str) -> Plot:
         _logarithmic(axis.yaxis)
         axis.set_xlabel(label)
         axis.set_ylabel("attach again, p50 (ms)")
-        axis.legend()
 
     title = f"Attaching a module, against its number of {over}"
     return Plot(over, title, panels, draw)
@@ -211,7 +223,6 @@ def _draw_latencies(document: Document, axes: Sequence[Any]) -> None:
         _logarithmic(axis.xaxis)
         axis.set_xlabel("time (µs)")
         axis.set_ylabel("calls done by then (%)")
-    axes[0].legend()
 
 
 # Throughput.
@@ -235,7 +246,6 @@ def _draw_throughput(document: Document, axes: Sequence[Any]) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("client processes")
         axis.set_ylabel("calls a second")
-    axes[0].legend()
 
 
 _PLOTS = {

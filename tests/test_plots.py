@@ -12,6 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.echo import Echo
+from benchmarks.ours import Ours
+from benchmarks.peer import Peer
 from benchmarks.plot import Unplottable, plot
 from benchmarks.report import Row, document
 from benchmarks.stats import SHARES, Sample
@@ -20,7 +23,7 @@ pytest.importorskip("matplotlib")
 
 SVG = "{http://www.w3.org/2000/svg}"
 GPU = {"cores": 16, "gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "python": "3.12.3", "torch": "2.11.0"}
-SIDES = ("raw echo", "shared-tensor", "shared_rpc")
+ECHO, PEER, OURS = SIDES = (Echo.name, Peer.name, Ours.name)
 
 
 def result(name: str, rows: list[Row], **others: Any) -> dict[str, Any]:
@@ -43,11 +46,11 @@ def attach() -> dict[str, Any]:
         ("bytes", 100, 10**6),
         ("bytes", 100, 10**9),
     ]:
-        values = {"raw echo": 2e-5, "shared-tensor": 1e-4 * tensors, "shared_rpc": 1e-5 * tensors}
+        values = {ECHO: 2e-5, PEER: 1e-4 * tensors, OURS: 1e-5 * tensors}
         if nbytes == 10**9:
-            del values["shared-tensor"]
+            del values[PEER]
         rows.append(Row(f"{tensors}", values, extra={"sweep": sweep, "tensors": tensors, "nbytes": nbytes}))
-    return result("attach", [Row("first attach", {"shared_rpc": 1.0}), *rows])
+    return result("attach", [Row("first attach", {OURS: 1.0}), *rows])
 
 
 def rpc() -> dict[str, Any]:
@@ -60,8 +63,7 @@ def rpc() -> dict[str, Any]:
 def clients() -> dict[str, Any]:
     """One endpoint, of both sides."""
     rows = [
-        Row("calls/s", {"shared_rpc": 1e4 * n, "shared-tensor": 1e3}, "number", extra={"processes": n, "endpoint": "small"})
-        for n in (1, 4, 2)
+        Row("calls/s", {OURS: 1e4 * n, PEER: 1e3}, "number", extra={"processes": n, "endpoint": "small"}) for n in (1, 4, 2)
     ]
     return result("clients", rows)
 
@@ -90,7 +92,7 @@ def lines(svg: str, colour: str) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d", ""))] for path in paths]
 
 
-OURS, THEIRS = "#1b84c6", "#d55e00"
+BLUE, ORANGE = "#1b84c6", "#d55e00"
 
 
 def test_attach_is_drawn_over_tensors_and_over_bytes(tmp_path: Path) -> None:
@@ -102,8 +104,8 @@ def test_attach_is_drawn_over_tensors_and_over_bytes(tmp_path: Path) -> None:
         written = texts(pictures[name])
         assert all(side in written for side in SIDES)
         assert "(ms)" in written
-        assert [len(lines(pictures[name], colour)[0]) for colour in (OURS, THEIRS)] == [ours, theirs]
-    xs = [x for x, _ in lines(pictures["tensors"], OURS)[0]]
+        assert [len(lines(pictures[name], colour)[0]) for colour in (BLUE, ORANGE)] == [ours, theirs]
+    xs = [x for x, _ in lines(pictures["tensors"], BLUE)[0]]
     assert xs == sorted(xs)
 
 
@@ -114,7 +116,7 @@ def test_latencies_are_drawn_as_distributions(tmp_path: Path) -> None:
     written = texts(svg)
     assert "ping" in written and "attach and release" in written and "import" not in written
     assert "(µs)" in written and "(%)" in written
-    curves = [line for line in lines(svg, OURS) if len(line) == len(SHARES) - 1]
+    curves = [line for line in lines(svg, BLUE) if len(line) == len(SHARES) - 1]
     assert len(curves) == 2
     for curve in curves:
         assert curve == sorted(curve, key=lambda point: (point[0], -point[1]))
@@ -125,8 +127,8 @@ def test_calls_a_second_are_drawn_against_clients(tmp_path: Path) -> None:
     svg = drawn(tmp_path, clients())["throughput"]
 
     written = texts(svg)
-    assert "client processes" in written and "calls a second" in written and "shared-tensor" in written
-    (points, *_) = lines(svg, OURS)
+    assert "client processes" in written and "calls a second" in written and PEER in written
+    (points, *_) = lines(svg, BLUE)
     assert points == sorted(points) and len(points) == 3
 
 
