@@ -28,6 +28,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.revisions import Revisions
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.sweeper import Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable, Terms
 from shared_rpc.store.leases import LeaseTable
@@ -83,11 +84,12 @@ class Core:
         self.registry = registry
         self.lanes = lanes
         self._told = Listeners(self.server_id)
+        self._sweeper = Sweeper(now)
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes, on_add=self._told.added)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
         buffers = BufferTable(self.objects, self.leases, now)
-        self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._look_within)
+        self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._sweeper.look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.revisions = Revisions(self.objects)
         self.runs = Runs(
@@ -105,7 +107,7 @@ class Core:
             self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
         self.tasks = Tasks(
-            table, self.runs, self.objects, self.leases, self._release_one, lambda: self._look_within(result_ttl)
+            table, self.runs, self.objects, self.leases, self._release_one, lambda: self._sweeper.look_within(result_ttl)
         )
         self.started_at = now()
         self._executor = executor
@@ -115,17 +117,12 @@ class Core:
         #: What a client's wish for the server's end means, where the process is there for nothing else: it gets the id of the
         #: client's session and :attr:`StopServer.if_idle`, and says what the server held.
         self.on_stop: Callable[[str, bool], dict[str, Any]] | None = None
-        self._now = now
-        self._result_ttl = result_ttl
-        #: When the sweeper looks next, on that clock.
-        self._sweeps_at = float("inf")
-        self._wake_sweeper: anyio.Event | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
         """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
         try:
             started.set()
-            await self._sweep()
+            await self._sweeper.run(self.objects.expire, self.tasks.table.expire, self.buffers.table.expire)
         finally:
             self.stop()
 
@@ -396,13 +393,10 @@ class Core:
         for object_id in object_ids:
             stored = self.objects.get(object_id)
             if stored is not None and stored.idle_ttl is not None:
-                self._look_within(stored.idle_ttl)
+                self._sweeper.look_within(stored.idle_ttl)
 
     def _release_one(self, session: str, object_id: str) -> None:
         self.release(session, [object_id])
-
-    def _task_ended(self) -> None:
-        self._look_within(self._result_ttl)
 
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)
@@ -417,17 +411,3 @@ class Core:
 
     def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
         return Observed(self.server_id, spec.name, request_id, session, self.quotas.pid_of(session))
-
-    def _look_within(self, seconds: float) -> None:
-        """Something may expire then; the sweeper sleeps no longer than that."""
-        if self._wake_sweeper is not None and self._now() + seconds < self._sweeps_at:
-            self._wake_sweeper.set()
-
-    async def _sweep(self) -> None:
-        while True:
-            self._wake_sweeper = awake = anyio.Event()
-            ends = (self.objects.expire(), self.tasks.table.expire(), self.buffers.table.expire())
-            pause = min((pause for pause in ends if pause is not None), default=float("inf"))
-            self._sweeps_at = self._now() + pause
-            with anyio.move_on_after(pause):
-                await awake.wait()
