@@ -377,15 +377,15 @@ def test_who_comes_late_is_told_where_it_stands(app: App, go: threading.Event, b
 
 def test_a_flood_of_reports(app: App, go: threading.Event) -> None:
     """They cost the endpoint little, are thinned out to some twenty a second after a burst, and the last one is told."""
-    count, took = 100_000, []
+    count, times = 100_000, []
 
     @app.share(cache=False)
     def flood() -> torch.Tensor:
         go.wait(10)
-        begin = time.monotonic()
+        times.append(time.monotonic())
         for number in range(count):
             progress(number + 1, count)
-        took.append(time.monotonic() - begin)
+        times.append(time.monotonic())
         return torch.ones(1)
 
     done: list[float] = []
@@ -397,10 +397,12 @@ def test_a_flood_of_reports(app: App, go: threading.Event) -> None:
 
     task_id = app.provider.submit("flood")
     app.provider.wait_for_task(task_id, 30, callback)
+    begin, end = times
     assert done[-1] == count
     assert all(one < other for one, other in pairwise(done))
-    assert len(done) <= 100 + 20 * took[0] + 2
-    assert took[0] < 5
+    # The server may tell for longer than the endpoint reported.
+    assert len(done) <= 100 + 20 * (time.monotonic() - begin) + 2
+    assert end - begin < 5
     assert app.provider.get_task_status(task_id).progress == Progress(float(count), float(count))
 
 
