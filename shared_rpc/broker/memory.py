@@ -36,8 +36,10 @@ class MemoryRequests:
     def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
         """A worker's answer, and the descriptors that came with it; from another thread.
 
+        One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
+
         :raises CapabilityError: if it says no.
-        :raises WorkerCrashed: if no worker is there, or it ends, or does not answer.
+        :raises WorkerCrashed: if no worker is there, or the second one ends too, or none answers in time.
         """
         asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._ask(message), _PATIENCE), self._loop)
         try:
@@ -49,6 +51,12 @@ class MemoryRequests:
         return answer, fds
 
     async def _ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
+        try:
+            return await self._ask_one(message)
+        except WorkerCrashed:
+            return await self._ask_one(message)
+
+    async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
         worker = next((worker for worker in self._workers() if worker.served), None)
         if worker is None:
             raise WorkerCrashed("no worker runs, and a GPU's memory is made by workers: try again")
