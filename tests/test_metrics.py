@@ -460,16 +460,17 @@ def test_a_server_that_stops_ends_connections(server: Server, url: str) -> None:
 
 def test_a_scraper_that_reads_nothing_is_dropped(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks and does not take the answer: it has its time, and then it has not."""
-    monkeypatch.setattr("shared_rpc.server.exporter._PATIENCE", 0.3)
     for number in range(200):  # more text than the system keeps for it
         server._provider.share(f"f{number}")(lambda: torch.zeros(1))
-    with connection(url) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        exporter = server._exporter
-        assert exporter is not None
-        eventually(lambda: len(exporter._server.connections) == 1)
-        eventually(lambda: not exporter._server.connections)
+    exporter = server._exporter
+    assert exporter is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("shared_rpc.server.exporter._PATIENCE", 0.3)
+        with connection(url) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            eventually(lambda: len(exporter._server.connections) == 1)
+            eventually(lambda: not exporter._server.connections)
     assert scrape(url)("sessions") == 0
 
 
