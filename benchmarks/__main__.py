@@ -126,13 +126,16 @@ def recovery(
     attaches: Annotated[int, typer.Option(help="Attaches across the kill.")] = 1000,
     rate: Annotated[float, typer.Option(help="Attaches a second.")] = 200.0,
     processes: Annotated[int | None, typer.Option(help="Processes that attach; half a core each, up to 4.")] = None,
+    kills: Annotated[int, typer.Option(help="Times that so many attaches are made and the worker is killed.")] = 3,
     restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
     json: Json = None,
 ) -> None:
     """A broker whose worker is killed: attaches meanwhile, the next worker, and what the broker itself takes."""
     from benchmarks.recovery import run
 
-    run(device=device, shape=shape, attaches=attaches, rate=rate, processes=processes, restarts=restarts, path=json)
+    run(
+        device=device, shape=shape, attaches=attaches, rate=rate, processes=processes, kills=kills, restarts=restarts, path=json
+    )
 
 
 @app.command()

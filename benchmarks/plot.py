@@ -42,7 +42,7 @@ _LATENCIES = {
     "managed call and release": "attach and release, 4 KiB",
 }
 #: Endpoints of ``clients``.
-_ENDPOINTS = {"small": "a cached tensor", "fresh": "a new tensor", "fresh_on_loop": "a new tensor, by an async def endpoint"}
+_ENDPOINTS = {"small": "a cached tensor", "fresh": "a new tensor", "fresh_on_loop": "a new tensor (async def)"}
 
 
 class Unplottable(Exception):

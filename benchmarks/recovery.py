@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ __all__ = ["run"]
 OURS = "shared_rpc"
 #: Seconds that anything here may take.
 _PATIENCE = 120.0
-#: Workers that may be killed one after the other.
-_QUICK = 2
+#: Seconds from one kill to the next: a few crashes in a short time are taken for a loop.
+_PACE = 8.0
+#: The same where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
+_LONG_PACE = 14.0
+#: How many of the longest attaches of a turn are kept.
+_SLOWEST = 20
 
 APP = """
 import torch
@@ -45,7 +50,15 @@ def numbered(number):
 
 
 def run(
-    *, device: str, shape: str | None, attaches: int, rate: float, processes: int | None, restarts: int, path: Path | None
+    *,
+    device: str,
+    shape: str | None,
+    attaches: int,
+    rate: float,
+    processes: int | None,
+    kills: int,
+    restarts: int,
+    path: Path | None,
 ) -> None:
     """Measure, print, write."""
     import torch
@@ -65,9 +78,10 @@ def run(
         with _broker(servers) as broker, Client(socket_path=config["socket"], timeout=_PATIENCE) as client:
             with client.call(*call) as handle:
                 nbytes = handle.get_object_info()["nbytes"]
-            _kill_rows(report, client, attaching, attaches, rate)
-            _digest_rows(report, servers, client, config, attaching, before, nbytes, chosen)
-            _ready_rows(report, servers, client, restarts)
+            killer = _Killer(client)
+            _kill_rows(report, killer, attaching, attaches, rate, kills)
+            _digest_rows(report, servers, killer, config, attaching, before, nbytes, chosen)
+            _ready_rows(report, servers, killer, restarts)
             _broker_rows(report, client, broker, chosen)
     report.finish(path)
 
@@ -100,34 +114,55 @@ def _broker(servers: Servers) -> Iterator[subprocess.Popen[str]]:
         broker.wait(_PATIENCE)
 
 
-def _kill_rows(report: Report, client: Client, attaching: list[Process], attaches: int, rate: float) -> None:
-    """Attaches from several processes; halfway the worker is killed."""
-    each, share = attaches // len(attaching), rate / len(attaching)
+class _Killer:
+    """Kills the worker of a broker, and knows when the next one is there."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._earlier = 0
+        self._last = 0.0
+
+    def pause(self, pace: float = _PACE) -> None:
+        """Until a kill is ``pace`` seconds after the one before."""
+        time.sleep(max(self._last + pace - time.monotonic(), 0))
+
+    def kill(self) -> None:
+        """SIGKILL to the worker that is ready."""
+        self._earlier = self._client.get_server_info()["workers"][0]["pid"]
+        self._last = time.monotonic()
+        os.kill(self._earlier, signal.SIGKILL)
+
+    def wait_for_another(self) -> None:
+        """Wait for a worker that is ready and not the one that was killed."""
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            workers = self._client.get_server_info()["workers"]
+            if any(worker["state"] == "ready" and worker["pid"] != self._earlier for worker in workers):
+                return
+            time.sleep(0.001)
+        raise RuntimeError("no worker came in place of the one that was killed")
+
+
+def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
+    """Attaches from several processes, halfway through which the worker is killed; again and again."""
     for process in attaching:
         process.ask(attaches=10, rate=50)  # what is loaded with the first one
-    for process in attaching:
-        process.tell(attaches=each, rate=share)
-    time.sleep(attaches / rate / 2)
-    worker = client.get_server_info()["workers"][0]["pid"]
-    os.kill(worker, signal.SIGKILL)
-    killed = time.time()
-    answers = [process.read() for process in attaching]
-    early: list[float] = []
-    late: list[float] = []
-    errors: list[str] = []
-    for answer in answers:
-        errors += answer["errors"]
-        for offset, seconds in answer["times"]:
-            (early if answer["began"] + offset < killed else late).append(seconds)
-    before, after = Sample([early]), Sample([late])
+    turns = [_attach_across_a_kill(killer, attaching, attaches, rate) for _ in range(kills)]
+    before, after = Sample(turn.before for turn in turns), Sample(turn.after for turn in turns)
+    errors = [error for turn in turns for error in turn.errors]
     report.add(
         Row(
-            f"{attaches:,} attaches at {rate:g} a second, worker killed halfway: failed",
+            f"{attaches:,} attaches at {rate:g} a second, worker killed halfway, {kills} times: failed",
             {OURS: float(len(errors))},
             unit="number",
             goal=GOALS["attach_gap"],
             judged=float(len(errors)),
-            extra={"errors": errors[:10], "before": len(early), "after": len(late)},
+            extra={
+                "errors": errors[:10],
+                "before": [len(turn.before) for turn in turns],
+                "after": [len(turn.after) for turn in turns],
+                "slowest": [turn.slowest for turn in turns],
+            },
         )
     )
     report.add(Row("… p50 before the kill", {OURS: before.p50}, samples={OURS: before}))
@@ -135,24 +170,42 @@ def _kill_rows(report: Report, client: Client, attaching: list[Process], attache
     report.add(Row("… p99 before the kill", {OURS: before.p99}))
     ratio = after.p99 / before.p99
     report.add(Row("… p99 from the kill on", {OURS: after.p99}, goal=GOALS["attach_p99"], judged=ratio, judged_unit="ratio"))
-    _another(client, worker)
 
 
-def _another(client: Client, earlier: int) -> float:
-    """Wait for a worker that is ready and not the earlier one: when it was there."""
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        workers = client.get_server_info()["workers"]
-        if any(worker["state"] == "ready" and worker["pid"] != earlier for worker in workers):
-            return time.perf_counter()
-        time.sleep(0.001)
-    raise RuntimeError("no worker came in place of the one that was killed")
+@dataclass(frozen=True)
+class _Turn:
+    """Seconds that attaches took until the worker was killed and from then on; what failed."""
+
+    before: list[float]
+    after: list[float]
+    errors: list[str]
+    #: The longest ones: seconds after the kill at which they began (negative: before it), and what they took.
+    slowest: list[tuple[float, float]]
+
+
+def _attach_across_a_kill(killer: _Killer, attaching: list[Process], attaches: int, rate: float) -> _Turn:
+    each, share = attaches // len(attaching), rate / len(attaching)
+    killer.pause()
+    for process in attaching:
+        process.tell(attaches=each, rate=share)
+    time.sleep(attaches / rate / 2)
+    killer.kill()
+    killed = time.time()
+    answers = [process.read() for process in attaching]
+    killer.wait_for_another()
+    times = [(answer["began"] + offset - killed, seconds) for answer in answers for offset, seconds in answer["times"]]
+    return _Turn(
+        before=[seconds for since, seconds in times if since < 0],
+        after=[seconds for since, seconds in times if since >= 0],
+        errors=[error for answer in answers for error in answer["errors"]],
+        slowest=sorted(times, key=lambda time: time[1])[-_SLOWEST:],
+    )
 
 
 def _digest_rows(
     report: Report,
     servers: Servers,
-    client: Client,
+    killer: _Killer,
     config: dict[str, Any],
     attaching: list[Process],
     before: int,
@@ -161,8 +214,8 @@ def _digest_rows(
 ) -> None:
     """What a dead worker built computes as it did: the same bits, in a process that came after it."""
     first = attaching[0].ask(digest=True)["digest"]
-    worker = client.get_server_info()["workers"][0]["pid"]
-    os.kill(worker, signal.SIGKILL)
+    killer.pause()
+    killer.kill()
     late = servers.client("recovery_client", **config)
     late.read()
     same = late.ask(digest=True)["digest"] == first
@@ -176,7 +229,7 @@ def _digest_rows(
         )
     )
     late.close()
-    _another(client, worker)
+    killer.wait_for_another()
     if device == "cuda":
         # Its own context, and that of the process that came late, are gone; what the forward passes allocated is not.
         held = attaching[1].ask(used=True)["used"] - before
@@ -184,7 +237,7 @@ def _digest_rows(
         report.add(Row("… the model", {OURS: float(nbytes)}, unit="bytes"))
 
 
-def _ready_rows(report: Report, servers: Servers, client: Client, restarts: int) -> None:
+def _ready_rows(report: Report, servers: Servers, killer: _Killer, restarts: int) -> None:
     """How soon there is another worker, beside what importing the app takes in a new process."""
     words = [sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='app')"]
     imports, ready = [], []
@@ -195,12 +248,11 @@ def _ready_rows(report: Report, servers: Servers, client: Client, restarts: int)
         subprocess.run(words, cwd=servers.folder, env=environ(), check=True)
         os.sched_setaffinity(0, own)
         imports.append(time.perf_counter() - begin)
-        worker = client.get_server_info()["workers"][0]["pid"]
+        killer.pause(_LONG_PACE)
         begin = time.perf_counter()
-        os.kill(worker, signal.SIGKILL)
-        ready.append(_another(client, worker) - begin)
-        if restarts > _QUICK:
-            time.sleep(10)  # a few crashes in a short time are taken for a loop
+        killer.kill()
+        killer.wait_for_another()
+        ready.append(time.perf_counter() - begin)
     report.add(Row("a process that imports the app, from start to end", {OURS: statistics.median(imports)}))
     beyond = statistics.median(ready) - statistics.median(imports)
     report.add(

@@ -38,7 +38,7 @@ SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
-    "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --restarts 1",
+    "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
@@ -199,7 +199,8 @@ def test_recovery_finds_every_attach_well(results: Callable[[str], Run]) -> None
     run = results("recovery")
     failed = run.row("40 attaches at 40 a second")
     assert (failed["values"]["shared_rpc"], failed["errors"]) == (0, [])
-    assert min(failed["before"], failed["after"]) > 0
+    assert [before + after for before, after in zip(failed["before"], failed["after"], strict=True)] == [40, 40]
+    assert min(failed["before"] + failed["after"]) > 0
     assert run.row("forward pass")["met"]
     assert run.row("… libraries")["met"]
     assert run.row("from SIGKILL")["values"]["shared_rpc"] > 0

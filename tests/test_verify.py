@@ -79,7 +79,15 @@ class Verification:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Verification]]:
+def hangups() -> Iterator[None]:
+    """Child processes do not ignore SIGHUP, whatever started these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def start(hangups: None, tmp_path: Path) -> Iterator[Callable[..., Verification]]:
     """``start(*options)`` runs the command; what still runs at the end is killed."""
     started: list[Verification] = []
 
