@@ -300,6 +300,25 @@ def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: Brok
     assert not Path(f"{broker_app.file}.loaded").exists()
 
 
+def test_in_process_metrics_come_and_a_taken_port_is_told(broker_app: BrokerApp) -> None:
+    """``serve --in-process`` has them too, without those of workers; where the port is taken it ends with one line."""
+    child = broker_app.start("--in-process", "--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    now = scrape(url)
+    assert now("calls_total", endpoint="model", outcome="built") == 1
+    assert "shared_rpc_workers" not in now.samples
+
+    port = url.rpartition(":")[2].partition("/")[0]
+    words = ("--in-process", "--base-path", f"{broker_app.base_path}-other", "--metrics-port", port)
+    other = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), *words)
+    broker_app._children.append(other)
+    code, text = other.close()
+    assert (code, text.count("\n")) == (1, 1)
+    assert f"metrics_port={port}: the port cannot be had on 127.0.0.1: " in text
+    assert not list(Path(broker_app.base_path).parent.glob("*-other*.sock"))
+
+
 def test_a_server_that_cannot_listen_gives_the_port_back(provider: Provider, serve: Callable[..., Server]) -> None:
     """Whoever comes next may have it."""
     serve()
