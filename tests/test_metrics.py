@@ -49,6 +49,10 @@ def server(provider: Provider, serve: Callable[..., Server], go: threading.Event
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
+    @provider.share(cache=False)
+    def short(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
     @provider.share
     def wait(key: int = 0) -> torch.Tensor:
         go.wait()
@@ -136,6 +140,21 @@ def test_memory_leases_sessions_and_tasks(url: str, connect: Callable[..., Clien
     assert now("objects_freed_total") == 1
     assert now("leases_given_total") == now("leases_ended_total") > 0
     assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
+
+
+def test_memory_of_short_results(url: str, connect: Callable[..., Client]) -> None:
+    """The pools that they lie in, and how many clients have not given back."""
+    client = connect()
+    before = scrape(url)
+    assert before("pool_bytes") == before("pool_chunks") == 0
+    kept = [client.call("short", 1000) for _ in range(3)]
+    now = fresh(url, lambda now: now("pool_chunks") == 3)
+    assert now("pool_bytes") >= 3 * 4000
+    assert now("objects", kind="result") == 0
+    assert now("connections") == 1
+    del kept[1:]
+    client.call("short", 1)  # what was freed is told with the next call
+    fresh(url, lambda now: now("pool_chunks") < 3)
 
 
 def test_a_client_that_is_killed(url: str, base_path: str, children: list[Child]) -> None:
