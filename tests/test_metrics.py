@@ -58,6 +58,11 @@ def server(provider: Provider, serve: Callable[..., Server], go: threading.Event
         go.wait()
         return torch.zeros(1)
 
+    @provider.share(concurrency="serialized")
+    def in_turn(key: int) -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
     return serve(metrics_port=0)
 
 
@@ -118,6 +123,19 @@ def test_what_goes_on_now(url: str, connect: Callable[..., Client], go: threadin
         call.result()
     now = fresh(url, lambda now: now("builds_running", endpoint="wait") == 0)
     assert now("calls_total", endpoint="wait", outcome="joined") == 2
+
+
+def test_what_waits_for_its_turn(url: str, connect: Callable[..., Client], go: threading.Event, threads: Any) -> None:
+    """Of a serialized endpoint one run goes on, and the others are queued."""
+    client = connect()
+    calls = [threads.submit(client.call, "in_turn", key) for key in range(3)]
+    now = fresh(url, lambda now: now("builds_queued", endpoint="in_turn") == 2)
+    assert now("builds_running", endpoint="in_turn") == 1
+    go.set()
+    for call in calls:
+        call.result(20)
+    now = fresh(url, lambda now: now("build_duration_seconds_count", endpoint="in_turn") == 3)
+    assert now("builds_queued", endpoint="in_turn") == now("builds_running", endpoint="in_turn") == 0
 
 
 def test_memory_leases_sessions_and_tasks(url: str, connect: Callable[..., Client]) -> None:
@@ -253,6 +271,27 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
     assert now("worker_crashes_total") == now("worker_restarts_total") == 1
     assert now("errors_total", code="worker-crashed") == 1
     assert now("objects", kind="result") == 1  # it outlived its maker
+
+
+def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
+    """Endpoints of one name are one series: calls, builds and memory of both are in it."""
+    other = f"{broker_app.base_path}-other"
+    broker_app.write(f"""
+    second = Provider({other!r}, device="cpu")
+    second.share("model")(lambda: torch.zeros(1024))
+    """)
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    alone = scrape(url)("object_bytes", device="cpu")
+    with Client(other, device="cpu") as client:
+        client.call("model"), client.call("model")
+        now = fresh(url, lambda now: now("calls_total", endpoint="model", outcome="hit") == 1)
+    assert now("calls_total", endpoint="model", outcome="built") == 2
+    assert now("build_duration_seconds_count", endpoint="model") == now("builds_total", endpoint="model") == 2
+    assert now("object_bytes", device="cpu") >= alone + 4096
+    assert now("sessions") == 2
+    assert len(now.samples["shared_rpc_worker_runs"]) == 1
 
 
 def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp) -> None:
