@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.instrumentation import get_hooks
 from shared_rpc.server.meter import Durations
-from tests.brokers import BrokerApp, another_worker, worker_pids
+from tests.brokers import BrokerApp, another_worker, begun, worker_pids
 from tests.processes import ROOT, Child, eventually, open_fds, python
 from tests.scraping import scrape
 
@@ -252,7 +253,7 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
     assert told == documented
 
 
-def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
+def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
     """How many there are, how often they ended, and what they need; and of calls as any server."""
     child = broker_app.start("--metrics-port", "0")
     url = child.expect("metrics at").removeprefix("metrics at ")
@@ -263,6 +264,14 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
     assert now("calls_total", endpoint="model", outcome="built") == 1
     assert now("workers", state="ready") == 1
     assert now("worker_resident_bytes", worker="0") > 10 << 20
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(client.call, "slow", str(gate))
+        eventually(begun(gate))
+        assert fresh(url, lambda now: now("worker_runs", worker="0") == 1)("builds_running", endpoint="slow") == 1
+        gate.touch()
+        slow.result(20)
+    assert fresh(url, lambda now: now("worker_runs", worker="0") == 0)("builds_running", endpoint="slow") == 0
     assert now("worker_crashes_total") == 0
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
@@ -270,7 +279,7 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
     now = fresh(url, lambda now: now("workers", state="ready") == 1)
     assert now("worker_crashes_total") == now("worker_restarts_total") == 1
     assert now("errors_total", code="worker-crashed") == 1
-    assert now("objects", kind="result") == 1  # it outlived its maker
+    assert now("objects", kind="result") == 2  # they outlived their maker
 
 
 def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
