@@ -18,9 +18,9 @@ TAKEN = ("ls", "info", "objects", "devices", "top")
 
 
 def words(svg: Path) -> set[str]:
-    """What is written in a picture, but for numbers and their units: those differ from run to run."""
+    """What is written in a picture, but for numbers, their units, and words that are cut off: those differ from run to run."""
     texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
-    found = re.findall(r"[^\W\d]{2,}", " ".join("".join(text.itertext()) for text in texts))
+    found = re.findall(r"[^\W\d]{2,}+(?!…)", " ".join("".join(text.itertext()) for text in texts))
     return set(found) - {"KiB", "MiB", "GiB", "TiB"}
 
 
