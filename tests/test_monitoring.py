@@ -109,9 +109,11 @@ def test_the_run_of_a_refresh(
 def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
     """What each endpoint did, and nothing of those that did nothing."""
     client = connect()
+    begin = time.monotonic()
     for size in (1, 2, 1):
         client.call("load", size)
     found = client.get_statistics()
+    assert 0 < found["load"]["build_seconds"] < time.monotonic() - begin
     assert set(found) == {"load"}
     assert {name: found["load"][name] for name in ("calls", "hits", "builds", "errors")} == {
         "calls": 3,
