@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,6 +262,9 @@ def test_the_image_is_made_of_what_is_there() -> None:
             assert (ROOT / source).exists(), source
             assert f"!{source}" in ignored
     assert image.count("ARG BASE=") == 1 and "FROM ${BASE}" in image
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    asked = re.findall(r"EXTRAS[=:] ?([\w,]+)", image + (DEPLOY / "docker-compose.cuda.yml").read_text())
+    assert len(asked) == 3 and all("metrics" in one and set(one.split(",")) <= extras for one in asked)
     command = read_yaml("docker-compose.yml")["services"]["server"]["command"]
     words = [sys.executable, "-m", "shared_rpc.cli", "serve", "--help"]
     shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "COLUMNS": "200"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -19,6 +20,19 @@ from tests.processes import ROOT, python
 from tests.walkthrough import Page, Walk
 
 DOCS = ROOT / "docs"
+#: Every block of code: its page, its language, and what is in it.
+BLOCKS = [
+    (path, *found)
+    for path in (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+    for found in re.findall(r"^```(?:\{code-block\} )?(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+]
+#: What pages call these objects by, and what they may be.
+CALLED = {
+    "client": (shared_rpc.Client, shared_rpc.AsyncClient),
+    "provider": (shared_rpc.Provider,),
+    "handle": (shared_rpc.Handle, shared_rpc.AsyncHandle),
+    "server": (shared_rpc.Server,),
+}
 #: Pages with terminals; the others have nothing to follow.
 FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if (page := Page(path)).steps]
 COMMANDS = typer.main.get_command(program).commands  # type: ignore[attr-defined]
@@ -155,3 +169,30 @@ def test_every_option_of_a_command_is_told_of(name: str) -> None:
     first = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
     told = {option for cell in first for option in re.findall(r"(?<![\w-])(--[\w-]+)", cell)}
     assert told == {option for one in COMMANDS[name].params for option in one.opts if option.startswith("--")}
+
+
+def test_python_on_a_page_names_what_there_is() -> None:
+    """Also where it is a piece that nobody can run: it parses, and what it asks of this library is there."""
+    for path, language, block in BLOCKS:
+        if language != "python":
+            continue
+        tree = ast.parse(re.sub(r"\A(?::\w+:.*\n)+", "", block), str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shared_rpc":
+                exec(compile(ast.Module([node], []), str(path), "exec"), {})
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in CALLED:
+                kinds = CALLED[node.value.id]
+                there = {name for kind in kinds for name in (*dir(kind), *kind.__init__.__code__.co_names)}
+                assert node.attr in there, f"{path.name}: {ast.unparse(node)}"
+
+
+def test_commands_on_a_page_have_their_options() -> None:
+    """Every ``shared-rpc …`` of every page is a command that there is, with options that it has."""
+    for path, language, block in BLOCKS:
+        if language not in ("bash", "console", "ini"):
+            continue
+        for name, rest in re.findall(r"shared-rpc ((?!-)\S+)([^\n#|;&>]*)", re.sub(r"#.*", "", block)):
+            assert name in COMMANDS, f"{path.name}: shared-rpc {name}"
+            options = {option for one in COMMANDS[name].params for option in one.opts}
+            given = {word.partition("=")[0] for word in rest.split() if word.startswith("-")}
+            assert given <= options, f"{path.name}: shared-rpc {name}{rest}"

@@ -207,6 +207,18 @@ def test_a_broker_logs_text(logged: Callable[..., list[str]]) -> None:
     assert any(line.endswith(f" INFO app [{logged.request_id}] said word") for line in written)  # type: ignore[attr-defined]
 
 
+def test_a_worker_that_crashes_is_an_error(broker_app: BrokerApp) -> None:
+    """Of all events it is the one that is told where only errors are wanted."""
+    child = broker_app.start("--log-format", "json", "--log-level", "error")
+    with pytest.raises(errors.WorkerCrashed):
+        broker_app.connect().call("end", "kill")
+    child.process.terminate()
+    _, text = child.close()
+    found = [json.loads(line) for line in text.splitlines() if line != "its last words"]
+    assert {line["level"] for line in found} == {"ERROR"}, found
+    assert [(line["event"], line["signal"]) for line in found if "event" in line] == [("WorkerEnded", "SIGKILL")]
+
+
 def test_a_broker_logs_nothing_new_unasked(logged: Callable[..., list[str]]) -> None:
     """Its standard error is what the workers write."""
     assert logged() == ["plain word"]

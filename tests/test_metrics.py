@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.instrumentation import get_hooks
 from shared_rpc.server.meter import Durations
-from tests.brokers import BrokerApp, another_worker, worker_pids
+from tests.brokers import BrokerApp, another_worker, begun, worker_pids
 from tests.processes import ROOT, Child, eventually, open_fds, python
 from tests.scraping import scrape
 
@@ -49,8 +50,17 @@ def server(provider: Provider, serve: Callable[..., Server], go: threading.Event
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
+    @provider.share(cache=False)
+    def short(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
     @provider.share
     def wait(key: int = 0) -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    @provider.share(concurrency="serialized")
+    def in_turn(key: int) -> torch.Tensor:
         go.wait()
         return torch.zeros(1)
 
@@ -116,6 +126,19 @@ def test_what_goes_on_now(url: str, connect: Callable[..., Client], go: threadin
     assert now("calls_total", endpoint="wait", outcome="joined") == 2
 
 
+def test_what_waits_for_its_turn(url: str, connect: Callable[..., Client], go: threading.Event, threads: Any) -> None:
+    """Of a serialized endpoint one run goes on, and the others are queued."""
+    client = connect()
+    calls = [threads.submit(client.call, "in_turn", key) for key in range(3)]
+    now = fresh(url, lambda now: now("builds_queued", endpoint="in_turn") == 2)
+    assert now("builds_running", endpoint="in_turn") == 1
+    go.set()
+    for call in calls:
+        call.result(20)
+    now = fresh(url, lambda now: now("build_duration_seconds_count", endpoint="in_turn") == 3)
+    assert now("builds_queued", endpoint="in_turn") == now("builds_running", endpoint="in_turn") == 0
+
+
 def test_memory_leases_sessions_and_tasks(url: str, connect: Callable[..., Client]) -> None:
     """They are what the server has now; what ended is counted."""
     client = connect()
@@ -136,6 +159,21 @@ def test_memory_leases_sessions_and_tasks(url: str, connect: Callable[..., Clien
     assert now("objects_freed_total") == 1
     assert now("leases_given_total") == now("leases_ended_total") > 0
     assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
+
+
+def test_memory_of_short_results(url: str, connect: Callable[..., Client]) -> None:
+    """The pools that they lie in, and how many clients have not given back."""
+    client = connect()
+    before = scrape(url)
+    assert before("pool_bytes") == before("pool_chunks") == 0
+    kept = [client.call("short", 1000) for _ in range(3)]
+    now = fresh(url, lambda now: now("pool_chunks") == 3)
+    assert now("pool_bytes") >= 3 * 4000
+    assert now("objects", kind="result") == 0
+    assert now("connections") == 1
+    del kept[1:]
+    client.call("short", 1)  # what was freed is told with the next call
+    fresh(url, lambda now: now("pool_chunks") < 3)
 
 
 def test_a_client_that_is_killed(url: str, base_path: str, children: list[Child]) -> None:
@@ -215,7 +253,7 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
     assert told == documented
 
 
-def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
+def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
     """How many there are, how often they ended, and what they need; and of calls as any server."""
     child = broker_app.start("--metrics-port", "0")
     url = child.expect("metrics at").removeprefix("metrics at ")
@@ -226,6 +264,14 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
     assert now("calls_total", endpoint="model", outcome="built") == 1
     assert now("workers", state="ready") == 1
     assert now("worker_resident_bytes", worker="0") > 10 << 20
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(client.call, "slow", str(gate))
+        eventually(begun(gate))
+        assert fresh(url, lambda now: now("worker_runs", worker="0") == 1)("builds_running", endpoint="slow") == 1
+        gate.touch()
+        slow.result(20)
+    assert fresh(url, lambda now: now("worker_runs", worker="0") == 0)("builds_running", endpoint="slow") == 0
     assert now("worker_crashes_total") == 0
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
@@ -233,7 +279,28 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp) -> None:
     now = fresh(url, lambda now: now("workers", state="ready") == 1)
     assert now("worker_crashes_total") == now("worker_restarts_total") == 1
     assert now("errors_total", code="worker-crashed") == 1
-    assert now("objects", kind="result") == 1  # it outlived its maker
+    assert now("objects", kind="result") == 2  # they outlived their maker
+
+
+def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
+    """Endpoints of one name are one series: calls, builds and memory of both are in it."""
+    other = f"{broker_app.base_path}-other"
+    broker_app.write(f"""
+    second = Provider({other!r}, device="cpu")
+    second.share("model")(lambda: torch.zeros(1024))
+    """)
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    alone = scrape(url)("object_bytes", device="cpu")
+    with Client(other, device="cpu") as client:
+        client.call("model"), client.call("model")
+        now = fresh(url, lambda now: now("calls_total", endpoint="model", outcome="hit") == 1)
+    assert now("calls_total", endpoint="model", outcome="built") == 2
+    assert now("build_duration_seconds_count", endpoint="model") == now("builds_total", endpoint="model") == 2
+    assert now("object_bytes", device="cpu") >= alone + 4096
+    assert now("sessions") == 2
+    assert len(now.samples["shared_rpc_worker_runs"]) == 1
 
 
 def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp) -> None:
@@ -298,6 +365,25 @@ def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: Brok
     assert text.startswith(f"shared-rpc: --metrics-port={port}: the port cannot be had on 127.0.0.1: ")
     assert text.count("\n") == 1
     assert not Path(f"{broker_app.file}.loaded").exists()
+
+
+def test_in_process_metrics_come_and_a_taken_port_is_told(broker_app: BrokerApp) -> None:
+    """``serve --in-process`` has them too, without those of workers; where the port is taken it ends with one line."""
+    child = broker_app.start("--in-process", "--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    now = scrape(url)
+    assert now("calls_total", endpoint="model", outcome="built") == 1
+    assert "shared_rpc_workers" not in now.samples
+
+    port = url.rpartition(":")[2].partition("/")[0]
+    words = ("--in-process", "--base-path", f"{broker_app.base_path}-other", "--metrics-port", port)
+    other = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), *words)
+    broker_app._children.append(other)
+    code, text = other.close()
+    assert (code, text.count("\n")) == (1, 1)
+    assert f"metrics_port={port}: the port cannot be had on 127.0.0.1: " in text
+    assert not list(Path(broker_app.base_path).parent.glob("*-other*.sock"))
 
 
 def test_a_server_that_cannot_listen_gives_the_port_back(provider: Provider, serve: Callable[..., Server]) -> None:

@@ -86,12 +86,34 @@ def test_runs_of_calls_and_of_tasks(
     assert client.list_runs() == []
 
 
+def test_the_run_of_a_refresh(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
+) -> None:
+    """A refresh is no task, and its progress is seen all the same, while the present generation is served."""
+    client = connect()
+    go.set()
+    client.call("gated", 0)
+    go.clear()
+    refreshed = threads.submit(client.refresh, "gated", 0)
+    eventually(lambda: [run["progress"] for run in client.list_runs()] == [{"done": 1.0, "total": 4.0, "message": "shards"}])
+
+    (run,) = client.list_runs()
+
+    assert (run["cache_key"], run["status"], run["calls"], run["tasks"]) == ("gated(key=0)", "running", 1, [])
+    client.call("gated", 0)
+    assert not refreshed.done()
+    go.set()
+    assert refreshed.result(20).generation == 2
+
+
 def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
     """What each endpoint did, and nothing of those that did nothing."""
     client = connect()
+    begin = time.monotonic()
     for size in (1, 2, 1):
         client.call("load", size)
     found = client.get_statistics()
+    assert 0 < found["load"]["build_seconds"] < time.monotonic() - begin
     assert set(found) == {"load"}
     assert {name: found["load"][name] for name in ("calls", "hits", "builds", "errors")} == {
         "calls": 3,

@@ -18,6 +18,7 @@ from benchmarks.peer import Peer
 from benchmarks.plot import Unplottable, plot
 from benchmarks.report import Row, document
 from benchmarks.stats import SHARES, Sample
+from tests.processes import ROOT
 
 pytest.importorskip("matplotlib")
 
@@ -154,6 +155,23 @@ def test_a_picture_has_no_ground_of_its_own(tmp_path: Path) -> None:
     for svg in drawn(tmp_path, rpc()).values():
         assert not re.search(r"fill: (#ffffff|white)", svg)
         assert "#000000" not in svg.replace("fill: #000000; stroke: none", "")
+
+
+PLOTS, PUBLISHED = ROOT / "docs" / "_static" / "plots", ROOT / "benchmarks" / "results" / "published"
+
+
+def test_the_pictures_of_the_documentation_are_those_of_the_results(tmp_path: Path) -> None:
+    """All that is published can be drawn; each picture says and shows what its file has, and a page shows each."""
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    made = {target.name: target for path in PUBLISHED.glob("*.json") for target in plot(path, tmp_path)}
+
+    assert made.keys() == {path.name for path in PLOTS.glob("*.svg")}
+    for name, target in made.items():
+        new, kept = target.read_text(), (PLOTS / name).read_text()
+        assert texts(kept) == texts(new), f"{name}: draw it again with python -m benchmarks plot"
+        for colour in (BLUE, ORANGE):
+            assert [len(line) for line in lines(kept, colour)] == [len(line) for line in lines(new, colour)], name
+        assert re.search(rf"_static/plots/{name}\n:alt: .+", pages), f"no page shows {name}"
 
 
 @pytest.mark.parametrize(

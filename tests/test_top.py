@@ -25,7 +25,7 @@ from shared_rpc.cli.top.keys import KeyReader
 from shared_rpc.cli.top.layout import everything, frame, heights
 from shared_rpc.cli.top.loop import Model
 from shared_rpc.cli.top.sampler import Carried, Event, Failed, Sampler, Trouble, pause
-from shared_rpc.cli.top.sections import View, lasted
+from shared_rpc.cli.top.sections import View, device_name, lasted
 from shared_rpc.cli.top.snapshot import Snapshot, rates
 from shared_rpc.errors import ConfigurationError, ConnectError
 
@@ -207,7 +207,7 @@ def test_a_frame_fits_every_terminal(latest: Snapshot | None, mode: Any) -> None
     """Whatever is to be shown, and however small the terminal is."""
     view = view_of(latest, selected=f"{6:024x}")
     about = full().objects[5] if mode == "confirm" else None
-    troubled = replace(view, trouble="the server went away " * 3)
+    troubled = replace(view, trouble="the server at 编码模型/编码模型 went away " * 3)
     for width, height, one in itertools.product((*range(1, 48), 80, 200), (1, 2, 3, 5, 8, 13, 24, 60), (view, troubled)):
         shown = frame(replace(one, state=replace(one.state, mode=mode, about=about)), width, height)
         assert len(shown.lines) == height
@@ -261,10 +261,24 @@ def test_what_is_selected_is_seen() -> None:
 
 
 def test_who_holds_what_is_selected_is_told_in_full() -> None:
-    """On two lines of their own, where the terminal is too narrow for the column."""
-    lines = texts(view_of(full(), selected=f"{6:024x}"), 60, 30)
-    assert lines[-3] == f"{6:024x}  load(size=6)"
-    assert lines[-2] == "held by 81 python worker.py --port 8000, 82 python notebook…"
+    """On lines of their own, where the terminal is too narrow for the columns; with the device and the generation."""
+    view = view_of(full(), selected=f"{6:024x}")
+    facts = f"on {device_name(GPU)}, generation 1, held by 81 python worker.py --port 8000, 82 python notebook.py"
+    for width, height in ((60, 30), (40, 24), (100, 14)):
+        lines = texts(view, width, height)
+        first = lines.index(f"{6:024x}  load(size=6)")
+        assert " ".join(lines[first + 1 : -1]) == facts
+
+
+def test_very_many_holders_leave_room_for_the_list() -> None:
+    """What is selected has a quarter of the screen, and what does not fit ends in an ellipsis; wide characters count twice."""
+    held = [{"session": f"s{number}", "pid": number, "connections": 1} for number in range(100)]
+    latest = full()
+    latest.objects[5]["holders"], latest.objects[6]["holders"] = held, held[:1]
+    lines = texts(view_of(latest, selected=f"{6:024x}"), 40, 24)
+    assert lines[-7] == f"{6:024x}  load(size=6)" and lines[-2].endswith("…")
+    name = texts(view_of(latest, selected=f"{7:024x}"), 40, 24)
+    assert "编码模型" * 10 in "".join(name[-6:])
 
 
 def test_memory_is_told_by_device() -> None:

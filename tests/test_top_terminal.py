@@ -250,6 +250,18 @@ def test_waiting_for_a_server(
         quit_from(top)
 
 
+def test_forty_columns_and_no_server(base_path: str, tty: Callable[..., Tty]) -> None:
+    """The reason and the command are shown whole, on as many lines as they need, and keys are answered."""
+    top = tty(columns=40, lines=24)
+    screen = " ".join(top.until("no server answers in", "start one with", "q quit").split())
+    assert "'shared-rpc serve app.py'" in screen and "--base-path or --socket" in screen
+    top.press("?")
+    top.until("any key: back")
+    top.press("x")
+    top.until("no server answers in")
+    quit_from(top)
+
+
 def test_waiting_at_a_socket(base_path: str, tty: Callable[..., Tty]) -> None:
     """Of a server that was named; the command is told with that name."""
     top = tty("--socket", f"{base_path}-other.sock", columns=100)

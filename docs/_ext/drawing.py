@@ -21,7 +21,8 @@ class Drawing:
         """A box with a bold line and further ones, in the middle; of the kinds ``plain``, ``process``, ``memory``, ``area``."""
         self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
         if kind == "area":
-            self.words(x + 10, y + 18, head, kind="area", anchor="start")
+            if head:
+                self.words(x + 10, y + 18, head, kind="area", anchor="start")
             return
         shown = [head, *lines] if head else list(lines)
         top = y + height / 2 - (len(shown) - 1) * LINE / 2 + 4.5

@@ -25,12 +25,13 @@ def system() -> Drawing:
     d.arrow((470, 162), (576, 162), kind="fds", both=True)
     d.words(237, 28, "socket pair", kind="note")
     d.words(523, 28, "Unix socket, 0600", kind="note")
-    d.box(16, 270, 728, 110, "memory: of a GPU (VMM allocations), or of the host (memfds)", kind="area")
+    d.box(16, 270, 728, 116, kind="area")
+    d.words(380, 376, "memory: of a GPU (VMM allocations), or of the host (memfds)", kind="area")  # below the arrows
     for number in range(4):
-        d.box(40 + number * 172, 304, 160, 56, f"segment {number + 1}", "up to 1 GiB", kind="memory")
-    d.arrow((100, 194), (100, 302), label="makes, maps", at=(146, 250))
-    d.arrow((380, 194), (380, 302), kind="dashed", label="keeps alive", at=(424, 250))
-    d.arrow((660, 194), (660, 302), label="maps: no copy", at=(610, 250))
+        d.box(40 + number * 172, 292, 160, 56, f"segment {number + 1}", "up to 1 GiB", kind="memory")
+    d.arrow((100, 194), (100, 290), label="makes, maps", at=(146, 244))
+    d.arrow((380, 194), (380, 290), kind="dashed", label="keeps alive", at=(424, 244))
+    d.arrow((660, 194), (660, 290), label="maps: no copy", at=(610, 244))
     return d
 
 

@@ -89,6 +89,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     if facts["mechanism"] is not None:
         shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
+    shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from shared_rpc.cli.rendering import one_line, origin, size
@@ -21,6 +21,8 @@ __all__ = ["Frame", "everything", "frame", "heights"]
 _OBJECTS = 5
 #: Lines of a terminal from which on the selected object is told of in full.
 _DETAILED = 14
+#: Of its lines, the part that this takes at most.
+_OF_DETAIL = 4
 #: Cells of the end of a path that tell something.
 _PATH = 12
 
@@ -43,7 +45,7 @@ def frame(view: View, width: int, height: int) -> Frame:
     elif view.snapshot is None:
         body = []
     else:
-        detail = _detail(view, view.snapshot, width) if height >= _DETAILED else []
+        detail = _detail(view, view.snapshot, width, height // _OF_DETAIL) if height >= _DETAILED else []
         body, page = _body(view, view.snapshot, width, room - len(detail))
         body += [Text()] * (room - len(detail) - len(body)) + detail
     body += [Text()] * (room - len(body))
@@ -96,8 +98,8 @@ def _head(view: View, width: int) -> list[Text]:
     else:
         lines = [clipped(Text("shared-rpc top", "bold"), width)]
     if view.trouble:
-        wrapped = textwrap.wrap(one_line(view.trouble), max(width, 1)) or [""]
-        lines += [Text(line, "bold red" if view.snapshot is not None else "yellow") for line in wrapped]
+        style = "bold red" if view.snapshot is not None else "yellow"
+        lines += [clipped(Text(line, style), width) for line in _wrapped(one_line(view.trouble), width)]
     return lines
 
 
@@ -142,13 +144,26 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _detail(view: View, snapshot: Snapshot, width: int) -> list[Text]:
+def _detail(view: View, snapshot: Snapshot, width: int, most: int) -> list[Text]:
+    """What the table has no room for, in as many lines as it needs, up to ``most``."""
     place = selected_index(view.state, view.shown)
     if place is None:
         return []
     item = view.shown[place]
-    name = Text.assemble((item["object_id"], "bold"), "  ", one_line(origin(item)))
-    return [clipped(name, width), clipped(Text("held by ") + (holders(item, snapshot) or Text("nobody")), width)]
+    name = f"{item['object_id']}  {one_line(origin(item))}"
+    held = holders(item, snapshot).plain or "nobody"
+    facts = f"on {device_name(item['device'])}, generation {item['generation']}, held by {held}"
+    lines = [*_wrapped(name, width), *_wrapped(facts, width)]
+    lines[most - 1 :] = [" ".join(lines[most - 1 :])] if len(lines) > most else lines[most - 1 :]
+    shown = [clipped(Text(line), width) for line in lines]
+    shown[0].stylize("bold", 0, len(item["object_id"]))
+    return shown
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most so many cells, broken between words where that goes."""
+    width = max(width, 2)  # a character may take two
+    return [piece for line in textwrap.wrap(text, width) for piece in chop_cells(line, width)] or [""]
 
 
 def _help(width: int) -> list[Text]:

@@ -1,0 +1,47 @@
+"""The pictures of the command line in the documentation are of the command line that there is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("pyte")
+
+from docs.pictures import __main__ as pictures
+
+#: Those whose words do not depend on the machine, as what ``doctor`` finds does, nor on what was measured.
+TAKEN = ("ls", "info", "objects", "devices", "top")
+
+
+def words(svg: Path) -> set[str]:
+    """What is written in a picture, but for numbers, their units, and words that are cut off: those differ from run to run."""
+    texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
+    found = re.findall(r"[^\W\d]{2,}+(?!…)", " ".join("".join(text.itertext()) for text in texts))
+    return set(found) - {"KiB", "MiB", "GiB", "TiB"}
+
+
+@pytest.fixture(scope="module")
+def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same pictures, taken now, of a real server."""
+    folder = tmp_path_factory.mktemp("pictures")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pictures, "FOLDER", folder)
+        patched.setattr(sys, "argv", ["pictures", *TAKEN])
+        pictures.main()
+    return folder
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_picture_shows_what_the_command_shows(name: str, anew: Path) -> None:
+    """Titles, columns and rows: where they have changed, 'nox -s pictures' takes it anew."""
+    assert words(anew / f"{name}.svg") == words(pictures.HERE.parent / "_static" / "cli" / f"{name}.svg")
+
+
+def test_every_picture_can_be_taken_again() -> None:
+    """None is there that no line of the program makes, and none is missing."""
+    kept = (pictures.HERE.parent / "_static" / "cli").glob("*.svg")
+    assert {path.stem for path in kept} == {picture.name for picture in pictures.PICTURES}
