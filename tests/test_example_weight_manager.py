@@ -89,6 +89,14 @@ def test_ctrl_c_leaves_nothing() -> None:
     eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
 
 
+@pytest.mark.parametrize("option", ["--workers", "--requests", "--life", "--threads"])
+def test_options_that_leave_nothing_to_do(option: str) -> None:
+    """They are refused before anything is started: without workers requests would wait for minutes."""
+    program = started(EXAMPLE / "run.py", option, "0")
+    text, _ = program.communicate(timeout=60)
+    assert (program.returncode, "at least 1" in text) == (2, True), text
+
+
 #: Workers that compute nothing, and a router over them: each act prints one line.
 ACTS = """
 import asyncio, json, os, signal, socket, sys, time

@@ -350,6 +350,8 @@ def main() -> None:
     parser.add_argument("--life", type=int, default=30, help="requests in a worker's life")
     parser.add_argument("--threads", type=int, default=1, help="of a worker on the host")
     options = parser.parse_args()
+    if min(options.workers, options.requests, options.life, options.threads) < 1:
+        parser.error("--workers, --requests, --life and --threads: at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
