@@ -66,8 +66,12 @@ Rules = Mapping[str, Placement]
 def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
     """What the rules say of each name.
 
-    :raises ConfigurationError: naming every name that no rule matches, or else every rule that decides nothing.
+    :raises ConfigurationError: naming every name that no rule matches, or else every rule that decides nothing; and for a rule
+        that is none, as ``Shard`` in place of ``Shard(0)``.
     """
+    for glob, rule in rules.items():
+        if not isinstance(rule, Shard | Replicate):
+            raise ConfigurationError(f"the shard rule {glob!r} is {rule!r}: use Shard(dim) or Replicate(), with their brackets")
     decided: dict[str, Placement] = {}
     unmatched, used, seen = [], set(), set()
     for name in names:

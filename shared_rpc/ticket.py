@@ -26,6 +26,7 @@ _LIMIT = 16 << 20
 
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -47,7 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     version: Literal[1] = 1
-    socket_path: _Text
+    socket_path: _Path
     server_id: _Id
     object_id: _Id
     generation: _Count

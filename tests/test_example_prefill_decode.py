@@ -40,6 +40,28 @@ def test_two_engines_share_weights_and_cache(base_path: str) -> None:
     assert int(saved[1]) > 0
 
 
+def test_a_request_that_can_never_fit(base_path: str) -> None:
+    """It ends the program, with the option that would help: nobody waits for blocks that there are not."""
+    done = subprocess.run(
+        [sys.executable, str(RUN), "--size", "tiny", "--blocks", "1"],
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "blocks, and the KV cache has 1: use more --blocks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--requests", "--new", "--blocks"])
+def test_options_that_leave_nothing_to_do(option: str) -> None:
+    """They are refused before anything is started."""
+    done = subprocess.run([sys.executable, str(RUN), option, "0"], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, "at least 1" in done.stderr) == (2, True), done.stderr
+
+
 def test_it_leaves_nothing_behind(base_path: str, children: list[Child], tmp_path: Path) -> None:
     """Ctrl-C ends the server and the engines too."""
     (tmp_path / "t").mkdir()

@@ -89,6 +89,36 @@ def test_ctrl_c_leaves_nothing() -> None:
     eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
 
 
+def test_ctrl_c_while_weights_are_made() -> None:
+    """They are not made to the end first."""
+    program = started(EXAMPLE / "run.py", "--device", "cpu", "--scale", "2")
+
+    def making() -> bool:
+        words = [Path(f"/proc/{pid}/cmdline") for pid in children_of(program.pid)]
+        return any(b"make_weights" in line.read_bytes() for line in words)
+
+    eventually(making, 60)
+    os.killpg(program.pid, signal.SIGINT)
+    text, _ = program.communicate(timeout=60)
+    assert program.returncode == 130, text
+    assert "model.safetensors" not in text
+    eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that it has started, in whichever of its threads."""
+    lists = Path("/proc").glob(f"{pid}/task/*/children")
+    return [int(child) for children in lists for child in children.read_text(encoding="ascii").split()]
+
+
+@pytest.mark.parametrize("option", ["--workers", "--requests", "--life", "--threads"])
+def test_options_that_leave_nothing_to_do(option: str) -> None:
+    """They are refused before anything is started: without workers requests would wait for minutes."""
+    program = started(EXAMPLE / "run.py", option, "0")
+    text, _ = program.communicate(timeout=60)
+    assert (program.returncode, "at least 1" in text) == (2, True), text
+
+
 #: Workers that compute nothing, and a router over them: each act prints one line.
 ACTS = """
 import asyncio, json, os, signal, socket, sys, time

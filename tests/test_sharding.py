@@ -276,3 +276,10 @@ def test_parts_on_a_gpu() -> None:
     assert gather_state_dict(parts, rules)["x"].is_cuda
     for name, tensor in gather_state_dict(parts, rules, device="cpu").items():
         assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("rule", [Shard, Replicate, 0, None, "0"], ids=str)
+def test_a_rule_that_is_none(rule: Any) -> None:
+    """It is refused by name: taken for a Replicate it would go unnoticed until memory is full."""
+    with pytest.raises(ConfigurationError, match=r"the shard rule 'b' is .*: use Shard\(dim\) or Replicate\(\)"):
+        shard_state_dict({"a": torch.ones(2), "b": torch.ones(2)}, {"a": Shard(0), "b": rule}, 0, 2)

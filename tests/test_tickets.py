@@ -294,6 +294,7 @@ def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
         {"tensors": [{"name": "a"}]},
         {"socket_path": None},
         {"socket_path": "/" * 5000},
+        {"socket_path": ""},
         {"extra": 1},
         {"version": None},
     ],

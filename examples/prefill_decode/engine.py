@@ -56,10 +56,15 @@ class Blocks:
 
     def __init__(self, count: int, size: int) -> None:
         self._free = list(range(count))
+        self._count = count
         self._size = size
 
     def take(self, positions: int) -> list[int] | None:
         needed = -(-positions // self._size)
+        if needed > self._count:
+            raise SystemExit(
+                f"{positions} positions need {needed} blocks, and the KV cache has {self._count}: use more --blocks"
+            )
         if needed > len(self._free):
             return None
         taken, self._free = self._free[:needed], self._free[needed:]

@@ -46,7 +46,10 @@ class Process:
         return self._process.pid
 
     def tell(self, **message: Any) -> None:
-        print(json.dumps(message), file=self._process.stdin, flush=True)
+        try:
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise SystemExit(f"{self._process.args} ended with {self._process.wait()}") from None
 
     def hear(self) -> dict[str, Any]:
         """The next message; ends this program where the process has ended before it."""
@@ -161,6 +164,8 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=16, help="tokens to generate for each request")
     parser.add_argument("--blocks", type=int, default=12, help="blocks of the KV cache, 16 positions each")
     options = parser.parse_args()
+    if min(options.requests, options.new, options.blocks) < 1:
+        parser.error("--requests, --new and --blocks: at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     with ExitStack() as stack:
         try:

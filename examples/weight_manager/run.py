@@ -120,9 +120,16 @@ class Story:
         # Not in the terminal's process group: Ctrl-C is this process's, which ends the others in order.
         return subprocess.Popen(words, env=environ, stdout=subprocess.DEVNULL, text=True, process_group=0)
 
-    def make_weights(self) -> None:
+    async def make_weights(self) -> None:
         words = [sys.executable, str(HERE / "make_weights.py"), str(self.weights), "--scale", str(self.options.scale)]
-        subprocess.run(words, check=True, process_group=0)
+        process = await asyncio.create_subprocess_exec(*words, process_group=0)
+        try:
+            if await process.wait():
+                raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
+        finally:
+            if process.returncode is None:  # Ctrl-C, which is not to wait for gigabytes
+                process.kill()
+                await process.wait()
 
     def router(self, main: str, workers: int, limits: Limits | None = None, *more: object) -> Router:
         return Router(main, (self.options.device, self.options.threads, *more), workers, limits)
@@ -208,7 +215,7 @@ def mib(nbytes: float) -> str:
 async def play(story: Story) -> None:
     options, facts = story.options, Table("", box=None, show_header=False)
     limits = Limits(requests=options.life, queue=4 * USERS)
-    await asyncio.gather(asyncio.to_thread(story.make_weights), asyncio.to_thread(warm))
+    await asyncio.gather(story.make_weights(), asyncio.to_thread(warm))
     async with AsyncExitStack() as stack:
         console.rule("one process for each version, with weights of its own: what the answers must be")
         single = {
@@ -350,6 +357,8 @@ def main() -> None:
     parser.add_argument("--life", type=int, default=30, help="requests in a worker's life")
     parser.add_argument("--threads", type=int, default=1, help="of a worker on the host")
     options = parser.parse_args()
+    if min(options.workers, options.requests, options.life, options.threads) < 1:
+        parser.error("--workers, --requests, --life and --threads: at least 1")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does: with all of its processes
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,6 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Deferred", "View"]
+from shared_rpc.building.steps import Step, View
+
+__all__ = ["Deferred"]
 
 #: Bytes. What is computed at once takes so much at most, each and together, until the end of the block.
 _SMALL, _SMALL_TOGETHER = 16 << 20, 64 << 20
@@ -29,72 +30,20 @@ _SMALL, _SMALL_TOGETHER = 16 << 20, 64 << 20
 #: Bytes of an element of what is computed; complex128 is twice that, and rare.
 _WIDE = 8
 _META = torch.device("meta")
+#: What makes a tensor over a storage that was read from a file.
+_SET = torch.ops.aten.set_
 #: What ``torch.tensor`` ends with: its argument is a tensor of given values.
 _GIVEN = torch.ops.aten.lift_fresh.default
 #: They read memory without an operation that could be seen.
-_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__})
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor, as what it sees of a storage; ``key`` names the storage."""
-
-    key: int
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    conj: bool
-    neg: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """What a tensor sees now."""
-        return cls(
-            tensor.untyped_storage()._cdata,
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def over(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """The same view of the storage that was made for the key."""
-        storage = storages[self.key]
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.shape, self.strides)
-        tensor = torch._neg_view(tensor) if self.neg else tensor
-        return tensor.conj() if self.conj else tensor
-
-    def lay_out(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        """A storage that has the tensor's values where this view looks for them."""
-        if tensor.stride() == self.strides and tensor.storage_offset() == self.offset:
-            return tensor.untyped_storage()
-        extent = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
-        placed = torch.empty(extent, dtype=self.dtype, device=tensor.device)
-        placed.as_strided(self.shape, self.strides, self.offset).copy_(tensor)
-        return placed.untyped_storage()
-
-
-@dataclass(slots=True)
-class _Step:
-    """One operation that made or wrote storages. Tensors of the block among its arguments are views."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    changes: set[int]
-    reads: set[int]
-    outputs: list[View] = field(default_factory=list)
-
-    def repeat(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = tree_map_only(View, lambda view: view.over(storages), (self.args, self.kwargs))
-        made = [leaf for leaf in tree_leaves(self.function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        for view, tensor in zip(self.outputs, made, strict=True):
-            if view.key not in storages:
-                storages[view.key] = view.lay_out(tensor)
+_READERS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__, torch.Tensor.__format__}
+)
+#: They read that of tensors in lists.
+_GATHERERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+#: They read that of their arguments, to check them.
+_CHECKERS = frozenset(
+    {torch.sparse_coo_tensor, torch.sparse_compressed_tensor, torch.sparse_csr_tensor, torch.sparse_csc_tensor}
+)
 
 
 class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -106,11 +55,13 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         #: Of all that was made; kept, because a key is an address.
         self._storages: dict[int, torch.UntypedStorage] = {}
         #: What code that asks a tensor for its device, and is told "meta", would have been told most likely.
         self._device = torch.get_default_device()
+        if self._device == _META:
+            self._device = torch.device("cpu")  # what is computed has to have memory somewhere
         self._reading = _Reading(self)
         self._computing = False
         #: Bytes of values that are kept.
@@ -136,11 +87,13 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._given(args[0])
             if tensors or not any(argument.name == "device" for argument in func._schema.arguments):
                 return func(*args, **kwargs)
-        elif _tells(func) or any(not self.made(tensor) for tensor in _written(func, args, kwargs)):
-            return func(*self._known(args), **self._known(kwargs))
+        elif func.overloadpacket is _SET and len(args) > 1 and getattr(args[1], "device", _META) != _META:
+            return self._see(args[0], func, args[1:])
+        elif _tells(func) or _without_storage(tensors) or any(not self.made(tensor) for tensor in _written(func, args, kwargs)):
+            return func(*self.known(args), **self.known(kwargs))
         if self._is_quick(func, args, tensors):
             with suppress(RuntimeError):  # tensors on two devices, where the code asked a tensor of the block for its own
-                return self._given(func(*self._known(args), **self._known(self._asked(kwargs))))
+                return self._given(func(*self.known(args), **self.known(self._asked(kwargs))))
         return self._note(func, args, kwargs)
 
     def _is_quick(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> bool:
@@ -199,16 +152,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self) -> None:
         """Let go of steps that led to tensors which have gone."""
         needed = {key for key in self._storages if torch._C._storage_Use_Count(key) > 1}
-        kept: list[_Step] = []
+        kept: list[Step] = []
         for step in reversed(self._steps):
             if needed & step.changes:
                 kept.append(step)
                 needed |= step.reads
         self._steps = kept[::-1]
         self._storages = {key: self._storages[key] for key in needed}
-        self._spent = sum(step.args[0].nbytes for step in kept if step.function is torch.clone)
+        self._spent = sum(step.kept for step in kept)
 
-    def _known(self, values: Any) -> Any:
+    def known(self, values: Any) -> Any:
         """The same values, with what the block has made in them computed."""
         return tree_map_only(torch.Tensor, lambda t: self.compute([t])[0] if self.made(t) else t, values)
 
@@ -219,15 +172,31 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor for values that are there: it takes no memory either, but for the values themselves."""
         stand_in = _on_meta(tensor)
         self._spent += tensor.nbytes
-        return self._keep(_Step(torch.clone, (tensor,), {}, set(), set()), stand_in)  # type: ignore[no-any-return]
+        return self._keep(Step(torch.clone, (tensor,), {}, set(), set(), kept=tensor.nbytes), stand_in)  # type: ignore[no-any-return]
+
+    def _has_room(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether values of this size are kept, so that a generator of the block's own goes on as everywhere."""
+        if self._spent >= _SMALL_TOGETHER:
+            self._forget()
+        return self._spent < _SMALL_TOGETHER and sum(tensor.nbytes for tensor in tensors) <= _SMALL
+
+    def _see(self, tensor: torch.Tensor, func: Any, place: tuple[Any, ...]) -> torch.Tensor:
+        """Have a tensor of the block see a storage that is there: the values in it are given."""
+        real = torch.empty(0, dtype=tensor.dtype, device=place[0].device)
+        return tensor.set_(self._given(func(real, *place)))  # type: ignore[no-any-return, call-overload]
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self._asked(kwargs)
         noted_args, noted = tree_map_only(torch.Tensor, lambda t: View.of(t) if self.made(t) else t, (args, asked))
         reads = {leaf.key for leaf in tree_leaves((noted_args, noted)) if isinstance(leaf, View)}
         changes = {tensor.untyped_storage()._cdata for tensor in _written(func, args, kwargs)}
-        step = _Step(func, noted_args, noted, changes, reads)
+        step = Step(func, noted_args, noted, changes, reads)
+        drawn = kwargs.get("generator") is not None
         if func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags:
+            if drawn and self._has_room(args[:1]):
+                values = func(*self.known(args), **kwargs)
+                step = Step(torch.Tensor.copy_, (noted_args[0], values), {}, changes, reads, kept=values.nbytes)
+                self._spent += values.nbytes
             return self._keep(step, args[0])  # it has the shape that it had, whatever is written to it
         names = {argument.name for argument in func._schema.arguments}
         elsewhere: dict[str, Any] = {"device": _META} if "device" in names else {}
@@ -235,13 +204,19 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved_args, moved = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
         try:
             result = func(*moved_args, **(moved | elsewhere))
-        except NotImplementedError:
-            # What comes out depends on values, as with nonzero().
-            known = func(*self._known(args), **self._known(asked))
-            return tree_map_only(torch.Tensor, self._given, known)
+        except RuntimeError:  # NotImplementedError, too
+            if func._schema.is_mutable:
+                raise
+            # What comes out depends on values, as with nonzero(), or it would be an error in any case.
+            known = func(*self.known(args), **self.known(asked))
+            return known if _without_storage(tree_leaves(known)) else tree_map_only(torch.Tensor, self._given, known)
+        if _without_storage(tree_leaves(result)):
+            return func(*self.known(args), **self.known(asked))
+        if drawn and self._has_room(tree_leaves(result)):
+            return self._given(func(*self.known(args), **self.known(asked)))
         return self._keep(step, result)
 
-    def _keep(self, step: _Step, result: Any) -> Any:
+    def _keep(self, step: Step, result: Any) -> Any:
         """Remember a step if it made memory, or wrote some."""
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         step.outputs = [View.of(tensor) for tensor in outputs]
@@ -264,7 +239,14 @@ class _Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _READERS and self._deferred.made(args[0]):
             args = (self._deferred.compute(args[:1])[0].cpu(), *args[1:])
+        elif func in _CHECKERS or (func in _GATHERERS and not isinstance(args[0] if args else None, torch.Tensor)):
+            args = self._deferred.known(args)
         return func(*args, **(kwargs or {}))
+
+
+def _without_storage(leaves: Iterable[Any]) -> bool:
+    """Whether one is a tensor that keeps its values in other tensors, as sparse ones do: it is made as everywhere."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in leaves)
 
 
 @functools.cache

@@ -67,12 +67,12 @@ def materialize(
 def _materializing(
     source: Lease[Any] | nn.Module | Mapping[str, torch.Tensor], rename: Rename | None, own: Sequence[str]
 ) -> Iterator[None]:
-    tensors = _renamed(_tensors_of(source), rename)
+    tensors, owned = _renamed(_tensors_of(source), rename), matches(own)
     deferred, construction = Deferred(), Construction()
     with construction, deferred:
         yield
     with torch.inference_mode(False):
-        roots, successors = _fill(construction, tensors, matches(own), deferred)
+        roots, successors = _fill(construction, tensors, owned, deferred)
         _settle(roots, successors, deferred)
     for root in roots:
         _filled.update(root.modules())
@@ -108,6 +108,8 @@ def _renamed(tensors: dict[str, torch.Tensor], rename: Rename | None) -> dict[st
         new = chosen(name)
         if new is None:
             continue
+        if not isinstance(new, str):
+            raise ConfigurationError(f"rename: the function gave {new!r} for {name!r}: a name is a str, None leaves it out")
         if tensor.is_meta:
             raise ConfigurationError(
                 f"materialize(): the source's {name!r} is on the meta device, so there is nothing to share"

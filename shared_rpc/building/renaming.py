@@ -18,12 +18,19 @@ _STARS = re.compile(r"\*\*|\*")
 def renamer(rename: Rename | None) -> Callable[[str], str | None]:
     """The function that a ``rename`` stands for; see :func:`shared_rpc.materialize`.
 
-    :raises ConfigurationError: for a name that takes more than its pattern gives.
+    :raises ConfigurationError: for what it cannot be, and for a name that takes more than its pattern gives.
     """
     if rename is None:
         return lambda name: name
     if not isinstance(rename, Mapping):
+        if not callable(rename):
+            raise ConfigurationError(f"rename={rename!r}: use a dict of names and patterns, or a function of a name")
         return rename
+    for name, target in rename.items():
+        if not isinstance(name, str) or not isinstance(target, str | None):
+            raise ConfigurationError(
+                f"rename={{{name!r}: {target!r}}}: names and patterns are str, or None to leave a tensor out"
+            )
     exact = {name: target for name, target in rename.items() if "*" not in name}
     patterns = [(_compiled(name), _template(name, target)) for name, target in rename.items() if "*" in name]
     for name, target in exact.items():
@@ -42,7 +49,16 @@ def renamer(rename: Rename | None) -> Callable[[str], str | None]:
 
 
 def matches(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a name fits one of these patterns."""
+    """Whether a name fits one of these patterns.
+
+    :raises ConfigurationError: for one pattern alone, whose letters would be taken for patterns, and for what is none.
+    """
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise ConfigurationError(f"own={patterns!r}: use a list of names and patterns, as own=[{patterns!r}]")
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f"own=[..., {pattern!r}, ...]: names and patterns are str")
     compiled = [_compiled(pattern) for pattern in patterns]
     return lambda name: any(pattern.fullmatch(name) for pattern in compiled)
 

@@ -66,11 +66,12 @@ def replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor], torch
             return replaced(value)
         if id(value) in seen or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
             return value
-        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        # The third kind is what torch returns, as torch.linalg.qr does.
+        if type(value) is tuple or (isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_fields"))):
             parts = [visit(part) for part in value]
             if all(new is old for new, old in zip(parts, value, strict=True)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         seen.add(id(value))
         if isinstance(value, list):
             visit_items(value, range(len(value)))

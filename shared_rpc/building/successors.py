@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shared_rpc.building.deferred import View
+from shared_rpc.building.steps import View
 from shared_rpc.errors import CapabilityError
 
 __all__ = ["Successors", "as_it_was"]

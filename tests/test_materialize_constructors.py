@@ -1,0 +1,261 @@
+"""What constructors do with tensors while a model is built around others: all of it gives what it gives elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import materialize
+from shared_rpc.errors import ConfigurationError
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same byte."""
+    return one.data_ptr() == other.data_ptr()
+
+
+class Loading(nn.Module):
+    """Takes a table from a file, as models with word vectors do."""
+
+    def __init__(self, load: Any) -> None:
+        super().__init__()
+        vectors = load()["vectors"]
+        self.vectors = nn.Parameter(vectors)
+        self.register_buffer("norms", vectors.norm(dim=1), persistent=False)
+        self.plain = vectors[1]
+        self.layer = nn.Linear(3, 2, bias=False)
+        self.layer.load_state_dict({"weight": vectors})
+
+
+@pytest.mark.parametrize("file", ["safetensors", "torch", "mapped"])
+def test_a_constructor_that_loads_a_file(tmp_path: Path, file: str) -> None:
+    """What comes of the file is there; its parameters are the source's all the same."""
+    path, saved = tmp_path / "vectors", {"vectors": torch.arange(6.0).view(2, 3)}
+    if file == "safetensors":
+        safetensors = pytest.importorskip("safetensors.torch")
+        safetensors.save_file(saved, path)
+        load = lambda: safetensors.load_file(path)  # noqa: E731
+    else:
+        torch.save(saved, path)
+        load = lambda: torch.load(path, mmap=file == "mapped")  # noqa: E731
+    source = {"vectors": torch.ones(2, 3), "layer.weight": torch.ones(2, 3)}
+
+    with materialize(source):
+        model = Loading(load)
+
+    assert same_memory(model.vectors, source["vectors"])
+    assert same_memory(model.layer.weight, source["layer.weight"])
+    assert model.norms.tolist() == saved["vectors"].norm(dim=1).tolist()
+    assert (source["vectors"] == 1).all()
+
+
+def test_a_table_from_a_file_that_is_changed(tmp_path: Path) -> None:
+    """It is the constructor's own from then on."""
+    torch.save(torch.arange(3.0), tmp_path / "table")
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.load(tmp_path / "table")
+            self.table[0] = 7
+            self.doubled = self.table * 2
+            self.layer = nn.Linear(1, 1)
+
+    with materialize(nn.Linear(1, 1), rename={"*": "layer.*"}):
+        model = Changing()
+    assert model.table.tolist() == [7, 1, 2]
+    assert model.doubled.tolist() == [14, 2, 4]
+
+
+def test_lazy_layers_that_the_constructor_has_made_whole() -> None:
+    """By a forward pass over nothing: their shapes are known at the end."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten())
+            self.head = nn.LazyLinear(3)
+            self.head(self.body(torch.zeros(2, 1, 6, 6)))
+
+    source = Sized().eval()
+    with materialize(source):
+        model = Sized().eval()
+    assert type(model.head) is nn.Linear
+    assert same_memory(model.head.weight, source.head.weight)
+    assert same_memory(model.body[1].running_mean, source.body[1].running_mean)
+    x = torch.randn(2, 1, 6, 6)
+    assert torch.equal(model.head(model.body(x)), source.head(source.body(x)))
+
+
+def test_a_forward_pass_of_the_constructor_writes_nothing_to_the_source() -> None:
+    """Batch normalisation counts it in its own buffers, which are thrown away."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.norm(torch.randn(4, 2))
+
+    source = nn.BatchNorm1d(2)
+    with materialize(source, rename={"*": "norm.*"}):
+        model = Counted()
+    assert model.norm.num_batches_tracked == source.num_batches_tracked == 0
+    assert (source.running_mean == 0).all()
+
+
+def test_dtypes_that_the_constructor_chooses() -> None:
+    """Whatever way it converts; counters of integers stay what they are."""
+
+    class Converted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.scale = nn.Parameter(torch.ones(2).half())
+            self.scale.data = self.scale.data.double()
+            self.to(torch.bfloat16).type(torch.float16)
+
+    source = Converted()
+    with materialize(source):
+        model = Converted()
+    assert [tensor.dtype for tensor in model.state_dict().values()] == [t.dtype for t in source.state_dict().values()]
+    assert same_memory(model.scale, source.scale)
+
+
+class Sampled(nn.Module):
+    """Random features from a generator with a seed of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.layer = nn.Linear(2, 2)
+        self.first = torch.randn(4, generator=generator)
+        self.register_buffer("order", torch.randperm(5, generator=generator), persistent=False)
+        self.filled = torch.empty(3).uniform_(generator=generator)
+        self.again = torch.randn(4, generator=generator.manual_seed(3))
+        self.last = torch.rand(2, generator=generator)
+
+
+def test_a_generator_of_the_constructors_own() -> None:
+    """It gives what it gives elsewhere, in the order of the constructor, or engines would not have the same features."""
+    source = Sampled()
+    with materialize(source):
+        model = Sampled()
+    for name in ("first", "order", "filled", "again", "last"):
+        assert torch.equal(getattr(model, name), getattr(source, name)), name
+
+
+def test_tensors_that_are_looked_at() -> None:
+    """As text, one by one in a list, by functions that torch has no shapes for."""
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.arange(4.0)
+            self.text = f"{values} {values[1]:.1f}"
+            self.listed = torch.tensor([values[1], values[3]]), torch.as_tensor([values[0]])
+            self.counted = torch.histc(values, 2)
+            self.layer = nn.Linear(1, 1)
+
+    source = Looking()
+    with materialize(source):
+        model = Looking()
+    assert model.text == source.text
+    assert [listed.tolist() for listed in model.listed] == [[1.0, 3.0], [0.0]]
+    assert model.counted.tolist() == [2, 2]
+
+
+def test_what_torch_returns_in_its_own_tuples() -> None:
+    """They keep their type and their fields."""
+
+    class Factored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = torch.linalg.qr(torch.arange(4.0).view(2, 2) + torch.eye(2))
+            self.layer = nn.Linear(1, 1)
+
+    source = Factored()
+    with materialize(source):
+        model = Factored()
+    assert type(model.factors) is type(source.factors)
+    assert torch.equal(model.factors.R, source.factors.R)
+
+
+def test_sparse_tensors() -> None:
+    """An adjacency matrix is what the constructor makes, or the source's where it is a part of the state."""
+
+    class Graph(nn.Module):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__()
+            edges = torch.tensor([[0, 1], [1, 0]])
+            matrix = torch.sparse_coo_tensor(edges, torch.ones(2), (2, 2), check_invariants=True) * 2
+            self.register_buffer("matrix", matrix, persistent=persistent)
+            self.layer = nn.Linear(2, 2)
+
+    for persistent in (True, False):
+        source = Graph(persistent)
+        with materialize(source):
+            model = Graph(persistent)
+        assert torch.equal(model.matrix.to_dense(), torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
+        assert same_memory(model.matrix._values(), source.matrix._values()) is persistent
+
+
+def test_an_operation_that_is_wrong_everywhere() -> None:
+    """Its own error says so, with the constructor's line in the traceback."""
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(2x3 and 2x3\)"), materialize(nn.Linear(1, 1)):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_the_meta_device_by_habit(order: str) -> None:
+    """Who builds models on the meta device elsewhere gets one with memory here, wherever the habit shows."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    source = Table()
+    meta, block = torch.device("meta"), materialize(source)
+    with meta if order == "outside" else block, block if order == "outside" else meta:
+        model = Table()
+    assert model.table.tolist() == [0, 1, 2]
+    assert same_memory(model.layer.weight, source.layer.weight)
+
+
+def test_a_copy_of_what_was_built() -> None:
+    """A built model is an ordinary one: a deep copy has memory of its own."""
+    source = nn.BatchNorm1d(3)
+    with materialize(source):
+        model = nn.BatchNorm1d(3)
+    other = copy.deepcopy(model)
+    assert torch.equal(other.weight, source.weight)
+    assert not same_memory(other.weight, source.weight)
+
+
+# What callers may get wrong.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"own": "lora_*"}, r"own='lora_\*': use a list .* own=\['lora_\*'\]"),
+        ({"own": None}, "own=None: use a list"),
+        ({"own": [3]}, r"own=\[\.\.\., 3, \.\.\.\]: names and patterns are str"),
+        ({"rename": ["weight"]}, r"rename=\['weight'\]: use a dict"),
+        ({"rename": "weight"}, "rename='weight': use a dict"),
+        ({"rename": {"weight": 3}}, "rename={'weight': 3}: names and patterns are str"),
+        ({"rename": {3: "weight"}}, "rename={3: 'weight'}: names and patterns are str"),
+        ({"rename": len}, "the function gave 6 for 'weight'"),
+    ],
+    ids=str,
+)
+def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
+    """They are refused before anything is built: the letters of one pattern would be taken for patterns."""
+    with pytest.raises(ConfigurationError, match=message), materialize(nn.Linear(2, 2), **options):
+        raise AssertionError("the block is not entered")
