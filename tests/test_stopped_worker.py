@@ -28,7 +28,7 @@ from shared_rpc.records import Arguments
 from shared_rpc.server.executor import Invocation
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.specs import EndpointSpec
-from tests.brokers import BrokerApp, fds_of, worker_pids
+from tests.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.processes import Child, eventually, python
 
 #: More than a socket takes that nobody reads.
@@ -112,18 +112,36 @@ def test_clients_that_were_killed_leave_nothing(app: BrokerApp, stop: Callable[[
     assert client.call("echo", torch.ones(3)).sum() == 3
 
 
-def test_calls_wait_until_it_reads(
-    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
+@pytest.mark.parametrize("then", ["it goes on", "it is killed", "it is replaced"])
+def test_calls_wait_until_a_worker_reads(
+    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, then: str
 ) -> None:
-    """Whoever still waits then is answered; a worker that is killed instead leaves its calls to the next one."""
+    """The same one, or the next, answers those who wait."""
     app.start()
     client = app.connect()
-    for signal_number in (signal.SIGCONT, signal.SIGKILL):
-        pid = stop()
-        calls = [threads.submit(client.call, "echo", torch.full((3_000_000,), float(number))) for number in range(8)]
-        eventually(lambda: len(client.list_runs()) >= 8)
-        os.kill(pid, signal_number)
-        assert [call.result(30)[0] for call in calls] == list(range(8))
+    pid = stop()
+    calls = [threads.submit(client.call, "echo", torch.full((3_000_000,), float(number))) for number in range(8)]
+    eventually(lambda: len(client.list_runs()) >= 8)
+    if then == "it is replaced":
+        client.reload()
+    else:
+        os.kill(pid, signal.SIGCONT if then == "it goes on" else signal.SIGKILL)
+    assert [call.result(30)[0] for call in calls] == list(range(8))
+
+
+def test_a_broker_ends_with_calls_that_wait(
+    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Their callers are told, and the worker that does not read ends with it."""
+    broker = app.start()
+    client = app.connect(connect_timeout=0.0)
+    pid = stop()
+    calls = [threads.submit(client.call, "echo", torch.ones(3_000_000)) for _ in range(8)]
+    eventually(lambda: len(client.list_runs()) >= 8)
+    broker.process.terminate()
+    assert broker.close()[0] == 0
+    assert all(isinstance(call.exception(10), errors.ConnectionClosed) for call in calls)
+    assert not is_running(pid)
 
 
 def test_another_worker_takes_what_one_does_not_read(
