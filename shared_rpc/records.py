@@ -114,7 +114,7 @@ class Arguments:
     are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
 
     ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
-    where the call became a task.
+    where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.
     """
 
     args: list[Any]
@@ -128,6 +128,7 @@ class Arguments:
     returnable: bool = False
     session: str = ""
     loans: dict[int, Lender] = field(default_factory=dict)
+    nbytes: int = 0
 
     def take_loans(self) -> dict[int, Lender]:
         """The loans, which the caller sees to from here on."""

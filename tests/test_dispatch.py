@@ -28,6 +28,7 @@ class Peer:
     """A worker that does nothing by itself: what it was sent, and what the dispatcher keeps of it."""
 
     state = "ready"
+    congested = False
     pid = 1
 
     def __init__(self) -> None:

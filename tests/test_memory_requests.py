@@ -18,7 +18,7 @@ class FakeWorker:
     """One that serves something, and keeps what it was sent."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.served = pid, {"app": object()}
+        self.pid, self.served, self.congested = pid, {"app": object()}, False
         self.sent: asyncio.Queue[int] = asyncio.Queue()
 
     def send(self, message: Message, number: int) -> None:

@@ -27,6 +27,7 @@ class FakeWorker:
         number: int,
         take: Callable[[FakeWorker, Message, Frame], None],
         ended: Callable[[FakeWorker], None],
+        caught_up: Callable[[], None],
         restarts: int = 0,
     ) -> None:
         self.number, self.restarts, self.pid = number, restarts, 0
@@ -92,7 +93,7 @@ class Stage:
     def told(self, *_: object) -> None:
         """See :class:`Watcher`."""
 
-    said = changed = lost = told
+    said = changed = caught_up = lost = told
 
 
 @pytest.fixture

@@ -279,6 +279,10 @@ class Broker:
                 self._keeping.keep_service(service.facts, service.core)
         self._dispatcher.look()
 
+    def caught_up(self) -> None:
+        """See :class:`Watcher`."""
+        self._dispatcher.look()
+
     def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """See :class:`Watcher`."""
         self._dispatcher.lost(worker, crash)

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shared_rpc.broker.backlog import Backlog
 from shared_rpc.broker.relay import Relayed, message_of, outcome_of
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, SharedRPCError
+from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.wire import worker as w
@@ -40,35 +41,52 @@ class Dispatcher:
         self._refusal = refusal
         self._build_timeout = build_timeout
         self._numbers = itertools.cycle(range(1, 1 << 32))
-        self._waiting: dict[Invocation, Relayed] = {}
+        self._waiting = Backlog()
         self._sent: dict[Invocation, Relayed] = {}
 
     def start(self, executor: WorkerExecutor, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
         """Have a worker do a run, as soon as there is one."""
         run = Relayed(next(self._numbers), executor, invocation, done)
-        self._waiting[invocation] = run
-        self._place(run)
+        able = self._able(run)
+        if self._place(run, able):
+            return
+        try:
+            self._waiting.check(run, _awaited(able))
+        except ServerBusy as error:
+            self._end(run, Failure.of(error))
+        else:
+            self._waiting.add(run)
 
     def look(self) -> None:
-        """A worker is there that was not, or none will come any more."""
-        for run in tuple(self._waiting.values()):
-            self._place(run)
+        """A worker is there that was not, or reads again, or none will come any more."""
+        for run in self._waiting:
+            self._place(run, self._able(run))
 
-    def _place(self, run: Relayed) -> None:
-        workers = self._workers()
+    def _able(self, run: Relayed) -> list[Worker]:
+        """The workers that can do a run."""
         held = run.executor.lane_owner(run)
-        able = [worker for worker in workers if worker.serves(run.executor.key, run.invocation.spec.name)]
-        if held in able:
-            able = [held]
+        able = [worker for worker in self._workers() if worker.serves(run.executor.key, run.invocation.spec.name)]
+        return [held] if held in able else able
+
+    def _place(self, run: Relayed, able: list[Worker]) -> bool:
+        """Send a run, or end it where no worker will ever do it; False if it has to wait.
+
+        A worker that does not read gets nothing more: what waits here can be taken back, and go to another one.
+        """
+        reading = [worker for worker in able if not worker.congested]
+        if reading:
+            self._send(run, min(reading, key=lambda worker: len(worker.runs)))
+            return True
         if able:
-            self._send(run, min(able, key=lambda worker: len(worker.runs)))
-            return
-        refusal = self._refusal()
+            return False
+        workers, refusal = self._workers(), self._refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
             refusal = EndpointNotFound(f"no worker has the endpoint {run.invocation.spec.name!r}")
-        if refusal is not None:
-            del self._waiting[run.invocation]
-            self._end(run, Failure.of(refusal))
+        if refusal is None:
+            return False
+        self._waiting.take(run.invocation)
+        self._end(run, Failure.of(refusal))
+        return True
 
     def _send(self, run: Relayed, worker: Worker) -> None:
         arguments, lane = run.arguments, run.executor.lanes.find(run.session)
@@ -76,13 +94,13 @@ class Dispatcher:
         try:
             worker.send(message, run.number, b"".join(arguments.skeletons), fds)
         except (ProtocolError, OSError) as error:
-            del self._waiting[run.invocation]
+            self._waiting.take(run.invocation)
             self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
             return
         if message.arenas:
             known = worker.arenas.setdefault(run.session, set())
             known.update(arguments.segments[number].info.id for number in message.arenas)
-        del self._waiting[run.invocation]
+        self._waiting.take(run.invocation)
         self._sent[run.invocation] = worker.runs[run.number] = run
         run.worker = worker
         if lane is not None:
@@ -90,7 +108,7 @@ class Dispatcher:
 
     def withdraw(self, invocation: Invocation) -> bool:
         """See :class:`Executor`."""
-        run = self._waiting.pop(invocation, None)
+        run = self._waiting.take(invocation)
         if run is not None:
             run.arguments.close()
             return True
@@ -202,7 +220,7 @@ class Dispatcher:
                 self._end(run, Failure.of(crash))
             else:
                 run.worker, run.again = None, True
-                self._waiting[run.invocation] = run
+                self._waiting.add(run)
                 lane = run.executor.lanes.find(run.session)
                 if lane is not None:
                     lane.not_begun(run.arguments.chunks)
@@ -210,7 +228,18 @@ class Dispatcher:
     def stop(self) -> None:
         """The broker ends."""
         gone = Failure.of(ConnectionClosed("the broker was stopped before the call ended"))
-        for run in (*self._waiting.values(), *self._sent.values()):
+        for run in (*self._waiting, *self._sent.values()):
+            self._waiting.take(run.invocation)
             self._let_go(run)
             run.done(gone)
-        self._waiting.clear()
+
+
+def _awaited(able: list[Worker]) -> str:
+    """What runs wait for that some workers could do."""
+    if not able:
+        return "no worker has loaded the app yet"
+    pids = ", ".join(str(worker.pid) for worker in able)
+    return (
+        f"worker {pids} does not read what it is sent: 'kill -CONT' lets one go on that is stopped, 'kill -KILL' has another "
+        f"one take the place of one that is stuck"
+    )

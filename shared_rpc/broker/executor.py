@@ -14,7 +14,6 @@ from shared_rpc.records import Record
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.session_lanes import Lanes
-from shared_rpc.wire import worker as w
 
 __all__ = ["WorkerExecutor"]
 
@@ -64,7 +63,7 @@ class WorkerExecutor:
     def reclaim(self) -> None:
         """See :class:`Executor`."""
         for worker in self._workers():
-            worker.send(w.Reclaim())
+            worker.reclaim()
 
     def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
         """See :class:`Executor`."""

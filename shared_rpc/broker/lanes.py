@@ -31,6 +31,8 @@ class RelayedLane(SessionLane):
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
         self._wanted: deque[Callable[[], None]] = deque()
+        #: Workers that are to say when they have done with some, and have not yet.
+        self._asked: set[Worker] = set()
         #: Chunks of results, and the workers in whose pools they are.
         self._results: dict[int, Worker] = {}
         #: Arenas of those pools.
@@ -50,8 +52,10 @@ class RelayedLane(SessionLane):
         for chunk in chunks:
             self._lent.pop(chunk, None)
 
-    def came_back(self, worker: Worker, chunks: Iterable[int]) -> None:
+    def came_back(self, worker: Worker, chunks: Sequence[int]) -> None:
         """A worker has done with chunks of the client's."""
+        if chunks:
+            self._asked.discard(worker)
         for chunk in chunks:
             if self._lent.get(chunk) is worker:
                 del self._lent[chunk]
@@ -74,6 +78,7 @@ class RelayedLane(SessionLane):
     def lost(self, worker: Worker) -> None:
         """A worker has ended: what it had of the client's is free. Its own pool is its readers' now."""
         self._workers.discard(worker)
+        self._asked.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
         self._results = {chunk: has for chunk, has in self._results.items() if has is not worker}
         for segment_id in [segment_id for segment_id, (_, has) in self._segments.items() if has is worker]:
@@ -130,7 +135,8 @@ class RelayedLane(SessionLane):
         self._wanted.append(told)
         if self._returned:
             self._tell()
-        for worker in set(self._lent.values()):
+        for worker in set(self._lent.values()) - self._asked:
+            self._asked.add(worker)
             worker.send(w.AwaitChunks(self.key, self.session))
 
     def forget(self, told: Callable[[], None]) -> None:

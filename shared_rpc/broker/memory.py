@@ -57,7 +57,8 @@ class MemoryRequests:
             return await self._ask_one(message)
 
     async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        worker = next((worker for worker in self._workers() if worker.served), None)
+        able = [worker for worker in self._workers() if worker.served]
+        worker = min(able, key=lambda worker: worker.congested, default=None)
         if worker is None:
             raise WorkerCrashed("no worker runs, and a GPU's memory is made by workers: try again")
         number = next(self._numbers)

@@ -46,6 +46,9 @@ class Watcher(Protocol):
     def changed(self) -> None:
         """A worker is there that was not, or none will come any more."""
 
+    def caught_up(self) -> None:
+        """A worker has read what it had left unread."""
+
     def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """A worker has ended."""
 
@@ -112,7 +115,7 @@ class Supervisor:
         :raises WorkerCrashed: if the system lets no process begin.
         """
         try:
-            worker = Worker(self._command, number, self._take, self._ended, self.restarts[number])
+            worker = Worker(self._command, number, self._take, self._ended, self._watcher.caught_up, self.restarts[number])
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()

@@ -36,6 +36,7 @@ class Worker:
     :param number: which of the broker's workers it is, from 0.
     :param restarts: how many of that number were started again before it, after crashes.
     :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
+    :param caught_up: called when it has read what it had left unread.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Worker:
         number: int,
         take: Callable[[Worker, Message, Frame], None],
         ended: Callable[[Worker], None],
+        caught_up: Callable[[], None],
         restarts: int = 0,
     ) -> None:
         self.number = number
@@ -63,6 +65,9 @@ class Worker:
         #: Why it cannot serve the app, by its own word.
         self.refusal: Exception | None = None
         self._ended = ended
+        self._caught_up = caught_up
+        #: Whether it is to hear of dropped objects when it reads again.
+        self._to_reclaim = False
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -76,7 +81,7 @@ class Worker:
             self._tail = Tail(self.process.stderr)
             self._pidfd = os.pidfd_open(self.process.pid)
             self._loop.add_reader(self._pidfd, self._gone)
-            self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up)
+            self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up, self._reads)
         except BaseException:
             ours.close()
             self.process.kill()
@@ -96,6 +101,24 @@ class Worker:
     def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         """See :meth:`Link.send`. To one that has ended nothing is sent."""
         self._link.send(message, number, payload, fds)
+
+    @property
+    def congested(self) -> bool:
+        """Whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
+        return self._link.congested
+
+    def reclaim(self) -> None:
+        """An object was dropped. However many were while it does not read, it hears of that once."""
+        if self.congested:
+            self._to_reclaim = True
+        else:
+            self.send(w.Reclaim())
+
+    def _reads(self) -> None:
+        if self._to_reclaim:
+            self._to_reclaim = False
+            self.send(w.Reclaim())
+        self._caught_up()
 
     def facts(self) -> dict[str, Any]:
         """For people."""

@@ -41,10 +41,11 @@ class ArgumentReader:
         if not (
             message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
         ) and not (frame.fds or frame.payload):
-            return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table))
+            return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table), nbytes=len(frame.body))
         self._check(frame, message)
         arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
         arguments.chunks, arguments.held = message.chunks, message.held
+        arguments.nbytes = len(frame.body) + len(frame.payload)
         arguments.session = self._connection.session_id
         arguments.returnable = message.returnable and message.pooled
         arguments.loans = self._lane.lent(message.chunks) if message.chunks else {}

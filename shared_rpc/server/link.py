@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.transport import FrameSocket
@@ -27,16 +26,25 @@ class Link:
 
     :param take: called with every message and its frame, which is closed afterwards. What it raises ends the link.
     :param ended: called once, when the other side is gone, after all that it had sent was taken.
+    :param caught_up: called when the other side has read so much that :attr:`congested` is False again.
     """
 
-    def __init__(self, sock: socket.socket, take: Callable[[Message, Frame], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        take: Callable[[Message, Frame], None],
+        ended: Callable[[], None],
+        caught_up: Callable[[], None] = lambda: None,
+    ) -> None:
         sock.setblocking(False)
         self._socket = FrameSocket(sock)
         self._take = take
         self._ended = ended
+        self._caught_up = caught_up
         self._loop = asyncio.get_running_loop()
-        self._writing = False
         self._behind = False
+        #: Whether the other side leaves unread what it was sent: what is queued now waits here.
+        self.congested = False
         self.closed = False
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
@@ -103,19 +111,23 @@ class Link:
 
     def _flush(self) -> None:
         try:
-            if self._writing or self._socket.flush():
+            if self.congested or self._socket.flush():
                 return
             self._loop.add_writer(self._socket.fileno(), self._writable)
-            self._writing = True
         except ConnectionClosed:
-            pass  # the reading side sees it too, after what the other side has sent
+            pass  # the reading side sees it too, after what the other side has sent; until then nothing goes
+        self.congested = True
 
     def _writable(self) -> None:
-        with suppress(ConnectionClosed):
+        try:
             if not self._socket.flush():
                 return
-        self._writing = False
+        except ConnectionClosed:
+            self._loop.remove_writer(self._socket.fileno())
+            return
+        self.congested = False
         self._loop.remove_writer(self._socket.fileno())
+        self._caught_up()
 
     def _end(self) -> None:
         if not self.closed:

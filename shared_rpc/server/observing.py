@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from shared_rpc.instrumentation import (
     HOOKS,
@@ -26,21 +26,21 @@ __all__ = ["Listeners", "Observed"]
 class Observed:
     """One call, from its beginning, which is told with this object's making, to its end, which is told once."""
 
-    __slots__ = ("_began", "_ended", "_endpoint", "_pid", "_request_id", "_server_id", "_session", "how")
+    __slots__ = ("_began", "_call", "_ended", "how")
 
     def __init__(self, server_id: str, endpoint: str, request_id: str, session: str, pid: int) -> None:
-        self._server_id = server_id
-        self._endpoint = endpoint
-        self._request_id = request_id
-        self._session = session
-        self._pid = pid
+        self._call: dict[str, Any] = {
+            "server_id": server_id,
+            "endpoint": endpoint,
+            "request_id": request_id,
+            "session": session,
+            "pid": pid,
+        }
         #: How it is answered if all goes well.
         self.how: Literal["hit", "joined", "built"] = "built"
         self._ended = False
         self._began = time.monotonic()
-        HOOKS.emit(
-            CallStarted(server_id=server_id, endpoint=endpoint, request_id=request_id, session=session, pid=pid),
-        )
+        HOOKS.emit(CallStarted(**self._call))
 
     def told(self, outcome: object) -> None:
         """The caller is told this now."""
@@ -57,18 +57,7 @@ class Observed:
         if self._ended:
             return
         self._ended = True
-        HOOKS.emit(
-            CallFinished(
-                server_id=self._server_id,
-                endpoint=self._endpoint,
-                request_id=self._request_id,
-                session=self._session,
-                pid=self._pid,
-                outcome=outcome,
-                seconds=time.monotonic() - self._began,
-                error=error,
-            )
-        )
+        HOOKS.emit(CallFinished(**self._call, outcome=outcome, seconds=time.monotonic() - self._began, error=error))
 
 
 class Listeners:
@@ -82,31 +71,22 @@ class Listeners:
     def added(self, stored: StoredObject) -> None:
         """An object is kept from now on."""
         if HOOKS.registered:
-            HOOKS.emit(
-                ObjectPublished(
-                    server_id=self._server_id,
-                    object_id=stored.object_id,
-                    endpoint=stored.endpoint,
-                    kind=stored.kind,
-                    nbytes=stored.record.nbytes,
-                    device=stored.record.device,
-                    generation=stored.generation,
-                )
-            )
+            HOOKS.emit(ObjectPublished(**self._object(stored), generation=stored.generation))
 
     def freed(self, stored: StoredObject) -> None:
         """Nothing keeps it any more."""
         if HOOKS.registered:
-            HOOKS.emit(
-                ObjectFreed(
-                    server_id=self._server_id,
-                    object_id=stored.object_id,
-                    endpoint=stored.endpoint,
-                    kind=stored.kind,
-                    nbytes=stored.record.nbytes,
-                    device=stored.record.device,
-                )
-            )
+            HOOKS.emit(ObjectFreed(**self._object(stored)))
+
+    def _object(self, stored: StoredObject) -> dict[str, Any]:
+        return {
+            "server_id": self._server_id,
+            "object_id": stored.object_id,
+            "endpoint": stored.endpoint,
+            "kind": stored.kind,
+            "nbytes": stored.record.nbytes,
+            "device": stored.record.device,
+        }
 
     def given(self, session: str, object_id: str) -> None:
         """A session has a lease that it did not have."""
