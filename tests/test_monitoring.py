@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,20 @@ def served(provider: Provider, serve: Callable[..., Server], go: threading.Event
         return torch.zeros(1)
 
     return serve()
+
+
+@pytest.fixture
+def refreshing(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
+) -> tuple[Client, Future[Any]]:
+    """A client, and what comes of a refresh whose build has begun and waits for ``go``."""
+    client = connect()
+    go.set()
+    client.call("gated", 0)
+    go.clear()
+    refreshed = threads.submit(outcome_of, lambda: client.refresh("gated", 0))
+    eventually(lambda: [run["progress"] for run in client.list_runs()] == [{"done": 1.0, "total": 4.0, "message": "shards"}])
+    return client, refreshed
 
 
 def test_sessions(served: Server, connect: Callable[..., Client]) -> None:
@@ -86,16 +101,9 @@ def test_runs_of_calls_and_of_tasks(
     assert client.list_runs() == []
 
 
-def test_the_run_of_a_refresh(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
-) -> None:
+def test_the_run_of_a_refresh(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
     """A refresh is no task, and its progress is seen all the same, while the present generation is served."""
-    client = connect()
-    go.set()
-    client.call("gated", 0)
-    go.clear()
-    refreshed = threads.submit(client.refresh, "gated", 0)
-    eventually(lambda: [run["progress"] for run in client.list_runs()] == [{"done": 1.0, "total": 4.0, "message": "shards"}])
+    client, refreshed = refreshing
 
     (run,) = client.list_runs()
 
@@ -140,20 +148,13 @@ def test_an_object_is_invalidated_by_its_id(served: Server, connect: Callable[..
     assert client.call("load", 1).object_id == anew.object_id
 
 
-def test_a_run_that_goes_on_is_kept_out_of_the_cache(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
-) -> None:
+def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
     """An object that is dropped while its next generation is built is not followed by that one."""
-    client = connect()
-    go.set()
-    client.call("gated", 0)
-    go.clear()
+    client, refreshed = refreshing
     (item,) = client.list_objects()
-    refresh = threads.submit(outcome_of, lambda: client.refresh("gated", 0))
-    eventually(lambda: [run["status"] for run in client.list_runs()] == ["running"])
     client.invalidate_object(item["object_id"])
     go.set()
-    assert isinstance(refresh.result(20), RefreshError)
+    assert isinstance(refreshed.result(20), RefreshError)
     assert client.list_objects() == []
 
 

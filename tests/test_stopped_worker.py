@@ -243,6 +243,10 @@ def test_a_worker_is_asked_for_chunks_once() -> None:
     lane.came_back(worker, [1])
     lane.await_chunks(lambda: None)
     assert len(peer.sent) == 2
+    lane.lost(worker)
+    lane.sent(worker, [4])
+    lane.await_chunks(lambda: None)
+    assert len(peer.sent) == 3
 
 
 def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:

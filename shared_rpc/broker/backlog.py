@@ -45,8 +45,9 @@ class Backlog:
 
     def add(self, run: Relayed) -> None:
         """It waits from now on."""
-        self._runs[run.invocation] = run, _weight(run)
-        for unit, amount in _weight(run).items():
+        weight = _weight(run)
+        self._runs[run.invocation] = run, weight
+        for unit, amount in weight.items():
             self._held[unit] += amount
 
     def take(self, invocation: Invocation) -> Relayed | None:
