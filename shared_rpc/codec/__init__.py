@@ -2,6 +2,7 @@
 
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
 from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.reductions import install
 from shared_rpc.codec.results import Soon, decode_result, publish, publish_back, publish_soon, take_back
 from shared_rpc.codec.skeleton import dump_exception
 
@@ -18,3 +19,5 @@ __all__ = [
     "publish_soon",
     "take_back",
 ]
+
+install()

@@ -140,6 +140,8 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
     if loan is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
     stream, offset = _stream(device), storage.data_ptr() - hold.mapping.address
+    if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
+        return None  # torch has moved the storage meanwhile, into shared memory of its own
     if seconds is None:
         loan.backend.wait(stream)
     elif not loan.backend.wait_briefly(seconds, stream):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import os
 import queue
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -17,32 +18,38 @@ from contextlib import contextmanager
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
 
-__all__ = ["MAPPINGS", "Hold", "Mapping", "MappingTable"]
+__all__ = ["KEPT_SHARE", "MAPPINGS", "Hold", "Mapping", "MappingTable"]
 
 
 class Mapping:
     """One mapped segment.
 
-    ``segment`` is its descriptor where this process may publish the memory again, else None: a mapping needs
-    none to stay alive. ``sealed`` tells that consumers may only map it for reading. ``owner`` is the id of the server that
-    keeps the segment, and knows it by its id; ``""`` where there is none. ``pooled`` tells that its bytes are used again
-    when their reader has done with them, so that nobody else may be told of them. ``fresh`` tells that this process made it,
-    and nobody else has had it so far.
+    ``descriptor`` keeps the segment open, so that the memory can be handed to another process; it ends with the mapping, which
+    needs none to stay alive. ``publishes`` tells whether this process may publish the memory again. ``sealed`` tells that
+    consumers may only map it for reading. ``owner`` is the id of the server that keeps the segment, and knows it by its id;
+    ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
+    nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far.
     """
 
-    __slots__ = ("address", "backend", "fresh", "info", "loans", "owner", "pins", "pooled", "sealed", "segment")
+    __slots__ = ("address", "backend", "descriptor", "fresh", "info", "loans", "owner", "pins", "pooled", "publishes", "sealed")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
         self.address = address
         self.backend = backend
-        self.segment = segment
+        self.descriptor = segment
+        self.publishes = segment is not None
         self.owner = ""
         self.pooled = False
         self.fresh = False
         self.sealed = info.access == "read"
         self.pins = 0
         self.loans: set[_Loan] = set()
+
+    @property
+    def segment(self) -> Segment | None:
+        """The descriptor, where this process may publish the memory again."""
+        return self.descriptor if self.publishes else None
 
     @property
     def users(self) -> int:
@@ -76,6 +83,10 @@ class _Loan(weakref.ref[_Pin]):
     # A weak reference takes its attributes after it is made; see MappingTable.lend().
 
 
+#: One in so many of the descriptors that the process may have open is for mappings that can do without: a model has one segment
+#: for each GiB, but whoever attaches ten thousand small objects must not be left without a descriptor for anything else.
+KEPT_SHARE = 4
+
 #: The attribute by which an object holds its pin, or a tuple of several.
 _HELD = "_shared_rpc_pin"
 
@@ -98,9 +109,11 @@ class MappingTable:
         self._draining = threading.Lock()
         #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
         self._unused: list[Mapping] = []
-        #: Whether every attached segment keeps a descriptor, so that this process can publish it again: in a worker, what one
-        #: endpoint made is what another one builds upon.
+        #: Whether this process may publish every attached segment again: in a worker, what one endpoint made is what another
+        #: one builds upon.
         self.keeps = False
+        #: Mappings that have a descriptor.
+        self._descriptors = 0
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -122,8 +135,9 @@ class MappingTable:
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
-        The segments are borrowed. ``keep`` has the mapping hold a descriptor of its own, so that this process can
-        publish the memory again; ``owner`` is the server that keeps them; ``pooled`` are the numbers of those that are arenas.
+        The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
+        :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
+        is the server that keeps them; ``pooled`` are the numbers of those that are arenas.
         """
         mappings: list[Mapping] = []
         try:
@@ -138,11 +152,47 @@ class MappingTable:
                     mapping.pooled = mapping.pooled or number in pooled
                     mapping.pins += 1
                     mappings.append(mapping)
-                    if (keep or self.keeps) and mapping.segment is None and not mapping.pooled:
-                        mapping.segment = segment.duplicate()
+                    if not mapping.pooled:
+                        self._keep(mapping, segment, publishes=keep or self.keeps)
             yield mappings
         finally:
             self._unpin(mappings)
+
+    def _keep(self, mapping: Mapping, segment: Segment, *, publishes: bool) -> None:
+        """Have a mapping keep a descriptor: in any case where it is to be published, else where there is one to spare."""
+        if mapping.descriptor is None and (publishes or (self._can_spare() and not segment.closed)):
+            try:
+                mapping.descriptor = segment.duplicate()
+            except OSError:
+                if publishes:
+                    raise
+                return  # this process has used up its descriptors, and the mapping does without
+            self._descriptors += 1
+        mapping.publishes = mapping.publishes or publishes
+
+    def _can_spare(self) -> bool:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return limit == resource.RLIM_INFINITY or self._descriptors < limit // KEPT_SHARE
+
+    def receive(self, segment: Segment, owner: str = "") -> Hold:
+        """Map a segment that another process handed on, and keep it mapped while the answer lives. The segment is borrowed.
+
+        A process to which its own sealed memory comes back gets the mapping that it writes to.
+
+        :raises CapabilityError: if this process cannot map the memory.
+        """
+        with self._lock:
+            own = self._mappings.get((segment.info.id, "read_write"))
+            sealed = own if own is not None and own.sealed else None
+            if sealed is not None:
+                sealed.pins += 1
+        if sealed is not None:
+            try:
+                return self.hold(sealed)
+            finally:
+                self._unpin([sealed])
+        with self.attach([segment], owner=owner) as [mapping]:
+            return self.hold(mapping)
 
     def knows(self, info: SegmentInfo) -> bool:
         """Whether a segment is mapped, with the access that its info names."""
@@ -161,6 +211,7 @@ class MappingTable:
         address = backend.map(segment.fileno(), info.nbytes, info.access)
         mapping = Mapping(info, address, backend, segment if keep else None)
         with self._lock:
+            self._descriptors += mapping.descriptor is not None
             self._mappings[info.id, info.access] = mapping
             bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
         return mapping
@@ -277,21 +328,29 @@ class MappingTable:
             self._unused = [mapping for mapping in self._unused if mapping not in gone]
         for mapping in gone:
             mapping.backend.unmap(mapping.address, mapping.info.nbytes)
-            if mapping.segment is not None:
-                mapping.segment.close()
+            self._close(mapping)
+
+    def _close(self, mapping: Mapping) -> None:
+        if mapping.descriptor is not None:
+            mapping.descriptor.close()
+            with self._lock:
+                self._descriptors -= 1
 
     def __len__(self) -> int:
         return len(self._mappings) + len(self._unused)
 
     def _after_fork(self) -> None:
-        # Another thread may have held the lock. Host mappings are inherited and stay; their descriptors need not.
+        # Another thread may have held the lock. Host mappings are inherited and stay, and their descriptors with them: what
+        # the child has, it can hand on. What the parent publishes is not the child's to publish.
         self._lock = threading.RLock()
         self._gone = queue.SimpleQueue()
         self._draining = threading.Lock()
+        for mapping in (*self._mappings.values(), *self._unused):
+            mapping.publishes = False
+            if mapping.pooled or mapping.info.device != "cpu":
+                self._close(mapping)
+                mapping.descriptor = None
         for mapping in self._mappings.values():
-            if mapping.segment is not None:
-                mapping.segment.close()
-                mapping.segment = None
             if mapping.info.device != "cpu":
                 mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
             for loan in mapping.loans:

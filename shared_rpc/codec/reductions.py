@@ -1,0 +1,190 @@
+"""How shared memory travels through :mod:`torch.multiprocessing`: as the segment that it lies in.
+
+torch pickles a tensor for a queue, a pipe or the arguments of a process by moving the sender's own storage to a file in
+/dev/shm. A storage over a mapping goes as the segment's descriptor instead: the sender's stays where it is, and the receiver
+maps the same memory with the same access. Everything else is left to whatever pickled it before, chunks of pools included: a
+result that was copied for one caller is that caller's own, and torch may move it.
+
+The receiver has a mapping, and no lease. As with torch's own descriptors, a sender must live until its message was received.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing import context, resource_sharer
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+import msgspec
+import torch
+import torch.multiprocessing  # registers torch's own reducers, which those here come before
+from torch.multiprocessing import reductions
+
+from shared_rpc.codec.tensors import make_storage
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.devices import torch_device
+from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Hold, Mapping
+from shared_rpc.memory.segments import Segment, SegmentInfo
+
+__all__ = ["install"]
+
+#: Descriptors that a child is started with at most: a fork server takes fewer than 256, torch's own among them. The others it
+#: fetches from its parent.
+_INHERITED = 128
+
+#: The storage over a place of a mapping, so that one is one in the receiver too, in whichever messages it comes.
+_storages: weakref.WeakValueDictionary[tuple[Mapping, int, int], torch.UntypedStorage] = weakref.WeakValueDictionary()
+_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603  another thread of the parent may have held it
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
+    """The mapping that a storage lies in, and the offset in it."""
+    if storage.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return None  # one without memory, as those of fake and functional tensors
+    found = MAPPINGS.find(address) if nbytes else None
+    return found if found is not None and found[1] + nbytes <= found[0].info.nbytes else None
+
+
+def _shared(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
+    """:func:`_find`, without the chunks of pools: their bytes are used again, and nobody else may be told of them."""
+    found = _find(storage)
+    return found if found is not None and not found[0].pooled else None
+
+
+# Sending. A reducer of a type is called for an object of it once in a message: pickle remembers the objects it has seen. So
+# storages name the one mapping they have in common, and that brings its descriptor once.
+
+
+def _reduce_storage(before: Callable[[Any], Any], storage: torch.UntypedStorage) -> Any:
+    found = _shared(storage)
+    if found is None:
+        return before(storage)
+    mapping, offset = found
+    nbytes = storage.nbytes()
+    with _lock:
+        _storages.setdefault((mapping, offset, nbytes), storage)
+    return _rebuild_storage, (mapping, offset, nbytes)
+
+
+def _reduce_tensor(before: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
+    # On a GPU torch's reducer of tensors does not ask that of storages. Sparse and nested tensors come here again, in parts.
+    if not tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_nested:
+        return before(tensor)
+    found = _find(tensor.untyped_storage())
+    if found is None or (tensor.requires_grad and not tensor.is_leaf):  # which is refused there
+        return before(tensor)
+    if found[0].pooled:
+        raise CapabilityError(
+            f"a tensor of {tensor.nbytes} bytes on {tensor.device} is the result of one call, and lies in memory that is used "
+            f"again when it is gone: send tensor.clone(), or let the endpoint's result be cached or managed"
+        )
+    torch.utils.hooks.warn_if_has_hooks(tensor)
+    metadata = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.requires_grad)
+    return reductions.rebuild_tensor, (type(tensor), tensor._typed_storage(), metadata)  # type: ignore[no-untyped-call]
+
+
+def _reduce_mapping(mapping: Mapping) -> Any:
+    if mapping.descriptor is None:
+        raise CapabilityError(
+            f"shared memory cannot be sent to another process: pid {os.getpid()} has no descriptor of segment "
+            f"{mapping.info.id} on {mapping.info.device}, because mappings keep theirs only until they are 1/{KEPT_SHARE} of "
+            f"all that the process may have open (ulimit -n): raise the limit, or have the other process call the endpoint"
+        )
+    # What is queued on the GPU is done before another process reads.
+    if not mapping.backend.synchronize():
+        raise CapabilityError("a CUDA graph is being captured, and sending a tensor waits for the GPU: send it before or after")
+    info = msgspec.structs.replace(mapping.info, access="read" if mapping.sealed else mapping.info.access)
+    return _receive, (info, mapping.owner, _enclosed(mapping.descriptor.fileno()))
+
+
+def _enclosed(fd: int) -> Any:
+    """What a message has of a descriptor; its ``detach()`` gives the receiver one of its own."""
+    # A process that is being started inherits each descriptor once: two messages in its arguments may name the same one.
+    starting: Any = context.get_spawning_popen()
+    if starting is not None and (fd in starting._fds or len(starting._fds) >= _INHERITED):
+        return resource_sharer.DupFd(fd)
+    return DupFd(fd)
+
+
+# Receiving.
+
+
+def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> Hold:
+    try:
+        fd = enclosed.detach()
+    except (OSError, EOFError) as error:
+        error.add_note(f"the process that sent memory of segment {info.id} must live until it has been received")
+        raise
+    with Segment(info, fd) as segment:
+        hold = MAPPINGS.receive(segment, owner)
+    if MAPPINGS.has_unused:
+        MAPPINGS.drain()  # a safe point for what earlier messages left behind, of which this process may have no other
+    return hold
+
+
+def _rebuild_storage(hold: Hold, offset: int, nbytes: int) -> torch.UntypedStorage:
+    mapping = hold.mapping
+    with _lock:
+        storage = _storages.get((mapping, offset, nbytes))
+        if storage is not None:
+            # A weak reference may give a storage's object that tensors own, and that would go with them: torch's cure.
+            storage._fix_weakref()  # type: ignore[attr-defined]
+            return storage
+        storage = make_storage(mapping, offset, nbytes, torch_device(mapping.info.device))
+        MAPPINGS.lend([(mapping, storage)])
+        _storages[mapping, offset, nbytes] = storage
+        return storage
+
+
+# torch's own words for the same.
+
+
+def _share_memory(before: Callable[..., torch.UntypedStorage], storage: torch.UntypedStorage, *args: Any) -> Any:
+    return storage if _shared(storage) is not None else before(storage, *args)
+
+
+def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.UntypedStorage) -> bool:
+    return before(storage) or _shared(storage) is not None
+
+
+def install() -> None:
+    """Have torch.multiprocessing, ``share_memory_()`` and ``is_shared()`` know what lies in mappings.
+
+    Storages are all of one class, and an attribute on each of ten thousand would be paid for by every attach. So the class is
+    told, and asks before it does what it did; the two methods are public, and have been the same since torch 1.
+    """
+    by_type: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # a dict since Python 3.3
+    reduce_storage = functools.partial(_reduce_storage, by_type[torch.UntypedStorage])
+    ForkingPickler.register(torch.UntypedStorage, reduce_storage)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, functools.partial(_reduce_tensor, by_type[kind]))
+    ForkingPickler.register(Mapping, _reduce_mapping)
+    # By these names torch finds them, for the parts of sparse and nested tensors, and where a library registers all anew.
+    reductions.reduce_storage = reduce_storage
+    reductions.reduce_tensor = functools.partial(_reduce_tensor, reductions.reduce_tensor)
+    for name, instead in (("share_memory_", _share_memory), ("is_shared", _is_shared)):
+        setattr(torch.UntypedStorage, name, _asking(instead, getattr(torch.UntypedStorage, name)))
+
+
+def _asking(instead: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(before)
+    def method(storage: torch.UntypedStorage, *args: Any) -> Any:
+        return instead(before, storage, *args)
+
+    return method
