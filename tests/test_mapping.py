@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -170,6 +171,71 @@ def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: 
                 os.fstat(segment.fileno()).st_ino for segment in (first, second)
             ]
     assert all(mapping.segment.closed for mapping in kept)
+
+
+def test_mappings_keep_a_part_of_all_descriptors(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in four of those that a process may have open, others when those are gone; what is to be published has its own."""
+    monkeypatch.setattr(mapping_module.resource, "getrlimit", lambda which: (12, 12))
+    made = segments(6)
+    with table.attach(made[:2]) as early, table.attach(made[2:5]) as late:
+        assert [mapping.descriptor is not None for mapping in (*early, *late)] == [True, True, True, False, False]
+        with table.attach(made[3:4], keep=True) as [kept]:
+            assert kept.segment is not None
+    with table.attach(made[4:]) as mappings:
+        assert all(mapping.descriptor is not None for mapping in mappings)
+
+
+def test_pools_keep_no_descriptor(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Nobody else may be told of an arena."""
+    with table.attach(segments(2), pooled=(1,)) as [plain, arena]:
+        assert plain.descriptor is not None
+        assert arena.descriptor is None
+
+
+def test_a_process_without_descriptors_maps_all_the_same(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor to spare is no condition; one that was asked for is."""
+    (segment,) = segments(1)
+
+    def none_left(access: object = None) -> Segment:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Segment, "duplicate", lambda segment, access=None: none_left())
+    with table.attach([segment]) as [mapping]:
+        assert mapping.descriptor is None
+    with pytest.raises(OSError, match="Too many open files"), table.attach([segment], keep=True):
+        pass
+    assert len(table) == 0
+
+
+# Coming back.
+
+
+def test_received_memory_is_kept_while_it_is_held(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]
+) -> None:
+    """What another process handed on is mapped as what is there already, and gone with its last holder."""
+    (segment,) = segments(1)
+    with table.attach([segment], owner="server") as [mapping]:
+        hold = table.receive(segment)
+    assert hold.mapping is mapping
+    assert mapping.owner == "server"
+    del hold
+    table.drain()
+    assert len(table) == 0
+
+
+def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -> None:
+    """Memory that was sealed and comes back is what its maker writes to; other read-only memory stays read-only."""
+    with table.create(1, "cpu") as mapping:
+        assert mapping.segment is not None
+        with closing(mapping.segment.duplicate("read")) as segment:
+            assert table.receive(segment).mapping.info.access == "read"
+            mapping.seal()
+            assert table.receive(segment).mapping is mapping
 
 
 # Failing.
@@ -471,8 +537,8 @@ def test_sealing_twice_is_harmless(table: MappingTable) -> None:
 # Forking.
 
 
-def test_fork_keeps_mappings_and_closes_descriptors(children: list[Child]) -> None:
-    """A forked child reads and writes what its parent had mapped, holds none of its descriptors, and unmaps for itself."""
+def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> None:
+    """A forked child reads and writes what its parent had mapped, publishes nothing of it, and unmaps and closes for itself."""
     child = python(
         """
         import os
@@ -498,15 +564,16 @@ def test_fork_keeps_mappings_and_closes_descriptors(children: list[Child]) -> No
             mapping.view()[:5] = b"other"
             users.clear()
             MAPPINGS.drain()
-            print("child mappings:", len(MAPPINGS), open("/proc/self/maps").read().count("memfd:shared-rpc"))
+            maps = open("/proc/self/maps").read()
+            print("child mappings:", len(MAPPINGS), maps.count("memfd:shared-rpc"), "descriptors:", segments())
             os._exit(0)
         os.wait()
         print("parent reads:", bytes(mapping.view()[:5]).decode(), "descriptors:", segments(), "mappings:", len(MAPPINGS))
         """
     )
     children.append(child)
-    assert child.expect("child reads:") == "child reads: first descriptors: 0 None"
-    assert child.expect("child mappings:") == "child mappings: 0 0"
+    assert child.expect("child reads:") == "child reads: first descriptors: 1 None"
+    assert child.expect("child mappings:") == "child mappings: 0 0 descriptors: 0"
     assert child.expect("parent reads:") == "parent reads: other descriptors: 1 mappings: 1"
 
 
