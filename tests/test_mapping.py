@@ -23,6 +23,7 @@ from shared_rpc.memory.mapping import MappingTable
 from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
 from shared_rpc.reaper import REAPER
+from tests.bound_host import BoundHost
 from tests.processes import Child, eventually, python
 
 
@@ -192,6 +193,19 @@ def test_pools_keep_no_descriptor(table: MappingTable, segments: Callable[[int],
     with table.attach(segments(2), pooled=(1,)) as [plain, arena]:
         assert plain.descriptor is not None
         assert arena.descriptor is None
+
+
+def test_a_kept_voucher_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that belongs to its maker is freed when the last mapping is gone: nothing else keeps it."""
+    backend, user = BoundHost(), User()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)
+    with closing(backend.create(1)) as segment, table.attach([segment]) as [mapping]:
+        table.lend([(mapping, user)])
+    assert mapping.descriptor is not None
+    assert backend.freed == []
+    del user
+    table.drain()
+    eventually(lambda: backend.freed == [mapping.address])
 
 
 def test_a_process_without_descriptors_maps_all_the_same(

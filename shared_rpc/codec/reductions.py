@@ -116,8 +116,8 @@ def _reduce_mapping(mapping: Mapping) -> Any:
 def _enclosed(fd: int) -> Any:
     """What a message has of a descriptor; its ``detach()`` gives the receiver one of its own."""
     # A process that is being started inherits each descriptor once: two messages in its arguments may name the same one.
-    starting: Any = context.get_spawning_popen()
-    if starting is not None and (fd in starting._fds or len(starting._fds) >= _INHERITED):
+    inherited = getattr(context.get_spawning_popen(), "_fds", ())
+    if fd in inherited or len(inherited) >= _INHERITED:
         return resource_sharer.DupFd(fd)
     return DupFd(fd)
 
