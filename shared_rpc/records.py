@@ -10,7 +10,17 @@ import msgspec
 
 from shared_rpc.memory.segments import Segment
 
-__all__ = ["EMPTY_TABLE", "ONE_TENSOR", "Arguments", "Lender", "Record", "StorageEntry", "TensorEntry", "TensorTable"]
+__all__ = [
+    "EMPTY_TABLE",
+    "ONE_TENSOR",
+    "Arguments",
+    "BufferEntry",
+    "Lender",
+    "Record",
+    "StorageEntry",
+    "TensorEntry",
+    "TensorTable",
+]
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -43,12 +53,27 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     neg: bool = False
 
 
+class BufferEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that no tensor is over, such as a numpy array's: ``nbytes`` bytes at ``offset`` of segment number ``segment``.
+
+    Such a segment is in host memory, and holds nothing else.
+    """
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
 class TensorTable(msgspec.Struct, frozen=True, array_like=True):
-    """All storages and tensors of a record; ``devices`` are what :attr:`StorageEntry.device` counts in."""
+    """All storages and tensors of a record; ``devices`` are what :attr:`StorageEntry.device` counts in.
+
+    ``buffers`` are in the order in which the skeleton asks for them.
+    """
 
     devices: tuple[str, ...] = ()
     storages: tuple[StorageEntry, ...] = ()
     tensors: tuple[TensorEntry, ...] = ()
+    buffers: tuple[BufferEntry, ...] = ()
 
 
 EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
@@ -70,14 +95,15 @@ class Record:
     :param skeleton: the pickled value, its tensors and storages left out.
     :param table: the :class:`TensorTable` in MessagePack.
     :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
-    :param nbytes: bytes of all distinct storages.
+    :param nbytes: bytes that all who have it share: of all distinct storages and of buffers.
     :param device: the id of the device they are on; by default that of the first segment, or the host.
     :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, who gives them back.
     :param arenas: the numbers of the segments that belong to the pool.
     :param own: the numbers of chunks of the reader's own pool that it lies in, see :attr:`Arguments.returnable`.
+    :param private_nbytes: bytes that everyone who rebuilds it has a copy of; by default those of the skeleton.
     """
 
-    __slots__ = ("arenas", "chunks", "device", "nbytes", "own", "segments", "skeleton", "table")
+    __slots__ = ("arenas", "chunks", "device", "nbytes", "own", "private_nbytes", "segments", "skeleton", "table")
 
     def __init__(
         self,
@@ -89,6 +115,7 @@ class Record:
         chunks: Sequence[int] = (),
         arenas: Collection[int] = (),
         own: Sequence[int] = (),
+        private_nbytes: int | None = None,
     ) -> None:
         self.skeleton = skeleton
         self.table = table
@@ -97,6 +124,7 @@ class Record:
         self.chunks = chunks
         self.arenas = arenas
         self.own = own
+        self.private_nbytes = private_nbytes if private_nbytes is not None else len(skeleton)
         self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import Record
 from tests.interpreter import bits
-from tests.models import Everything, Locked, Marked, Scaled, Tied
+from tests.models import Everything, Locked, Marked, Scaled, State, Tied
 
 Rebuilt = Callable[..., Any]
 
@@ -587,25 +587,29 @@ def test_what_cannot_be_shared_is_named(no_leaks: None, make: Callable[[], Any],
 @pytest.mark.parametrize(
     "value, named",
     [
-        (42, "plain int"),
-        ("text", "plain str"),
-        ([1, {"a": 2.0}], "plain list"),
-        ({}, "plain dict"),
-        ([None], "plain list"),
-        (numpy.zeros(2), "result is a numpy.ndarray"),
-        ({"a": [torch.ones(1), numpy.zeros(2)]}, "result['a'][1] is a numpy.ndarray"),
-        ([torch.ones(1), {1, 2}], "result[1] is a set"),
-        ([torch.ones(1), len], "result[1] is a builtin_function_or_method"),
-        ({"a": {7: torch.ones(1)}}, "result['a'] has the key 7: the keys of a shared dict are strings"),
+        (42, "a value of type int that reaches no tensor"),
+        ("text", "a value of type str"),
+        ([1, {"a": 2.0}], "a value of type list"),
+        ({}, "a value of type dict"),
+        ([None], "a value of type list"),
+        ({1, 2}, "a value of type set"),
+        (len, "a value of type builtin_function_or_method"),
+        (nn.Linear, "a value of type type"),
+        (torch.float32, "a value of type torch.dtype"),
+        (torch.device("cpu"), "a value of type torch.device"),
+        (numpy.zeros(2), "a value of type numpy.ndarray that reaches no tensor and no module"),
+        ([numpy.zeros(1 << 15)], "make tensors of arrays (torch.from_numpy)"),
+        (functools.partial(print, 1), "a value of type functools.partial"),
+        (State(1), "a value of type tests.models.State"),
     ],
     ids=repr,
 )
 def test_results_without_memory_are_refused(no_leaks: None, value: Any, named: str) -> None:
-    """Plain Python values are not shared, and neither are containers that hold what is no memory."""
+    """A value that reaches neither tensor nor module is not shared, whatever it is."""
     with pytest.raises(CapabilityError) as caught:
         publish(value, "cpu", "read_write", "load")
     assert named in str(caught.value)
-    assert "endpoint 'load'" in str(caught.value)
+    assert "endpoint 'load' returned" in str(caught.value)
 
 
 def test_a_result_of_a_graph_is_refused(no_leaks: None) -> None:

@@ -109,7 +109,7 @@ def ran() -> Callable[..., tuple[w.Ran, list[int]]]:
             fd = segment.duplicate()
         info = fd.info
         number, fd._fd = fd.fileno(), -1
-        return w.Ran(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned), [number]
+        return w.Ran(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0), [number]
 
     return make
 

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 
 from shared_rpc.errors import CapabilityError, EndpointNotFound
 from tests.apps import App
+from tests.models import Marked, State
+
+
+class Holder:
+    """An object with a method, and attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def get(self) -> Any:
+        """One of them."""
+        return self.value
+
+
+class Named(dict):
+    """A dict with attributes."""
+
+
+def _coroutine() -> Any:
+    async def later() -> torch.Tensor:
+        return torch.ones(1)
+
+    coroutine = later()
+    coroutine.close()  # or Python warns that nobody has awaited it
+    return coroutine
+
+
+def _dict_with_a_lock() -> Named:
+    value = Named(x=torch.ones(1))
+    value.guard = Lock()
+    return value
+
+
+def _graph_beside_a_module() -> Holder:
+    """What a module keeps is left behind; the same tensor elsewhere is asked for."""
+    module = torch.nn.Module()
+    module.cached = torch.ones(1, requires_grad=True) * 2
+    return Holder(module=module, value=module.cached)
 
 
 class Refusal(NamedTuple):
@@ -21,14 +63,38 @@ class Refusal(NamedTuple):
 
 
 RESULTS = {
-    "plain": Refusal(lambda: 3, "returned a plain int without a tensor or a module"),
-    "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a plain dict without a tensor"),
-    "object": Refusal(object, "result is a object"),
-    "path": Refusal(lambda: [torch.ones(1), (1, Path("x"))], "result[1][1] is a pathlib.PosixPath"),
-    "keys": Refusal(lambda: {1: torch.ones(1)}, "result has the key 1"),
+    "plain": Refusal(lambda: 3, "returned a value of type int that reaches no tensor and no module"),
+    "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict that reaches no tensor"),
+    "object": Refusal(object, "returned a value of type object that reaches no tensor"),
+    "path": Refusal(lambda: (1, Path("x")), "returned a value of type tuple that reaches no tensor"),
+    "array": Refusal(lambda: State(1, {"m": numpy.zeros(3)}), "returned a value of type tests.models.State that reaches no"),
+    "generator": Refusal(
+        lambda: (torch.ones(1) for _ in range(2)),
+        "returned a generator, which runs in this process alone: return what it yields, as a list",
+    ),
+    "coroutine": Refusal(_coroutine, "returned a coroutine, which runs in this process alone: make the endpoint an async def"),
+    "generator within": Refusal(lambda: {"all": (torch.ones(1) for _ in range(2))}, "result['all'] cannot be pickled"),
+    "lock": Refusal(lambda: State(1, {"m": [Lock()]}), "result.moments['m'][0] cannot be pickled"),
+    "lock of a method": Refusal(lambda: Holder(guard=Lock()).get, "result.__self__.guard cannot be pickled"),
+    "lock of a partial": Refusal(
+        lambda: functools.partial(print, torch.ones(1), file=Lock()), "result.keywords['file'] cannot be pickled"
+    ),
+    "lock in a queue": Refusal(lambda: deque([torch.ones(1), Lock()]), "result[1] cannot be pickled"),
+    "lock of a dict": Refusal(_dict_with_a_lock, "result.guard cannot be pickled"),
     "graph": Refusal(
         lambda: {"y": torch.ones(1, requires_grad=True) * 2}, "result['y'] carries an autograd graph (MulBackward0)"
     ),
+    "graph in an object": Refusal(
+        lambda: State(1, {"m": torch.ones(1, requires_grad=True) * 2}), "return result.moments['m'].detach()"
+    ),
+    "graph beside a module": Refusal(_graph_beside_a_module, "result.value carries an autograd graph"),
+    "graph of a subclass": Refusal(
+        lambda: [torch.ones(1, requires_grad=True).as_subclass(Marked) * 2], "result[0] carries an autograd graph"
+    ),
+    "object on meta": Refusal(
+        lambda: State(1, {"m": torch.ones(1, device="meta")}), "result.moments['m'] is on the meta device"
+    ),
+    "scripted": Refusal(lambda: torch.jit.script(torch.nn.Linear(1, 1)), "result is TorchScript"),
     "meta": Refusal(lambda: torch.ones(1, device="meta"), "result is on the meta device"),
     "meta module": Refusal(lambda: [torch.nn.Linear(1, 1, device="meta")], "result[0].weight is on the meta device"),
 }
@@ -49,6 +115,7 @@ def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
     return caught.type, str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("case", RESULTS)
 def test_refused_result(every_app: list[App], case: str) -> None:
     """A result that cannot be shared is the same error in every role; it names the endpoint and the place."""

@@ -40,7 +40,7 @@ _log = logging.getLogger("shared_rpc.broker")
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: What an entry begins with. The number goes up with every change of what follows.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 1\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 2\n"
 #: Bytes of an entry; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -71,6 +71,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     segments: list[SegmentInfo]
     nbytes: int
     device: str
+    private_nbytes: int
     expires_at: float | None = None
     accesses_left: int | None = None
 
@@ -167,6 +168,7 @@ class Persistence:
             [segment.info for segment in record.segments],
             record.nbytes,
             record.device,
+            record.private_nbytes,
             terms.expires_at if terms is not None else None,
             terms.accesses_left if terms is not None else None,
         )
@@ -250,7 +252,14 @@ class Persistence:
         missing = [info.id for info in found.segments if info.id not in segments]
         if missing:
             raise ValueError(f"its segments {', '.join(missing)} are not there")
-        record = Record(found.skeleton, found.table, _duplicates(found.segments, segments), found.nbytes, found.device)
+        record = Record(
+            found.skeleton,
+            found.table,
+            _duplicates(found.segments, segments),
+            found.nbytes,
+            found.device,
+            private_nbytes=found.private_nbytes,
+        )
         specs = {spec.name: spec for spec in service.serve.endpoints}
         stored = StoredObject(
             found.object_id,

@@ -100,6 +100,7 @@ def outcome_of(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
             message.chunks,
             frozenset(message.arenas),
             own=message.own,
+            private_nbytes=message.private_nbytes,
         ),
         None,
     )

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from shared_rpc.codec.blocks import spans
-from shared_rpc.codec.payload import check_devices
+from shared_rpc.codec.devices import check_devices
 from shared_rpc.codec.placement import copy
 from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
 from typing import Any
 
 __all__ = ["locate"]
@@ -39,11 +42,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield f"[{key!r}]", part
-        return
-    if isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for index, part in enumerate(value):
             yield f"[{index}]", part
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
         return
+    elif isinstance(value, partial):
+        yield ".func", value.func
+        for index, part in enumerate(value.args):
+            yield f".args[{index}]", part
+        for name, part in value.keywords.items():
+            yield f".keywords[{name!r}]", part
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         for name, part in attributes.items():

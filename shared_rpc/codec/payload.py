@@ -1,100 +1,123 @@
 """What an endpoint may return: the rule, in one place.
 
-A tensor, a module, None, or nested tuples, lists and string-keyed dicts that hold at least one tensor or module
-beside scalars. Everything else is refused: this is not a general RPC system.
+None, or any object that reaches at least one tensor or module: it is taken apart by the pickler, and comes back as what it
+was. A result that reaches none is refused: this is not a general RPC system. So is a tensor with an autograd graph, wherever
+it is but in a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from shared_rpc.codec.buffers import Buffers
+from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["check_devices", "check_result", "wrong_device"]
+__all__ = ["check_result", "dump_result"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_CONTAINERS = (tuple, list, dict, OrderedDict)
+#: What runs when somebody asks for more of it, which cannot be elsewhere.
+_RUNNING = {
+    GeneratorType: "return what it yields, as a list",
+    AsyncGeneratorType: "return what it yields, as a list",
+    CoroutineType: "make the endpoint an async def, which is awaited",
+}
+
+#: Containers within each other; beyond it the pickler looks.
+_DEPTH = 20
+
+
+def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
+    """The skeleton of a result, and what it refers to.
+
+    :param kind: ``"cpu"`` or ``"cuda"``, the type of device its tensors must be on.
+    :raises CapabilityError: for a result that cannot be shared, naming the place of what is wrong with it; see the module.
+    """
+    where = f"endpoint {endpoint!r}"
+    advice = _RUNNING.get(type(value))
+    if advice is not None:
+        raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process alone: {advice}")
+    scan = Scan(kind, Buffers())
+    skeleton = dump(value, scan, f"{where}: result")
+    if not scan.found:
+        raise CapabilityError(
+            f"{where} returned a value of type {_name(value)} that reaches no tensor and no module: only memory is shared; "
+            f"make tensors of arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
+        )
+    outside = graph_outside(value, kind, "result") if scan.graph else None
+    if outside is not None:
+        path, function = outside
+        raise CapabilityError(
+            f"{where}: {path} carries an autograd graph ({function}), which cannot leave the process: "
+            f"return {path}.detach(), or compute under torch.no_grad()"
+        )
+    return skeleton, scan
 
 
 def check_result(value: Any, endpoint: str, kind: str) -> int:
-    """Refuse a result that cannot be shared, naming the place of what is wrong with it.
+    """Refuse what :func:`dump_result` refuses, where the value stays in this process.
 
-    :param kind: ``"cpu"`` or ``"cuda"``, the type of device its tensors must be on.
-    :returns: the bytes of the distinct storages of its tensors, parameters and buffers.
-    :raises CapabilityError: see the module's rule; also for a tensor with an autograd graph, which ends at the
-        process that recorded it.
+    Tensors, modules and containers of them are looked at and not pickled: what a module keeps in its attributes is not checked.
+
+    :returns: the bytes that would be shared, of the distinct storages of its tensors, parameters and buffers, and of arrays.
+    :raises CapabilityError: see :func:`dump_result`.
     """
-    where = f"endpoint {endpoint!r}"
+    if value is None:
+        return 0
     storages: dict[int, int] = {}
-    found = value is None
-    for path, leaf in _leaves(value, "result", where):
-        if isinstance(leaf, torch.Tensor):
-            found = True
-            if leaf.grad_fn is not None:
-                raise CapabilityError(
-                    f"{where}: {path} carries an autograd graph ({leaf.grad_fn.name()}), which cannot leave the process: "
-                    f"return {path}.detach(), or compute under torch.no_grad()"
-                )
-            check_devices(leaf, f"{where}: {path}", kind)
-            _add(leaf, storages)
-        elif isinstance(leaf, torch.nn.Module):
-            found = True
-            check_devices(leaf, f"{where}: {path}", kind)
-            for tensor in (*leaf.parameters(), *leaf.buffers()):
-                _add(tensor, storages)
-        elif not isinstance(leaf, _SCALARS):
-            raise CapabilityError(
-                f"{where}: {path} is a {_name(leaf)}; a result is a tensor, a module, None, or tuples, lists and string-keyed "
-                f"dicts of those and scalars"
-            )
-    if not found:
-        raise CapabilityError(
-            f"{where} returned a plain {_name(value)} without a tensor or a module: only memory is shared; return such values "
-            f"beside a tensor, or by other means"
-        )
+    if not _is_plain(value, kind, storages, set(), 0) or not storages:
+        _, scan = dump_result(value, endpoint, kind)
+        storages = {storage._cdata: storage.nbytes() for storage in scan.storages if storage._cdata not in scan.repacked}
+        return sum(storages.values()) + (scan.buffers.nbytes if scan.buffers is not None else 0)
     return sum(storages.values())
 
 
-def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
-    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state."""
+def _is_plain(value: Any, kind: str, storages: dict[int, int], seen: set[int], depth: int) -> bool:
+    """Whether there is nothing in a value that the pickler has to look at. Its storages are added, with their bytes.
+
+    :param seen: the ids of containers that were looked at, or are.
+    """
     if isinstance(value, torch.Tensor):
-        if value.device.type != kind:
-            raise CapabilityError(wrong_device(path, value.device, kind))
-        return
-    for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-        check_devices(tensor, f"{path}.{name}", kind)
+        return value.grad_fn is None and _add((value,), kind, storages)
+    if isinstance(value, torch.jit.ScriptModule):
+        return False
+    if isinstance(value, torch.nn.Module):
+        return _add(value.parameters(), kind, storages) and _add(value.buffers(), kind, storages)
+    if isinstance(value, _SCALARS):
+        return True
+    if type(value) not in _CONTAINERS or depth >= _DEPTH:
+        return False
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
+    items = value
+    if isinstance(value, dict):
+        if not all(isinstance(key, _SCALARS) for key in value):
+            return False
+        items = value.values()
+    return all(_is_plain(item, kind, storages, seen, depth + 1) for item in items)
 
 
-def wrong_device(path: str, device: torch.device, kind: str) -> str:
-    """The text for memory that is not on the kind of device a server shares."""
-    if device.type == "meta":
-        return f"{path} is on the meta device, which has no memory: load the weights before it is shared"
-    return (
-        f"{path} is on {device}, and memory is shared on {kind!r} here: move it with .to({kind!r}), or choose another device "
-        f"for the Provider (a tensor in a plain attribute does not follow module.to(); register it as a buffer)"
-    )
-
-
-def _add(tensor: torch.Tensor, storages: dict[int, int]) -> None:
-    if tensor.layout is torch.strided and not isinstance(tensor, UninitializedTensorMixin):
+def _add(tensors: Iterable[torch.Tensor], kind: str, storages: dict[int, int]) -> bool:
+    for tensor in tensors:
+        if (
+            type(tensor) not in _TENSORS
+            or tensor.device.type != kind
+            or tensor.layout is not torch.strided
+            or isinstance(tensor, UninitializedTensorMixin)
+        ):
+            return False
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage.nbytes()
-
-
-def _leaves(value: Any, path: str, where: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise CapabilityError(f"{where}: {path} has the key {key!r}: the keys of a shared dict are strings")
-            yield from _leaves(item, f"{path}[{key!r}]", where)
-    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]", where)
-    else:
-        yield path, value
+    return True
 
 
 def _name(value: Any) -> str:

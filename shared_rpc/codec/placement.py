@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
+from shared_rpc.codec.buffers import Buffers, place
 from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
@@ -24,7 +25,7 @@ from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment, backend_for
-from shared_rpc.records import StorageEntry, TensorTable
+from shared_rpc.records import BufferEntry, StorageEntry, TensorTable
 
 __all__ = ["Placement", "copy", "move"]
 
@@ -48,7 +49,10 @@ class Placement:
         self.entries: list[StorageEntry] = [StorageEntry(-1, 0, 0)] * len(scan.storages)
         self.segments: list[Segment] = []
         self.devices: list[str] = []
+        self.buffers: list[BufferEntry] = []
+        #: Bytes that readers use where they lie, and those that each of them makes something else of.
         self.nbytes = 0
+        self.repacked = 0
         #: Numbers of the segments that are arenas of the pool, of its chunks that are used, and of the reader's own chunks.
         self.arenas: set[int] = set()
         self.chunks: list[int] = []
@@ -68,7 +72,8 @@ class Placement:
                 else entry
                 for entry in entries
             ]
-        return msgspec.msgpack.encode(TensorTable(tuple(self.devices), tuple(self.entries), tuple(entries)))
+        table = TensorTable(tuple(self.devices), tuple(self.entries), tuple(entries), tuple(self.buffers))
+        return msgspec.msgpack.encode(table)
 
     def _device(self, device: torch.device) -> int:
         name = id_of(device)
@@ -90,10 +95,23 @@ class Placement:
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
         return number
 
+    def add_buffers(self, buffers: Buffers, access: Access) -> None:
+        """Copy what is no tensor's into segments, after all others: the first segment tells where a value is."""
+        segments, self.buffers = place(buffers, access, len(self.segments))
+        self.segments += segments
+        self.nbytes += buffers.nbytes
+
     def put(self, block: Block, segment: int, offset: int, chunk: int = 0) -> None:
         """A block lies at ``offset`` of a segment."""
         for span in block.spans:
             self.entries[span.storage] = StorageEntry(segment, offset + span.address - block.address, span.nbytes, 0, chunk)
+
+    def count(self, block: Block) -> None:
+        """Add to what is told of the value's size."""
+        if all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans):
+            self.repacked += block.nbytes
+        else:
+            self.nbytes += block.nbytes
 
     def stays(self, block: Block, access: Access) -> bool:
         """Note a block that lies where the reader can be told of it, and need not be copied; False for any other."""
@@ -132,6 +150,8 @@ def move(scan: Scan, access: Access) -> Placement:
     try:
         with torch.inference_mode(False), torch.no_grad():
             _move_all(scan, placement, _elsewhere(placement, found, access), access)
+        if scan.buffers is not None and scan.buffers.views:
+            placement.add_buffers(scan.buffers, access)
     except BaseException:
         placement.close()
         raise
@@ -176,7 +196,7 @@ def _elsewhere(placement: Placement, found: list[Span], access: Access) -> dict[
     """The blocks that must be copied, by device."""
     rest: dict[torch.device, list[Block]] = defaultdict(list)
     for block in blocks(found):
-        placement.nbytes += block.nbytes
+        placement.count(block)
         if not placement.stays(block, access):
             rest[block.device].append(block)
     return rest

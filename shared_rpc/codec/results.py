@@ -14,10 +14,11 @@ import torch
 
 from shared_rpc.codec import collector
 from shared_rpc.codec.blocks import spans
-from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.buffers import buffers_of
+from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
-from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.skeleton import SkeletonUnpickler
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -71,18 +72,18 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
         copied = copy_single(value, kind, pool, f"results of {endpoint}()")
         if copied is not None:
             return _waited(copied, pool)
-    check_result(value, endpoint, kind)
-    scan = Scan(kind)
-    path = f"endpoint {endpoint!r}: result"
     if pool is not None and access == "read_write":
-        skeleton = dump(value, scan, path)
+        skeleton, scan = dump_result(value, endpoint, kind)
         used = spans(scan, exact=True)
-        if pool.options.takes(sum(aligned(span.nbytes) for span in used)):
+        small = pool.options.takes(sum(aligned(span.nbytes) for span in used))
+        # A pool's memory is not mapped copy-on-write, and its reader would have each array to himself.
+        if small and (scan.buffers is None or not scan.buffers.views):
             return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
-        scan = Scan(kind)
+        del skeleton, scan
     MAPPINGS.drain()
     with _publishing, collector.paused():
-        return _record(dump(value, scan, path), move(scan, access), device)
+        skeleton, scan = dump_result(value, endpoint, kind)
+        return _record(skeleton, move(scan, access), device)
 
 
 class Soon:
@@ -144,8 +145,20 @@ def _copy_record(copied: Copied) -> Record:
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
-    where = placed.segments[0].info.device if placed.segments else device
-    return Record(skeleton, placed.table(), placed.segments, placed.nbytes, where, placed.chunks, placed.arenas)
+    # Segments of buffers come last, and are on the host whatever the device is.
+    tensors = placed.segments[: min((entry.segment for entry in placed.buffers), default=None)]
+    where = tensors[0].info.device if tensors else device
+    private = len(skeleton) + placed.repacked
+    return Record(
+        skeleton,
+        placed.table(),
+        placed.segments,
+        placed.nbytes,
+        where,
+        placed.chunks,
+        placed.arenas,
+        private_nbytes=private,
+    )
 
 
 def decode_result(
@@ -165,16 +178,19 @@ def decode_result(
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
-        return _load(skeleton, [], []) if skeleton != _NONE else None
+        return _load(skeleton, [], [], []) if skeleton != _NONE else None
     if loans and skeleton in FIRST:
         single = rebuild_single(table, segments, loans, arenas, owner, trusted=True)
         if single is not None:
             _settle()
             return single
     quick = len(table) + len(skeleton) < _FEW
-    with MAPPINGS.attach(segments, owner=owner, pooled=arenas) as mappings, nullcontext() if quick else collector.paused():
-        tensors, storages = tensors_of(read_table(table), mappings, loans if loans is not None else {}, trusted=True)
-        value = _load(skeleton, tensors, storages)
+    found = read_table(table)
+    hidden = {entry.segment for entry in found.buffers}
+    attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden)
+    with attached as mappings, nullcontext() if quick else collector.paused():
+        tensors, storages = tensors_of(found, mappings, loans if loans is not None else {}, trusted=True)
+        value = _load(skeleton, tensors, storages, buffers_of(found, mappings))
     _settle()
     return value
 
@@ -185,9 +201,9 @@ def _settle() -> None:
         MAPPINGS.drain()
 
 
-def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:
+def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
     try:
-        return SkeletonUnpickler(skeleton, tensors, storages).load()
+        return SkeletonUnpickler(skeleton, tensors, storages, buffers).load()
     except Exception as error:
         raise CodecError(
             f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "

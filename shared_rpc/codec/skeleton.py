@@ -10,22 +10,25 @@ import copyreg
 import io
 import pickle
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from shared_rpc import by_value
+from shared_rpc.codec.buffers import Buffers
+from shared_rpc.codec.devices import wrong_device
 from shared_rpc.codec.paths import locate
-from shared_rpc.codec.payload import wrong_device
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.records import TensorEntry
 
-__all__ = ["Scan", "SkeletonUnpickler", "dump", "dump_exception"]
+__all__ = ["Scan", "SkeletonUnpickler", "dump", "dump_exception", "graph_outside"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, torch.jit.ScriptModule, torch.jit.ScriptFunction)
@@ -51,10 +54,17 @@ class Scan:
     Several dumps may share one scan, so that what they have in common is shared once.
 
     :param kind: the type of device that every tensor must be on, ``"cpu"`` or ``"cuda"``.
+    :param buffers: takes memory that is no tensor's; None to have it pickled.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, buffers: Buffers | None = None) -> None:
         self.kind = kind
+        self.buffers = buffers
+        #: Whether there was a module, and a tensor with an autograd graph.
+        self.module = False
+        self.graph = False
+        #: Storages, by address, of which everyone who rebuilds the value makes memory of his own, as of packed weights.
+        self.repacked: set[int] = set()
         self.storages: list[torch.UntypedStorage] = []
         self.entries: list[TensorEntry] = []
         #: Plain tensors, one for each entry.
@@ -68,6 +78,11 @@ class Scan:
         self._storage_numbers: dict[int, int] = {}
         self._tensor_numbers: dict[int, int] = {}
         self._met: dict[int, torch.Tensor] = {}
+
+    @property
+    def found(self) -> bool:
+        """Whether there was a tensor, a module, or memory of torch's."""
+        return bool(self.module or self.storages or self._met)
 
     def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
         """The number of a storage, a new one where it was not met before."""
@@ -86,6 +101,7 @@ class Scan:
         if number is not None:
             return number
         self._check_tensor(tensor)
+        self.graph = self.graph or tensor.grad_fn is not None
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized and not named(tensor)
         if not plain or tensor.__dict__:
             self._meet(tensor)
@@ -147,7 +163,8 @@ _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, scan: Scan, opened: torch.Tensor | None = None) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        take = scan.buffers.take if scan.buffers is not None and opened is None else None
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
         self._scan = scan
         self._opened = opened
 
@@ -165,6 +182,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reductions of our own, then cloudpickle's."""
+        if isinstance(obj, torch.nn.Module):
+            self._scan.module = True
+        elif isinstance(obj, torch.ScriptObject):
+            return self._reduce_packed(obj)
         if isinstance(obj, torch.device):
             # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
             return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
@@ -176,6 +197,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.nn.Module) and _restores_plainly(type(obj)):
             return copyreg.__newobj__, (type(obj),), _own_state(obj), None, None, _restore  # type: ignore[attr-defined]
         return super().reducer_override(obj)
+
+    def _reduce_packed(self, packed: Any) -> Any:
+        # TorchBind's own reduction, noted: weights of torch.ao.nn.quantized. Unpacked they are new tensors each time, and
+        # packing them makes memory in the layout of the processor's library, which no other process can be given.
+        reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        for tensor in tree_leaves(reduced[2]):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._scan.repacked.add(tensor.untyped_storage()._cdata)
+        return reduced
 
 
 def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
@@ -262,8 +292,34 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             return _dump(value, scan)
     except Exception as error:
         with by_value.registered():
-            where, cause = locate(value, path, lambda part: _dump(part, Scan(scan.kind)), error)
+            where, cause = locate(value, path, lambda part: _dump(part, Scan(scan.kind, Buffers())), error)
         raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else f'cannot be pickled: {cause}'}") from error
+
+
+class _Outside(_Pickler):
+    """Pickles what is not in a module, up to a tensor with an autograd graph."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module):
+            return -1
+        if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+            raise Refused(obj.grad_fn.name(), obj)
+        return super().persistent_id(obj)
+
+
+def graph_outside(value: Any, kind: str, path: str) -> tuple[str, str] | None:
+    """A tensor with an autograd graph that is not in a module: its path, and what computed it; None if there is none."""
+
+    def attempt(part: Any) -> None:
+        _Outside(io.BytesIO(), Scan(kind, Buffers())).dump(part)
+
+    with by_value.registered():
+        try:
+            attempt(value)
+        except Refused as error:
+            where, cause = locate(value, path, attempt, error)
+            return where, str(cause)
+    return None
 
 
 def _dump(value: Any, scan: Scan) -> bytes:
@@ -275,8 +331,14 @@ def _dump(value: Any, scan: Scan) -> bytes:
 class SkeletonUnpickler(pickle.Unpickler):
     """Loads a skeleton around tensors and storages that already lie in their place."""
 
-    def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(skeleton))
+    def __init__(
+        self,
+        skeleton: bytes,
+        tensors: list[torch.Tensor],
+        storages: list[torch.UntypedStorage],
+        buffers: Iterable[memoryview] = (),
+    ) -> None:
+        super().__init__(io.BytesIO(skeleton), buffers=buffers)
         self._tensors = tensors
         self._storages = storages
 

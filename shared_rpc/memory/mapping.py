@@ -1,12 +1,14 @@
 """Which segments this process has mapped, and who still uses them.
 
-A segment is mapped at most once for each kind of access, and unmapped when the last object over it is gone:
+A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because nobody else is
+to see what is written there. It is unmapped when the last object over it is gone:
 a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import queue
 import resource
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
 
@@ -28,13 +31,20 @@ class Mapping:
     needs none to stay alive. ``publishes`` tells whether this process may publish the memory again. ``sealed`` tells that
     consumers may only map it for reading. ``owner`` is the id of the server that keeps the segment, and knows it by its id;
     ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
-    nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far.
+    nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far. ``hidden``
+    tells that :meth:`MappingTable.find` does not know it. ``number`` tells those of one segment that are copy-on-write from each
+    other.
     """
 
-    __slots__ = ("address", "backend", "descriptor", "fresh", "info", "loans", "owner", "pins", "pooled", "publishes", "sealed")
+    __slots__ = (
+        *("address", "backend", "descriptor", "fresh", "hidden", "info", "loans"),
+        *("number", "owner", "pins", "pooled", "publishes", "sealed"),
+    )
 
-    def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
+    def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None, number: int = 0) -> None:
         self.info = info
+        self.number = number
+        self.hidden = False
         self.address = address
         self.backend = backend
         self.descriptor = segment
@@ -42,7 +52,7 @@ class Mapping:
         self.owner = ""
         self.pooled = False
         self.fresh = False
-        self.sealed = info.access == "read"
+        self.sealed = info.access != "read_write"
         self.pins = 0
         self.loans: set[_Loan] = set()
 
@@ -50,6 +60,11 @@ class Mapping:
     def segment(self) -> Segment | None:
         """The descriptor, where this process may publish the memory again."""
         return self.descriptor if self.publishes else None
+
+    @property
+    def key(self) -> tuple[str, Access, int]:
+        """By which a :class:`MappingTable` has it."""
+        return self.info.id, self.info.access, self.number
 
     @property
     def users(self) -> int:
@@ -103,7 +118,8 @@ class MappingTable:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._mappings: dict[tuple[str, Access], Mapping] = {}
+        self._mappings: dict[tuple[str, Access, int], Mapping] = {}
+        self._copies = itertools.count(1)
         self._by_address: list[tuple[int, Mapping]] = []
         self._gone: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
         self._draining = threading.Lock()
@@ -131,28 +147,36 @@ class MappingTable:
 
     @contextmanager
     def attach(
-        self, segments: Sequence[Segment], *, keep: bool = False, owner: str = "", pooled: Collection[int] = ()
+        self,
+        segments: Sequence[Segment],
+        *,
+        keep: bool = False,
+        owner: str = "",
+        pooled: Collection[int] = (),
+        hidden: Collection[int] = (),
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
         The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
         :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
-        is the server that keeps them; ``pooled`` are the numbers of those that are arenas.
+        is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that nobody else
+        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write.
         """
         mappings: list[Mapping] = []
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
-                    mapping = self._mappings.get((segment.info.id, segment.info.access))
+                    info = segment.info
+                    apart = number in hidden or info.access == "copy"
+                    mapping = self._mappings.get((info.id, info.access, 0))
                     if mapping is None:
-                        mapping = self._add(
-                            segment.info, backend_for(segment.info.device, segment.info.mechanism), segment, keep=False
-                        )
+                        backend = backend_for(info.device, info.mechanism)
+                        mapping = self._add(info, backend, segment, keep=False, hidden=apart)
                     mapping.owner = owner or mapping.owner
                     mapping.pooled = mapping.pooled or number in pooled
                     mapping.pins += 1
                     mappings.append(mapping)
-                    if not mapping.pooled:
+                    if not (mapping.pooled or mapping.hidden):
                         self._keep(mapping, segment, publishes=keep or self.keeps)
             yield mappings
         finally:
@@ -182,7 +206,7 @@ class MappingTable:
         :raises CapabilityError: if this process cannot map the memory.
         """
         with self._lock:
-            own = self._mappings.get((segment.info.id, "read_write"))
+            own = self._mappings.get((segment.info.id, "read_write", 0))
             sealed = own if own is not None and own.sealed else None
             if sealed is not None:
                 sealed.pins += 1
@@ -196,7 +220,7 @@ class MappingTable:
 
     def knows(self, info: SegmentInfo) -> bool:
         """Whether a segment is mapped, with the access that its info names."""
-        return (info.id, info.access) in self._mappings
+        return (info.id, info.access, 0) in self._mappings
 
     def disown(self, segment_ids: Iterable[str]) -> int:
         """Their server does not keep these segments any more; how many of them it did, as far as was known here."""
@@ -207,13 +231,18 @@ class MappingTable:
                 mapping.owner = ""
             return len(owned)
 
-    def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool) -> Mapping:
+    def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool, hidden: bool = False) -> Mapping:
+        if info.access == "copy" and info.mechanism != "memfd":
+            raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: that is for host memory")
         address = backend.map(segment.fileno(), info.nbytes, info.access)
-        mapping = Mapping(info, address, backend, segment if keep else None)
+        number = next(self._copies) if info.access == "copy" else 0
+        mapping = Mapping(info, address, backend, segment if keep else None, number)
+        mapping.hidden = hidden
         with self._lock:
             self._descriptors += mapping.descriptor is not None
-            self._mappings[info.id, info.access] = mapping
-            bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
+            self._mappings[mapping.key] = mapping
+            if not hidden:
+                bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
         return mapping
 
     @contextmanager
@@ -313,8 +342,9 @@ class MappingTable:
     def _forget_unused(self, mappings: Iterable[Mapping]) -> None:
         for mapping in mappings:
             if mapping.users == 0:
-                del self._mappings[mapping.info.id, mapping.info.access]
-                self._by_address.remove((mapping.address, mapping))
+                del self._mappings[mapping.key]
+                if not mapping.hidden:
+                    self._by_address.remove((mapping.address, mapping))
                 self._unused.append(mapping)
 
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:

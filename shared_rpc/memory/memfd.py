@@ -17,6 +17,8 @@ from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment
 
 __all__ = ["HOST", "MemfdBackend"]
 
+# asm-generic/mman-common.h; Python's mmap does not have it.
+_MAP_NORESERVE = 0x4000
 # linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE only from 3.13 on.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -51,7 +53,7 @@ class MemfdBackend:
         return segment
 
     def map(self, fd: int, nbytes: int, access: Access) -> int:
-        """Map ``nbytes`` bytes of ``fd``, shared.
+        """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
 
         :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
         """
@@ -65,8 +67,10 @@ class MemfdBackend:
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             raise CapabilityError(f"the segment's descriptor has {actual} bytes where {nbytes} were announced")
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "read_write" else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if access != "read" else 0)
+        # Copies are rare, so memory for all of them is not to be set aside, nor a mapping refused for want of it.
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED
+        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
         if address == _MAP_FAILED:
             code = ctypes.get_errno()
             if code == errno.EPERM:

@@ -17,7 +17,9 @@ from shared_rpc.errors import CapabilityError
 
 __all__ = ["BOUND", "Access", "Backend", "Mechanism", "Segment", "SegmentInfo", "backend_for", "gpu_support", "new_segment_id"]
 
-Access = Literal["read_write", "read"]
+#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
+#: nobody else sees it. The last is for host memory.
+Access = Literal["read_write", "read", "copy"]
 #: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
 Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
 #: Those whose memory belongs to the process that made it, and ends with it.

@@ -69,6 +69,7 @@ class StoredObject:
             "endpoint": self.endpoint,
             "cache_key": self.cache_key,
             "nbytes": self.record.nbytes,
+            "private_nbytes": self.record.private_nbytes,
             "device": self.record.device,
             "generation": self.generation,
             "current": self.current,

@@ -116,6 +116,7 @@ class Ran(Message):
     chunks: list[int]
     own: list[int]
     returned: list[int]
+    private_nbytes: int
 
 
 class Failed(Message):

@@ -251,6 +251,7 @@ class WorkerHost:
             list(record.chunks),
             list(record.own),
             given_back(hosted, invocation.session),
+            record.private_nbytes,
         )
         try:
             self._link.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))

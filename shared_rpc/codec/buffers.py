@@ -1,0 +1,110 @@
+"""Memory that no tensor is over: what numpy arrays, and others that speak pickle's protocol 5, hand over beside a pickle.
+
+It is copied into host segments once, and everyone who rebuilds the value maps these copy-on-write (read-only, where the
+endpoint shares for reading): the array can be written to as a pickled one could, what is written is the process's own, and
+pages that nobody writes to exist once. What the endpoint itself has stays where it is: an array cannot be bound to other
+memory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+
+from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.arena import pack
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.segments import Access, Segment
+from shared_rpc.records import BufferEntry, TensorTable
+
+__all__ = ["Buffers", "buffers_of", "place"]
+
+#: Bytes. Below this a buffer is pickled: a segment is mapped by pages of 4 KiB, each of which costs a fault when it is first
+#: touched, and a buffer in one some microseconds whatever its size. Copying so few bytes takes one.
+_LEAST = 16 << 10
+
+
+class Buffers:
+    """What pickling has handed over so far, in the order in which unpickling will ask for it."""
+
+    def __init__(self) -> None:
+        self.views: list[memoryview] = []
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """For pickle's ``buffer_callback``: whether a buffer is to be pickled after all."""
+        view = buffer.raw()
+        if view.nbytes < _LEAST:
+            return True
+        self.views.append(view)
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(view.nbytes for view in self.views)
+
+
+def place(buffers: Buffers, access: Access, first: int) -> tuple[list[Segment], list[BufferEntry]]:
+    """Copy buffers into new segments, which belong to the caller; where each lies.
+
+    :param access: that of the endpoint.
+    :param first: the number of the first segment.
+    :raises CapabilityError: if there is not enough memory.
+    """
+    sizes, places = pack([view.nbytes for view in buffers.views])
+    segments: list[Segment] = []
+    try:
+        for nbytes in sizes:
+            segments.append(HOST.create(nbytes))
+        for view, (number, offset) in zip(buffers.views, places, strict=True):
+            _write(segments[number].fileno(), view, offset)
+        return [_sealed(segment, access) for segment in segments], [
+            BufferEntry(first + number, offset, view.nbytes)
+            for view, (number, offset) in zip(buffers.views, places, strict=True)
+        ]
+    finally:
+        for segment in segments:
+            segment.close()
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    # Not through a mapping: the kernel copies while other threads run, and takes no page fault for each page.
+    done = 0
+    try:
+        while done < view.nbytes:
+            done += os.pwrite(fd, view[done:], offset + done)
+    except OSError as error:
+        raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment: {error}") from error
+
+
+def _sealed(segment: Segment, access: Access) -> Segment:
+    """The segment as others get it: nobody can write to it any more."""
+    HOST.seal(segment.fileno())
+    return segment.duplicate("read" if access == "read" else "copy")
+
+
+def buffers_of(table: TensorTable, mappings: Sequence[Mapping]) -> list[memoryview]:
+    """All buffers of a table, over the segments' mappings, each of which is kept while something uses a buffer in it.
+
+    :raises CodecError: if an entry leaves its segment.
+    """
+    return [_view(entry, mappings) for entry in table.buffers]
+
+
+def _view(entry: BufferEntry, mappings: Sequence[Mapping]) -> memoryview:
+    fits = 0 <= entry.segment < len(mappings)
+    mapping = mappings[entry.segment] if fits else None
+    if (
+        mapping is None
+        or mapping.info.mechanism != "memfd"
+        or entry.offset < 0
+        or entry.nbytes < 0
+        or entry.offset + entry.nbytes > mapping.info.nbytes
+    ):
+        raise CodecError(f"a buffer of {entry.nbytes} bytes at {entry.offset} leaves its segment, number {entry.segment}")
+    view = HOST.view(mapping.address + entry.offset, entry.nbytes)
+    # The object under all views of it, arrays included.
+    MAPPINGS.lend([(mapping, view.obj)])
+    return view.toreadonly() if mapping.info.access == "read" else view

@@ -1,0 +1,29 @@
+"""Which device memory must be on to be shared: the rule, in one place."""
+
+from __future__ import annotations
+
+import torch
+
+from shared_rpc.errors import CapabilityError
+
+__all__ = ["check_devices", "wrong_device"]
+
+
+def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
+    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != kind:
+            raise CapabilityError(wrong_device(path, value.device, kind))
+        return
+    for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+        check_devices(tensor, f"{path}.{name}", kind)
+
+
+def wrong_device(path: str, device: torch.device, kind: str) -> str:
+    """The text for memory that is not on the kind of device a server shares."""
+    if device.type == "meta":
+        return f"{path} is on the meta device, which has no memory: load the weights before it is shared"
+    return (
+        f"{path} is on {device}, and memory is shared on {kind!r} here: move it with .to({kind!r}), or choose another device "
+        f"for the Provider (a tensor in a plain attribute does not follow module.to(); register it as a buffer)"
+    )
