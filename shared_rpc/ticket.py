@@ -10,8 +10,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,8 +26,11 @@ _FORMAT = 1
 #: Bytes. The tensors of a module with 10,000 of them take about one megabyte.
 _LIMIT = 16 << 20
 
+#: Characters of a name, and the parts that one has: what lies deeper in an object is not listed.
+_NAME, _DEPTH = 4096, 40
+
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_Text = Annotated[str, msgspec.Meta(max_length=_NAME)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -81,7 +86,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             cache_key=facts["cache_key"],
             device=facts["device"],
             nbytes=facts["nbytes"],
-            tensors=tuple(_tensors(value, "")),
+            tensors=tuple(_tensors(value, "", {})),
             boot_id=_boot_id(),
             machine_id=_machine_id(),
             uid=os.geteuid(),
@@ -228,18 +233,42 @@ def _check_file(name: str, status: os.stat_result) -> None:
         raise TicketError(f"{name} has {status.st_size} bytes, and no ticket has more than {_LIMIT}", reason="malformed")
 
 
-def _tensors(value: Any, name: str) -> Iterator[TicketTensor]:
-    """The tensors of a module, by their names in it, of nested containers, by the path to them, or the value itself."""
+def _tensors(value: Any, name: str, seen: dict[int, Any]) -> Iterator[TicketTensor]:
+    """The tensors of a module, by their names in it, of containers and objects, by the path to them, or the value itself.
+
+    :param seen: containers and objects on the way, which are looked at once.
+    """
     if hasattr(value, "untyped_storage"):
         yield TicketTensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes)
     elif hasattr(value, "named_parameters"):
         begin = f"{name}." if name else ""
         for own, tensor in (*value.named_parameters(remove_duplicate=False), *value.named_buffers(remove_duplicate=False)):
-            yield from _tensors(tensor, begin + own)
-    elif isinstance(value, (Mapping, list, tuple)):
+            yield from _tensors(tensor, begin + own, seen)
+    elif id(value) not in seen and name.count(".") < _DEPTH:
+        seen[id(value)] = value
         begin = f"{name}." if name else ""
-        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(part, f"{begin}{key}")
+        for key, part in _parts(value):
+            yield from _tensors(part, f"{begin}{key}"[:_NAME], seen)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a value holds, by name. Functions and classes are not looked into."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return enumerate(value)
+    if isinstance(value, MethodType):
+        return (("__self__", value.__self__),)
+    if isinstance(value, partial):
+        return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    if isinstance(value, (type, ModuleType, FunctionType)):
+        return ()
+    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
+    return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots if hasattr(value, name))]
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _boot_id() -> str:

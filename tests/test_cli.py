@@ -315,7 +315,7 @@ def test_objects_and_who_holds_them(served: Server, children: list[Child]) -> No
     data = cli("objects", "--json").data
     assert (ran.code, ran.errors) == (0, "")
     header, base, big = (re.split(r"\s{2,}", line.strip()) for line in ran.output.splitlines())
-    assert header == ["object", "of", "size", "device", "generation", "cached", "held by", "age", "last used"]
+    assert header == ["object", "of", "size", "private", "device", "generation", "cached", "held by", "age", "last used"]
     assert base[1:6] == ["load(size=16, name='base')", "1.0 KiB", "cpu", "1", "yes"]
     assert big[1:7] == ["load(size=32, name='big')", "4.0 KiB", "cpu", "1", "yes", "nobody"]
     assert re.fullmatch(rf"{holder.pid} \({re.escape(sys.executable[:20])}.*…?\)", base[6])

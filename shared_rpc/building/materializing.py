@@ -86,7 +86,8 @@ def _tensors_of(source: Any) -> dict[str, torch.Tensor]:
         return state_of(value)
     if not isinstance(value, Mapping):
         raise ConfigurationError(
-            f"materialize(): the source is a {type(value).__name__}: use a module, a dict of tensors, or a handle of either"
+            f"materialize(): the source is a {type(value).__name__}: use a module, a dict of tensors, or a handle of either; "
+            f"of an object that has a module in it, that module"
         )
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):

@@ -120,12 +120,13 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
         return
     table(
         "",
-        ["object", "of", "size>", "device", "generation>", "cached", "held by", "age>", "last used>"],
+        ["object", "of", "size>", "private>", "device", "generation>", "cached", "held by", "age>", "last used>"],
         [
             (
                 item["object_id"],
                 origin(item),
                 size(item["nbytes"]),
+                size(item["private_nbytes"]),
                 item["device"],
                 item["generation"],
                 "yes" if item["cached"] and item["kind"] == "result" else "no",

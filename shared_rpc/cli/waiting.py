@@ -88,7 +88,7 @@ def _facts(result: Result, client: Client) -> dict[str, Any]:
     table = msgspec.msgpack.decode(message.table, type=TensorTable)
     return {
         "object_id": message.object_id,
-        "nbytes": sum(storage.nbytes for storage in table.storages),
+        "nbytes": sum(entry.nbytes for entry in (*table.storages, *table.buffers)),
         "device": message.segments[0].device if message.segments else client._server().device,
         "managed": message.managed,
     }

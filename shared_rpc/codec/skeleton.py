@@ -204,8 +204,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         for tensor in tree_leaves(reduced[2]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                self._scan.repacked.add(tensor.untyped_storage()._cdata)
+                self._scan.repacked.update(part.untyped_storage()._cdata for part in _parts_of(tensor))
         return reduced
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor, and what it is quantised by, if that is tensors."""
+    if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return (tensor,)
 
 
 def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
