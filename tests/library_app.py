@@ -1,7 +1,7 @@
 """An app whose endpoints return what other people's libraries make: whole pipelines, caches, outputs, and objects of its own.
 
-It is served as a script and imported by tests. Every endpoint has a function of the same name in :data:`LOOK`, which says as plain
-data what is to be the same wherever the object is.
+It is served as a script and imported by tests. Every endpoint has a function of the same name in :data:`LOOK`, which says as
+plain data what is to be the same wherever the object is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = "[UNK] [PAD] [BOS] [EOS] the a cat dog sat ran on mat and then".split()
+    words = ["[UNK]", "[PAD]", "[BOS]", "[EOS]", "the", "a", "cat", "dog", "sat", "ran", "on", "mat", "and", "then"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
@@ -260,7 +260,7 @@ LOOK: dict[str, Callable[[Any], Any]] = {
     "classification": lambda v: [v("the cat"), v.device.type],
     "output": lambda v: [list(v.keys()), bits(v.logits), v[0] is v.logits, v.past_key_values.get_seq_length()],
     "cache": lambda v: [v.get_seq_length(), len(v.layers)],
-    "static_cache": lambda v: [int(v.get_seq_length()), v.get_max_cache_shape()],
+    "static_cache": lambda v: [int(v.get_seq_length()), list(v.layers[0].keys.shape)],
     "batch": lambda v: [v["input_ids"].tolist(), list(v.keys()), v.char_to_token(0, 4)],
     "sentences": lambda v: [bits(v.encode(["the cat sat"], convert_to_tensor=True)), v.device.type],
     "diffusion": _picture,

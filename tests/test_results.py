@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
-from shared_rpc import CapabilityError, Client, Handle, Provider, Server, Ticket, materialize
+from shared_rpc import Client, Handle, Provider, Server, materialize
+from shared_rpc.errors import ConfigurationError
 from tests import library_app
 from tests.apps import App
-from tests.brokers import BrokerApp, another_worker, worker_pids
 from tests.interpreter import Interpreter
 from tests.models import Slotted, State
 from tests.processes import ROOT, Child
@@ -99,8 +98,137 @@ def test_objects_of_libraries(served: Served, here: Callable[[str], Any], name: 
         """,
         name=name,
     )
-    assert seen == _as_json(here(name))
+    assert seen == json.loads(json.dumps(here(name)))
 
 
-def _as_json(value: Any) -> Any:
-    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+# Objects of every kind, in every role.
+
+
+class Weakless:
+    """An object that nobody can have a weak reference to."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> Any:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _self_holding() -> list[Any]:
+    value: list[Any] = [torch.ones(1)]
+    value.append(value)
+    return value
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
+    "dataclass": (lambda: State(1, {"m": torch.ones(1)}), lambda v: v.moments["m"]),
+    "slots": (lambda: Slotted(torch.ones(1)), lambda v: v.tensor),
+    "without weak references": (lambda: Weakless(torch.ones(1)), lambda v: v.tensor),
+    "any keys": (lambda: {1: torch.ones(1), (None, 2.5): "x"}, lambda v: v[1]),
+    "set": (lambda: {torch.ones(1)}, lambda v: next(iter(v))),
+    "deque": (lambda: deque([1, torch.ones(1)]), lambda v: v[1]),
+    "partial": (lambda: functools.partial(torch.mul, torch.ones(1)), lambda v: v.args[0]),
+    "method": (lambda: State(1, {"m": torch.ones(1)}).__repr__, lambda v: v.__self__.moments["m"]),
+    "module's method": (lambda: torch.nn.Linear(1, 1).forward, lambda v: v.__self__.weight.detach()),
+    "mixed": (lambda: (State(1, {}), [len, Path("x"), torch.ones(1)]), lambda v: v[1][2]),
+    "holds itself": (_self_holding, lambda v: v[1][1][0]),
+    "no tensor": (lambda: State(1, {"m": torch.nn.Identity()}), lambda v: torch.zeros(1)),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_in_every_role(every_app: list[App], kind: str) -> None:
+    """Whatever reaches memory is a result in every role, of the same size, cached and not, and by way of a task."""
+    make, tensor_of = OBJECTS[kind]
+    sizes = set()
+    for app in every_app:
+        cached, fresh = app.share("cached")(make), app.share("fresh", cache=False)(make)
+        held = app.share("held", managed=True)(make)
+        for value in (cached(), cached(), fresh(), app.provider.wait_for_task(cached.submit())):
+            assert type(value) is type(make())
+            assert tensor_of(value).shape == (1, 1) if kind == "module's method" else (1,)
+        tensor_of(cached()).fill_(7)
+        if kind != "no tensor":
+            assert tensor_of(cached()).item() == 7
+        with held() as handle:
+            assert isinstance(handle, Handle)
+            sizes.add(handle.get_object_info()["nbytes"])
+    assert len(sizes) == 1
+
+
+def test_an_object_is_rebuilt_once(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Where a weak reference to it can be had, each call of a client gives the same object while it lives."""
+    provider.share("get")(lambda: State(1, {"m": torch.ones(1)}))
+    serve()
+    client = connect()
+    one = client.call("get")
+    assert client.call("get") is one
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Weakless(torch.ones(1)), lambda: State(1, {"m": torch.ones(1)})], ids=["slots", "state"]
+)
+def test_generations_of_any_object(app: App, make: Callable[[], Any]) -> None:
+    """Handles of such objects have revisions, successors and updates, as others have."""
+    held = app.share("held", managed=True)(make)
+
+    def tensor_of(value: Any) -> torch.Tensor:
+        return value.tensor if isinstance(value, Weakless) else value.moments["m"]
+
+    with held() as handle:
+        with app.provider.update(handle) as value:
+            tensor_of(value).fill_(2)
+        assert (handle.revision, handle.read_consistent(lambda v: tensor_of(v).item())) == (2, 2.0)
+        app.provider.refresh("held")
+        assert not handle.is_current()
+        with handle.latest() as latest:
+            assert tensor_of(latest.value).item() == 1
+            assert tensor_of(handle.value).item() == 2
+
+
+def test_a_ticket_of_an_object(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """It names the tensors by the way to them, and opens to the same memory."""
+    value = State(1, {"m": torch.ones(3)})
+    value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]  # type: ignore[attr-defined]
+    provider.share("held", managed=True)(lambda: value)
+    serve()
+    with connect().call("held") as handle:
+        ticket = handle.ticket()
+        listed = [(tensor.name, tensor.dtype, tensor.nbytes) for tensor in ticket.tensors]
+        assert listed == [
+            ("moments.m", "float32", 12),
+            ("extra.0.tensor", "int8", 2),
+            ("extra.1.weight", "float32", 8),
+            ("extra.1.bias", "float32", 4),
+        ]
+        with connect().open_ticket(ticket) as other:
+            other.value.moments["m"].fill_(5)
+        assert value.moments["m"].tolist() == [5, 5, 5]
+
+
+def test_materialize_wants_the_module(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Of an object that has a module the model can be built, and of the object itself the error says how."""
+    provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))  # type: ignore[dict-item]
+    serve()
+    with connect().call("held") as handle:
+        with (
+            pytest.raises(
+                ConfigurationError, match=r"is a State: use a module.*of an object that has a module in it, that module"
+            ),
+            materialize(handle),
+        ):
+            torch.nn.Linear(2, 2)
+        with materialize(handle.value.moments["m"]):
+            model = torch.nn.Linear(2, 2)
+        assert model.weight.data_ptr() == handle.value.moments["m"].weight.data_ptr()
+
+
+def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None:
+    """It is the reader's own name for the same device."""
+    where = torch.ones(1, device=device).device
+    assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where  # type: ignore[dict-item]
