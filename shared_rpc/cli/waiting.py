@@ -88,7 +88,7 @@ def _facts(result: Result, client: Client) -> dict[str, Any]:
     table = msgspec.msgpack.decode(message.table, type=TensorTable)
     return {
         "object_id": message.object_id,
-        "nbytes": sum(entry.nbytes for entry in (*table.storages, *table.buffers)),
+        "nbytes": sum(part.nbytes for part in table.storages) + sum(part.nbytes for part in table.buffers),
         "device": message.segments[0].device if message.segments else client._server().device,
         "managed": message.managed,
     }
