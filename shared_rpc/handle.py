@@ -93,7 +93,7 @@ class Lease(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The tensor, module or container.
+        """The object: what the endpoint returned.
 
         :raises StaleHandleError: once it was released.
         """
@@ -167,7 +167,8 @@ class Handle(Lease[T], Revised[T]):
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """What the server knows of the object; asked once, and again with ``refresh``.
 
-        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes``, ``device``, ``generation``, ``current``
+        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes`` (which all share), ``private_nbytes`` (which
+        each process that has it copies), ``device``, ``generation``, ``current``
         (see :meth:`is_current`), ``leases`` (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds).
         Where the memory ends with the process that made it, ``lifetime`` says so.
 

@@ -202,6 +202,10 @@ class Provider(Operations, Refreshing):
     def share(self, name: Any = None, **options: Any) -> Any:
         """Make a function an endpoint; with or without parentheses.
 
+        It returns None, or any object that reaches at least one tensor or module: these are shared, and the rest of the object
+        is rebuilt in every process that asks for it. :class:`CapabilityError` is raised, in every role, for an object that
+        reaches none, for one that cannot be pickled, and for a tensor with an autograd graph that is not in a module.
+
         :param name: what clients call it; the function's own name by default.
         :param execution: ``"task"`` for what takes long: its calls are tasks too, which others see, and which do not keep
             threads from short calls.
