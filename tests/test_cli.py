@@ -316,6 +316,8 @@ def test_objects_and_who_holds_them(served: Server, children: list[Child]) -> No
     assert (ran.code, ran.errors) == (0, "")
     header, base, big = (re.split(r"\s{2,}", line.strip()) for line in ran.output.splitlines())
     assert header == ["object", "of", "size", "private", "device", "generation", "cached", "held by", "age", "last used"]
+    private = {base.pop(3), big.pop(3)}
+    assert private == {f"{data[0]['private_nbytes']} B"}
     assert base[1:6] == ["load(size=16, name='base')", "1.0 KiB", "cpu", "1", "yes"]
     assert big[1:7] == ["load(size=32, name='big')", "4.0 KiB", "cpu", "1", "yes", "nobody"]
     assert re.fullmatch(rf"{holder.pid} \({re.escape(sys.executable[:20])}.*…?\)", base[6])
@@ -332,8 +334,8 @@ def test_buffers_are_told_from_results(served: Server, connect: Callable[..., Cl
     freed = client.create_buffer(100)
     client.free_buffer(freed)
     assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "3 (2 buffers)"
-    rows = [re.split(r"\s{2,}", line.strip())[1:6] for line in cli("objects").output.splitlines()[1:]]
-    assert rows[1:] == [["buffer", "4.9 KiB", "cpu", "1", "no"], ["buffer, freed", "100 B", "cpu", "1", "no"]]
+    rows = [re.split(r"\s{2,}", line.strip())[1:7] for line in cli("objects").output.splitlines()[1:]]
+    assert rows[1:] == [["buffer", "4.9 KiB", "0 B", "cpu", "1", "no"], ["buffer, freed", "100 B", "0 B", "cpu", "1", "no"]]
     assert [item["kind"] for item in cli("objects", "--json").data] == ["result", "buffer", "buffer"]
     freed.release()
 

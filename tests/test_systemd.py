@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +129,35 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
     assert other.call("model", 9).weight[0, 0] == 9
     assert other.get_server_info()["builds"] == 1
     assert client.call("model") is model
+
+
+def test_arrays_survive_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """Memory that is no tensor's is kept too, and what each client copies is told as before."""
+    more = """
+        import numpy
+
+        @provider.share
+        def table():
+            module = torch.nn.Linear(2, 2)
+            module.table = numpy.arange(1 << 16)
+            return module
+        """
+    app.file.write_text(GATE.format(gate=str(gate)) + APP + textwrap.dedent(more))
+    broker = manager.start()
+    client = app.connect()
+    client.call("table")
+    facts = client.list_objects()[0]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    other = app.connect()
+    assert other.call("table").table.sum() == sum(range(1 << 16))
+    again = other.list_objects()[0]
+    assert [again[key] for key in ("object_id", "nbytes", "private_nbytes")] == [
+        facts[key] for key in ("object_id", "nbytes", "private_nbytes")
+    ]
+    gate.unlink()
 
 
 def test_killed_again_and_again(app: BrokerApp, manager: ServiceManager) -> None:

@@ -142,7 +142,7 @@ class Buffers:
         storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
         tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)
         table = TensorTable((device,), (storage,), (tensor,))
-        return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device)
+        return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device, private_nbytes=0)
 
     def _work(
         self,
