@@ -150,6 +150,8 @@ def test_object_info(app: App) -> None:
     handle = load(256)
     info = handle.get_object_info()
     created, accessed = info.pop("created_at"), info.pop("last_accessed_at")
+    # In the local role nobody else has it, and nothing is copied; else it is the reference to the one tensor.
+    assert (info.pop("private_nbytes") == 0) == (app.role == "local")
     assert info == {
         "object_id": handle.object_id,
         "server_id": handle.server_id,

@@ -413,6 +413,7 @@ def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
         "endpoint": "f",
         "cache_key": "f(1)",
         "nbytes": 200,
+        "private_nbytes": 0,
         "device": "cpu",
         "generation": 1,
         "current": True,

@@ -32,8 +32,8 @@ class Mapping:
     consumers may only map it for reading. ``owner`` is the id of the server that keeps the segment, and knows it by its id;
     ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
     nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far. ``hidden``
-    tells that :meth:`MappingTable.find` does not know it. ``number`` tells those of one segment that are copy-on-write from each
-    other.
+    tells that :meth:`MappingTable.find` does not know it. ``number`` tells those of one segment that are copy-on-write from
+    each other.
     """
 
     __slots__ = (
