@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Handle, Provider, Server, materialize
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.codec.payload import dump_result
+from shared_rpc.errors import CapabilityError, ConfigurationError
 from tests import library_app
 from tests.apps import App
 from tests.interpreter import Interpreter
@@ -232,3 +233,66 @@ def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None
     """It is the reader's own name for the same device."""
     where = torch.ones(1, device=device).device
     assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where  # type: ignore[dict-item]
+
+
+# Memory on the host, beside that of a GPU.
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    weight = torch.empty(0, requires_grad=True)  # an empty one may be anywhere
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(3.0)}
+    return optimizer
+
+
+def _schedule() -> Any:
+    return pytest.importorskip("diffusers").DDPMScheduler(num_train_timesteps=10)
+
+
+@pytest.mark.parametrize("make", [_optimizer, _schedule], ids=["optimizer", "schedule"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
+    """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
+    _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")  # type: ignore[dict-item]
+    assert scan.storages
+    assert {storage.device.type for storage in scan.storages} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
+        (lambda: {2: {torch.ones(1)}}, "result[1][2][0]"),
+        (lambda: functools.partial(torch.add, torch.ones(1)), "result[1].args[0]"),
+        (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),  # type: ignore[dict-item]
+    ],
+    ids=["dataclass", "set", "partial", "beside an optimizer"],
+)
+def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
+    """Wherever else in an object a tensor on the host is, it was forgotten there: the error has the way to it."""
+    with pytest.raises(CapabilityError) as caught:
+        dump_result([torch.nn.Identity(), make()], "load", "cuda")
+    assert f"endpoint 'load': {path} is on cpu, and memory is shared on 'cuda' here" in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "fresh"])
+def test_host_memory_beside_a_gpus(base_path: str, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """An optimizer's step counts are shared as host memory, or copied where all else is; the object is on the GPU."""
+    monkeypatch.setattr(library_app, "DEVICE", "cuda")
+    make: Any = library_app.training.__wrapped__  # type: ignore[attr-defined]
+    made: list[Any] = []
+    provider = Provider(base_path, device="cuda")
+    provider.share("get", cache=cached)(lambda: made.append(make()) or made[-1])  # type: ignore[func-returns-value]
+    provider.share("held", managed=True)(make)
+    with Server(provider), Client(base_path, device="cuda") as client:
+        model, optimizer = client.call("get")
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert [(step.device.type, step.item()) for step in steps] == [("cpu", 1.0)] * 2
+        assert model.weight.device.type == "cuda"
+        for step in steps:
+            step.fill_(9)
+        seen = {state["step"].item() for state in made[0][1].state.values()}
+        assert seen == ({9.0} if cached else {1.0})
+        with client.call("held") as handle:
+            assert handle.get_object_info()["device"] != "cpu"

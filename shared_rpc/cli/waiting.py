@@ -89,7 +89,7 @@ def _facts(result: Result, client: Client) -> dict[str, Any]:
     return {
         "object_id": message.object_id,
         "nbytes": sum(part.nbytes for part in table.storages) + sum(part.nbytes for part in table.buffers),
-        "device": message.segments[0].device if message.segments else client._server().device,
+        "device": next((info.device for info in message.segments if info.device != "cpu"), client._server().device),
         "managed": message.managed,
     }
 

@@ -52,7 +52,7 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
             f"{where} returned a value of type {_name(value)} that reaches no tensor and no module: only memory is shared; "
             f"make tensors of arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
         )
-    outside = graph_outside(value, kind, "result") if scan.graph else None
+    outside = graph_outside(value, scan, "result") if scan.graph else None
     if outside is not None:
         path, function = outside
         raise CapabilityError(

@@ -96,7 +96,7 @@ class Placement:
         return number
 
     def add_buffers(self, buffers: Buffers, access: Access) -> None:
-        """Copy what is no tensor's into segments, after all others: the first segment tells where a value is."""
+        """Copy what is no tensor's into segments of its own."""
         segments, self.buffers = place(buffers, access, len(self.segments))
         self.segments += segments
         self.nbytes += buffers.nbytes

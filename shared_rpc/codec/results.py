@@ -145,9 +145,9 @@ def _copy_record(copied: Copied) -> Record:
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
-    # Segments of buffers come last, and are on the host whatever the device is.
-    tensors = placed.segments[: min((entry.segment for entry in placed.buffers), default=None)]
-    where = tensors[0].info.device if tensors else device
+    # Buffers, and tensors that belong there, are on the host whatever the device is.
+    devices = [segment.info.device for segment in placed.segments]
+    where = next((name for name in devices if device_kind(name) == device_kind(device)), device)
     private = len(skeleton) + placed.repacked
     return Record(
         skeleton,

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from shared_rpc import by_value
 from shared_rpc.codec.buffers import Buffers
 from shared_rpc.codec.devices import wrong_device
+from shared_rpc.codec.hosted import host_tensors
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
@@ -65,6 +66,8 @@ class Scan:
         self.graph = False
         #: Storages, by address, of which everyone who rebuilds the value makes memory of his own, as of packed weights.
         self.repacked: set[int] = set()
+        #: Those on the host that belong there, though memory is shared on a GPU.
+        self.hosted: set[int] = set()
         self.storages: list[torch.UntypedStorage] = []
         self.entries: list[TensorEntry] = []
         #: Plain tensors, one for each entry.
@@ -88,7 +91,7 @@ class Scan:
         """The number of a storage, a new one where it was not met before."""
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
-            self._check_device(storage.device, storage.nbytes())
+            self._check_device(storage, storage.nbytes())
             number = self._storage_numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)
         if whole:
@@ -149,12 +152,24 @@ class Scan:
             raise Refused(
                 f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
             )
-        self._check_device(tensor.device, tensor.numel())
+        self._check_device(tensor, tensor.numel())
 
-    def _check_device(self, device: torch.device, size: int) -> None:
+    def _check_device(self, memory: torch.Tensor | torch.UntypedStorage, size: int) -> None:
+        if memory.device.type == self.kind:
+            return
         # Nothing of an empty tensor is shared; a jagged tensor on a GPU keeps its row lengths as shapes of such on the host.
-        if device.type != self.kind and not (size == 0 and device.type == "cpu"):
-            raise Refused(wrong_device("", device, self.kind).lstrip())
+        if memory.device.type != "cpu" or not (size == 0 or self._belongs_on_the_host(memory)):
+            raise Refused(wrong_device("", memory.device, self.kind).lstrip())
+
+    def _belongs_on_the_host(self, memory: torch.Tensor | torch.UntypedStorage) -> bool:
+        storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) and memory.layout is torch.strided else memory
+        return isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
+
+    def anew(self) -> Scan:
+        """A scan that has met nothing, for a part of the same value."""
+        scan = Scan(self.kind, Buffers())
+        scan.hosted = self.hosted
+        return scan
 
 
 #: Compressed sparse tensors are not among them: torch has no way to bind one to other memory in place.
@@ -182,6 +197,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Reductions of our own, then cloudpickle's."""
+        if self._scan.kind != "cpu":
+            self._scan.hosted.update(tensor.untyped_storage()._cdata for tensor in host_tensors(obj))
         if isinstance(obj, torch.nn.Module):
             self._scan.module = True
         elif isinstance(obj, torch.ScriptObject):
@@ -299,7 +316,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             return _dump(value, scan)
     except Exception as error:
         with by_value.registered():
-            where, cause = locate(value, path, lambda part: _dump(part, Scan(scan.kind, Buffers())), error)
+            where, cause = locate(value, path, lambda part: _dump(part, scan.anew()), error)
         raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else f'cannot be pickled: {cause}'}") from error
 
 
@@ -314,11 +331,14 @@ class _Outside(_Pickler):
         return super().persistent_id(obj)
 
 
-def graph_outside(value: Any, kind: str, path: str) -> tuple[str, str] | None:
-    """A tensor with an autograd graph that is not in a module: its path, and what computed it; None if there is none."""
+def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
+    """A tensor with an autograd graph that is not in a module: its path, and what computed it; None if there is none.
+
+    :param scan: what pickling has met in the value.
+    """
 
     def attempt(part: Any) -> None:
-        _Outside(io.BytesIO(), Scan(kind, Buffers())).dump(part)
+        _Outside(io.BytesIO(), scan.anew()).dump(part)
 
     with by_value.registered():
         try:

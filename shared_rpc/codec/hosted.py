@@ -1,0 +1,36 @@
+"""Objects of libraries that compute on the host by design, whatever device the model beside them is on.
+
+A tensor on the host is refused where memory is shared on a GPU, because it was most likely forgotten there. In these objects it
+was not: it stays where it is, and is shared as the host memory that it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["host_tensors"]
+
+#: Classes by the module that they come from, which is not imported for that: the noise schedules of diffusers, and the step
+#: counts of torch's optimizers (``capturable=False``).
+_CLASSES = {"diffusers.schedulers.scheduling_utils": "SchedulerMixin", "torch.optim.optimizer": "Optimizer"}
+
+
+def host_tensors(obj: Any) -> Iterator[torch.Tensor]:
+    """The tensors that such an object keeps on the host; none of any other object."""
+    for module, name in _CLASSES.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(obj, kind):
+            yield from _held(vars(obj))
+
+
+def _held(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu" and value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item)
