@@ -82,6 +82,7 @@ def here(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
     return describe
 
 
+@pytest.mark.timeout(300)  # three processes import the libraries
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", library_app.LOOK)
 def test_objects_of_libraries(served: Served, here: Callable[[str], Any], name: str) -> None:
