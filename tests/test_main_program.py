@@ -18,6 +18,9 @@ from shared_rpc import Client
 from tests.brokers import is_running
 from tests.processes import Child, eventually
 
+#: Processes that import torch anew, several at once, may share one core.
+pytestmark = pytest.mark.timeout(180)
+
 #: How the app is served, as arguments of Python.
 HOSTS = {
     "script": [],
@@ -225,7 +228,7 @@ class Served:
         role = "server" if host == "script" else ""
         environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", "SHARED_TENSOR_ROLE": role}
         self.child = Child(*HOSTS[host], str(file), environ={**environ, "OMP_NUM_THREADS": "1"}, cwd=folder)
-        self.client = Client(path, device="cpu", timeout=50.0, connect_timeout=30.0)
+        self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
 
     def ask(self, endpoint: str, *arguments: Any) -> list[Any]:
         """What an endpoint's tensor says."""
@@ -408,7 +411,7 @@ def test_modules_and_commands(tmp_path: Path, base_path: str, children: list[Chi
     child = Child(how, "app" if how == "-m" else APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
     children.append(child)
     child.expect_error("serving at")
-    with Client(base_path, device="cpu", timeout=50.0) as client:
+    with Client(base_path, device="cpu", timeout=150.0) as client:
         assert not client.call("ending").any()
     child.process.terminate()
     assert child.close() == (0, "")
@@ -425,7 +428,7 @@ def test_an_interactive_session_serves_when_it_ends(tmp_path: Path, base_path: s
     child.process.stdin.close()
     child.process.stdin = None
     child.expect_error("serving at")
-    with Client(base_path, device="cpu", timeout=50.0) as client:
+    with Client(base_path, device="cpu", timeout=150.0) as client:
         assert not client.call("ending").any()
     child.process.terminate()
     assert child.close()[0] == 0
