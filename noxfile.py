@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import nox
 
 nox.options.sessions = ["lint", "types", "tests", "docs", "demo"]
@@ -10,6 +13,9 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
 CONSTRAINTS = ("-c", "constraints.txt")
+
+#: The versions of Python that are supported.
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 @nox.session
@@ -30,10 +36,37 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU; ``nox -s tests -- -m gpu`` for the others."""
+    _test(session)
+
+
+@nox.session(python=False)
+def pythons(session: nox.Session) -> None:
+    """The same on every supported Python that is found here: as ``python3.13`` and so on, which must start."""
+    found = [version for version in PYTHONS if _starts(f"python{version}")]
+    if not found:
+        session.error(f"none of {', '.join(f'python{version}' for version in PYTHONS)} is found: add one to PATH")
+    session.log(f"found: {', '.join(found)}; not found: {', '.join(sorted({*PYTHONS} - {*found})) or 'none'}")
+    for version in found:
+        session.notify(f"tests_on-{version}", session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def tests_on(session: nox.Session) -> None:
+    """All tests that need no GPU on one Python: ``nox -s tests_on-3.13``."""
+    _test(session)
+
+
+def _test(session: nox.Session) -> None:
     session.install("torch", "-e", ".[test,examples]", *CONSTRAINTS)
     # The peer of the benchmarks. It asks for an old numpy, which it does not use.
     session.install("--no-deps", "shared-tensor==0.2.16")
     session.run("pytest", *(session.posargs or ("-m", "not gpu")))
+
+
+def _starts(program: str) -> bool:
+    """Whether a program is there and runs; what a version manager puts in its place may do neither."""
+    path = shutil.which(program)
+    return path is not None and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 @nox.session

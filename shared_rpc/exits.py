@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  before the exit hook below, see _at_end_of_main()
 import multiprocessing
 import os
+import platform
 import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.server import Server
 from shared_rpc.server.signals import wait_for_signal
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
 
-__all__ = ["close_all", "end_now_if_busy", "forget", "remember"]
+__all__ = ["close_all", "end_children", "end_now", "end_now_if_busy", "forget", "remember"]
 
 #: Those that are not closed: a server's provider must live on when the names of its script are gone.
 _providers: dict[Provider, None] = {}
@@ -34,15 +35,38 @@ def forget(provider: Provider) -> None:
     _providers.pop(provider, None)
 
 
-def _at_end_of_main() -> None:
-    """Ask every provider, when the script's main code ends, whether it goes on serving.
+def _end_of_main() -> None:
+    """Serve on, where a provider does, and only then begin to end: stands in place of ``threading._shutdown``.
 
-    Threading's own exit callbacks run in the main thread before anything is torn down, last registered first.
-    ``concurrent.futures`` registers one that forbids new work; it is imported above so that ours runs before it, and
-    endpoints that use its pools still work. ``atexit`` would be too late for them.
+    When the main code has ended, however it did, ``Py_FinalizeEx`` calls that attribute of the module, in the main thread and
+    before anything else. Until the original is called, the interpreter has not begun to shut down for anybody: what is
+    imported, started or registered is as in the main code. The callbacks of ``atexit`` come after it, and those of
+    ``threading._register_atexit`` are what it begins with; in either, ``concurrent.futures.process``, joblib and others can no
+    longer be imported. Read in Python 3.11 to 3.14; children of :mod:`multiprocessing` call it too, and more than one call is
+    not excluded.
     """
-    if multiprocessing.parent_process() is not None or hasattr(sys, "last_value"):
-        return  # a child of the server, or a script that failed: it must end
+    # Neither a child of the server nor a script that failed goes on; a forked child is told by its providers.
+    goes_on = not _ended.is_set() and multiprocessing.parent_process() is None and not hasattr(sys, "last_value")
+    _ended.set()
+    try:
+        if goes_on:
+            _remember_main_file()
+            _serve()
+    except KeyboardInterrupt:  # the moment before signals are waited for: the end that would be asked for then
+        close_all()
+    finally:
+        _wait_for_threads()
+
+
+_ended = threading.Event()
+#: Of the script, which Python forgets when its main code has ended.
+_main_file: str | None = getattr(sys.modules["__main__"], "__file__", None)
+_wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
+threading._shutdown = _end_of_main  # type: ignore[attr-defined]
+
+
+def _serve() -> None:
+    """Ask every provider whether it goes on serving; if so, return when the process was asked to end."""
     serving: list[Server] = []
 
     def begin() -> list[Server] | None:
@@ -51,19 +75,37 @@ def _at_end_of_main() -> None:
             print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
         return serving or None
 
+    def end() -> None:
+        for server in serving:
+            server.stop()
+
     try:
         if any(provider._serves_at_end() for provider in _providers):
-            wait_for_signal(begin)
+            _check_that_threads_start()
+            wait_for_signal(begin, end=end)
     except Exception as error:
         close_all()
         print(f"shared_rpc: {error}" if isinstance(error, SharedRPCError) else traceback.format_exc(), file=sys.stderr)
-        _end_now(1)
-    for server in serving:
-        server.stop()
+        end_now(1)
     end_now_if_busy(serving)
 
 
-threading._register_atexit(_at_end_of_main)  # type: ignore[attr-defined]
+def _remember_main_file() -> None:
+    """Give the main module its file back: spawned children run it, and :mod:`inspect` reads the sources of its classes."""
+    main = sys.modules["__main__"]
+    if _main_file is not None and not hasattr(main, "__file__"):
+        main.__file__ = _main_file
+
+
+def _check_that_threads_start() -> None:
+    """Raise where the interpreter forbids them already: Python 3.12.0 to 3.12.2 do, at the end of the main code (gh-113964)."""
+    try:
+        threading.Thread(target=int, daemon=True).start()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"Python {platform.python_version()} starts no threads when the main code has ended ({error}), so this process "
+            f"cannot go on serving: use Python 3.12.3 or later, or 'shared-rpc serve', or Server(provider).start(blocking=True)"
+        ) from error
 
 
 def _after_fork() -> None:
@@ -85,11 +127,24 @@ def end_now_if_busy(servers: Iterable[Server]) -> None:
     must not be torn down under it.
     """
     if any(server.busy or server.running for server in servers):
-        _end_now(0)
+        end_now(0)
 
 
-def _end_now(code: int) -> NoReturn:
-    # From an exit callback there is no other way to set the exit code either.
+def end_now(code: int) -> NoReturn:
+    """End the process without the interpreter's own end, which would wait for what cannot be waited for.
+
+    From an exit callback there is no other way to set the exit code either. No exit callback runs.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    end_children()
     os._exit(code)
+
+
+def end_children() -> None:
+    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work for ever, and nobody else knows
+    of them.
+    """
+    for child in multiprocessing.active_children():
+        with suppress(OSError, ValueError):  # it has ended meanwhile, and another thread has said so
+            child.terminate()

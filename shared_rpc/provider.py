@@ -149,8 +149,10 @@ class Provider(Operations, Refreshing):
     def _has_server_above(self, role: Role) -> bool:
         if self._inherited is not None and self._inherited.role in ("server", "spawn"):
             return True
+        # A child that was spawned first runs the main module, and is told of its parent after that.
+        child = multiprocessing.parent_process() is not None or getattr(multiprocessing.current_process(), "_inheriting", False)
         # Those who start web workers by multiprocessing have no server: the first worker that needs one starts it.
-        return multiprocessing.parent_process() is not None and (role == "server" or host() is not None)
+        return child and (role == "server" or host() is not None)
 
     @functools.cached_property
     def device_id(self) -> str:

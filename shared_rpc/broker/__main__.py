@@ -82,7 +82,7 @@ def main() -> int:
         return broker
 
     try:
-        wait_for_signal(begin, lambda: _reload(broker), asked, broker.ask_to_stop)
+        wait_for_signal(begin, lambda: _reload(broker), asked, broker.ask_to_stop, broker.stop)
     except WorkerCrashed as crash:
         if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
             print(f"shared-rpc: {crash}", file=sys.stderr)
@@ -92,8 +92,6 @@ def main() -> int:
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
-    finally:
-        broker.stop()
     return int(broker.failed)
 
 

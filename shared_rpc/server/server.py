@@ -129,10 +129,7 @@ class Server:
         if self.running:
             raise ConfigurationError(f"this server already runs at {self.socket_path}")
         if blocking:
-            try:
-                wait_for_signal(self.start)
-            finally:
-                self.stop()
+            wait_for_signal(self.start, end=self.stop)
             return self
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

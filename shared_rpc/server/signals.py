@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
@@ -41,6 +42,7 @@ def wait_for_signal(
     on_hangup: Callable[[], None] | None = None,
     asked: End | None = None,
     give_up: Callable[[], object] | None = None,
+    end: Callable[[], object] | None = None,
 ) -> None:
     """Return when this process gets SIGINT or SIGTERM. In the main thread only.
 
@@ -49,6 +51,8 @@ def wait_for_signal(
     :param give_up: called with SIGINT and SIGTERM; for a ``begin`` that takes long, to have it end early. It must not wait.
     :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
         its first moment on. If it returns None, there is nothing to wait for.
+    :param end: called when the wait is over, or ``begin`` has failed, while another signal still does nothing: who presses
+        Ctrl-C twice does not interrupt the end.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
@@ -63,16 +67,33 @@ def wait_for_signal(
     if on_hangup is not None:
         handlers[signal.SIGHUP] = lambda *_: threading.Thread(target=on_hangup, daemon=True).start()
     with _handlers(handlers):
-        if begin() is None:
-            return
-        ended.wait()
+        try:
+            if begin() is not None:
+                ended.wait()
+        finally:
+            if end is not None:
+                end()
+
+
+#: What handlers of ours stand in place of, until they are taken back.
+_earlier: dict[int, Any] = {}
 
 
 @contextmanager
 def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
-    earlier = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
+        for number, handler in handlers.items():
+            _earlier[number] = signal.getsignal(number)
+            signal.signal(number, handler)
         yield
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        _take_back()
+
+
+def _take_back() -> None:
+    for number in tuple(_earlier):
+        signal.signal(number, _earlier.pop(number))
+
+
+# A child that an endpoint forks waits for nothing here: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
+os.register_at_fork(after_in_child=_take_back)

@@ -17,6 +17,7 @@ import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SharedRPCError, to_wire
+from shared_rpc.exits import end_children, end_now
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -126,10 +127,10 @@ class WorkerHost:
 
     def leave(self, code: int) -> NoReturn:
         """End the process: threads that run endpoints cannot be waited for."""
+        if any(hosted.executor.busy for hosted in self._hosted.values()):
+            end_now(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        if any(hosted.executor.busy for hosted in self._hosted.values()):
-            os._exit(code)
         _end_within(_GRACE, code)
         raise SystemExit(code)
 
@@ -325,7 +326,12 @@ def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
 
 def _end_within(seconds: float, code: int) -> None:
     """End the process by then, if it has not ended by itself. The interpreter does not wait for the timer."""
-    timer = threading.Timer(seconds, os._exit, (code,))
+
+    def end() -> None:
+        end_children()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
 
