@@ -134,9 +134,9 @@ def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:
 
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
-def test_nobody_can_write_to_what_all_have(published: Callable[..., Record], access: str) -> None:
+def test_nobody_can_write_to_what_all_have(device: str, published: Callable[..., Record], access: str) -> None:
     """The segment is sealed: the kernel refuses a mapping through which others would see a write."""
-    record = published(beside_a_tensor("cpu", numpy.arange(LARGE)), access)
+    record = published(beside_a_tensor(device, numpy.arange(LARGE)), access)
     segment = record.segments[-1]
     with pytest.raises(CapabilityError, match="shared read-only"):
         HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
