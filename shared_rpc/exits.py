@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.server import Server
 from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.settings import is_child
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -46,7 +47,7 @@ def _end_of_main() -> None:
     not excluded.
     """
     # Neither a child of the server nor a script that failed goes on; a forked child is told by its providers.
-    goes_on = not _ended.is_set() and multiprocessing.parent_process() is None and not hasattr(sys, "last_value")
+    goes_on = not _ended.is_set() and not is_child() and not hasattr(sys, "last_value")
     _ended.set()
     try:
         if goes_on:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from shared_rpc.preload import preload_codec
 from shared_rpc.refreshing import Refreshing
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server import Server
-from shared_rpc.settings import Role, resolve_role
+from shared_rpc.settings import Role, is_child, resolve_role
 from shared_rpc.wire.generations import Generation
 
 if TYPE_CHECKING:
@@ -149,10 +148,8 @@ class Provider(Operations, Refreshing):
     def _has_server_above(self, role: Role) -> bool:
         if self._inherited is not None and self._inherited.role in ("server", "spawn"):
             return True
-        # A child that was spawned first runs the main module, and is told of its parent after that.
-        child = multiprocessing.parent_process() is not None or getattr(multiprocessing.current_process(), "_inheriting", False)
         # Those who start web workers by multiprocessing have no server: the first worker that needs one starts it.
-        return child and (role == "server" or host() is not None)
+        return is_child() and (role == "server" or host() is not None)
 
     @functools.cached_property
     def device_id(self) -> str:

@@ -143,23 +143,23 @@ def started(what):
 
 
 @provider.share(cache=False)
-def forked(number):
-    # How a forked child ends by a signal, with which the process that serves would end.
-    import signal, time
+def forked():
+    # Whether a forked child has a main program's handlers, and how it ends by SIGTERM.
+    import signal
 
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(write, b"ready")
-            time.sleep(20)
-        except KeyboardInterrupt:
-            os._exit(130)
+            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+            os.write(write, b"y" if handlers == (signal.SIG_DFL, signal.default_int_handler) else b"n")
+            signal.alarm(20)
+            signal.pause()
         finally:
             os._exit(1)
-    os.read(read, 5)
-    os.kill(pid, number)
-    return tensor(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    same = os.read(read, 1) == b"y"
+    os.kill(pid, signal.SIGTERM)
+    return tensor(same, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @provider.share(cache=False)
@@ -174,7 +174,7 @@ def register(name):
 
 
 @provider.share(cache=False)
-def keep(kind):
+def keep(kind, method):
     # A pool that is there until the end, and the processes of which are its own affair.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -184,14 +184,15 @@ def keep(kind):
         kept = ThreadPoolExecutor(1)
         kept.submit(square, 2).result()
         return tensor(os.getpid())
-    kept = ProcessPoolExecutor(1) if kind == "executor" else multiprocessing.Pool(1)
+    context = multiprocessing.get_context(method)
+    kept = ProcessPoolExecutor(1, context) if kind == "executor" else context.Pool(1)
     return tensor(kept.submit(os.getpid).result() if kind == "executor" else kept.apply(os.getpid))
 
 
 @provider.share(cache=False)
 def busy(kind):
     # A process that works while an endpoint waits for it.
-    pid = keep(kind)
+    pid = keep(kind, "fork")
     print("busy:", int(pid), flush=True)
     (kept.submit(square, 2) if kind == "executor" else kept.apply_async(square, (2,)))
     import threading
@@ -348,10 +349,9 @@ def test_threads_and_programs(served: Served, what: str) -> None:
     assert served.ask("started", what) == [4]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
-def test_a_forked_child_ends_by_signals(served: Served, number: signal.Signals, code: int) -> None:
-    """As the child of a main program: it does not wait for the signals with which the server ends."""
-    assert served.ask("forked", int(number)) == [code]
+def test_a_forked_child_does_not_wait_for_the_servers_signals(served: Served) -> None:
+    """It has the handlers of a main program's child, and ends by them, as pools of multiprocessing want."""
+    assert served.ask("forked") == [True, -signal.SIGTERM]
 
 
 def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> None:
@@ -367,12 +367,23 @@ def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> Non
     assert sorted(line for line in told[2:] if "finalizer" in line) == ["one finalizer", "two finalizer"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("kind", ["executor", "pool", "threads"])
-def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], kind: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("kind", "method", "number"),
+    [
+        ("threads", "fork", signal.SIGTERM),
+        ("executor", "fork", signal.SIGTERM),
+        ("executor", "fork", signal.SIGINT),
+        ("executor", "forkserver", signal.SIGTERM),
+        ("pool", "fork", signal.SIGTERM),
+        ("pool", "spawn", signal.SIGTERM),
+    ],
+)
+def test_pools_that_are_kept_end_with_the_process(
+    serve: Callable[..., Served], kind: str, method: str, number: signal.Signals
+) -> None:
     """An idle pool neither holds up the end nor stays behind."""
     served = serve()
-    (pid,) = [served.client.call("keep", kind).item()]
+    pid = served.client.call("keep", kind, method).item()
     code, _, errors = served.end(number)
     assert (code, errors) == (0, "")
     eventually(lambda: not is_running(pid), what=f"the end of {pid}")
@@ -492,6 +503,15 @@ weights()
     told = served.end()[1]
     assert told[0] == "server"
     assert set(told[1:]) == {"client"}
+
+
+def test_a_fork_server_does_not_serve(script: Callable[[str], Served]) -> None:
+    """It has imported the app, and ends when the process that served has ended: it does not take its place."""
+    served = script('import multiprocessing\n\nmultiprocessing.set_forkserver_preload(["app"])\n')
+    served.child.expect_error("serving at")
+    assert served.ask("pooled", "executor", "forkserver") == [1, 4, 9]
+    assert served.end() == (0, [], "")
+    assert not Path(served.client.socket_path).exists()
 
 
 @pytest.mark.parametrize("moment", ["before it serves", "while it stops"])
