@@ -14,10 +14,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
 
 __all__ = ["MAPPINGS", "Hold", "Mapping", "MappingTable"]
+
+
+#: Of one mapping.
+_LABELS = 4
 
 
 class Mapping:
@@ -27,10 +32,10 @@ class Mapping:
     none to stay alive. ``sealed`` tells that consumers may only map it for reading. ``owner`` is the id of the server that
     keeps the segment, and knows it by its id; ``""`` where there is none. ``pooled`` tells that its bytes are used again
     when their reader has done with them, so that nobody else may be told of them. ``fresh`` tells that this process made it,
-    and nobody else has had it so far.
+    and nobody else has had it so far. ``labels`` say for people what lies in it.
     """
 
-    __slots__ = ("address", "backend", "fresh", "info", "loans", "owner", "pins", "pooled", "sealed", "segment")
+    __slots__ = ("address", "backend", "fresh", "info", "labels", "loans", "owner", "pins", "pooled", "sealed", "segment")
 
     def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None) -> None:
         self.info = info
@@ -43,6 +48,16 @@ class Mapping:
         self.sealed = info.access == "read"
         self.pins = 0
         self.loans: set[_Loan] = set()
+        self.labels: list[str] = []
+
+    def label(self, text: str) -> None:
+        """Something more lies in it. The first few are kept."""
+        if text and text not in self.labels and len(self.labels) < _LABELS:
+            self.labels.append(text)
+
+    def __str__(self) -> str:
+        told = "; ".join(self.labels)
+        return f"segment {self.info.id}, which has {self.info.nbytes} bytes{f' and in which lies {told}' if told else ''}"
 
     @property
     def users(self) -> int:
@@ -87,6 +102,11 @@ class Hold:
         self.mapping = mapping
 
 
+def _tells_of_faults(info: SegmentInfo) -> bool:
+    """A GPU's driver tells of writes by itself."""
+    return info.device == "cpu" and info.access == "read"
+
+
 class MappingTable:
     """All mappings of this process. Thread-safe."""
 
@@ -118,12 +138,19 @@ class MappingTable:
 
     @contextmanager
     def attach(
-        self, segments: Sequence[Segment], *, keep: bool = False, owner: str = "", pooled: Collection[int] = ()
+        self,
+        segments: Sequence[Segment],
+        *,
+        keep: bool = False,
+        owner: str = "",
+        pooled: Collection[int] = (),
+        label: str = "",
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
         The segments are borrowed. ``keep`` has the mapping hold a descriptor of its own, so that this process can
-        publish the memory again; ``owner`` is the server that keeps them; ``pooled`` are the numbers of those that are arenas.
+        publish the memory again; ``owner`` is the server that keeps them; ``pooled`` are the numbers of those that are arenas;
+        ``label`` says for people what they are mapped for.
         """
         mappings: list[Mapping] = []
         try:
@@ -136,6 +163,7 @@ class MappingTable:
                         )
                     mapping.owner = owner or mapping.owner
                     mapping.pooled = mapping.pooled or number in pooled
+                    mapping.label(label)
                     mapping.pins += 1
                     mappings.append(mapping)
                     if (keep or self.keeps) and mapping.segment is None and not mapping.pooled:
@@ -163,6 +191,8 @@ class MappingTable:
         with self._lock:
             self._mappings[info.id, info.access] = mapping
             bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
+        if _tells_of_faults(info):
+            watch_read_only(Place(address, info.nbytes, mapping.__str__))
         return mapping
 
     @contextmanager
@@ -276,6 +306,8 @@ class MappingTable:
             # What has become unused since then was not waited for.
             self._unused = [mapping for mapping in self._unused if mapping not in gone]
         for mapping in gone:
+            if _tells_of_faults(mapping.info):
+                forget_read_only(mapping.address)
             mapping.backend.unmap(mapping.address, mapping.info.nbytes)
             if mapping.segment is not None:
                 mapping.segment.close()
