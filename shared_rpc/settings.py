@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -30,6 +31,7 @@ from shared_rpc.errors import ConfigurationError
 __all__ = [
     "Role",
     "is_child",
+    "is_socket_of",
     "resolve_base_path",
     "resolve_role",
     "server_environment",
@@ -46,6 +48,7 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
 _SOCKET_PATH_LIMIT = 107
+_SOCKET_END = re.compile(r"-(cpu|[0-9a-f]{8})\.sock")
 
 
 def resolve_role(
@@ -146,6 +149,11 @@ def socket_path(base_path: str, tag: str) -> str:
             f"set a shorter base_path or {_BASE_PATH}"
         )
     return path
+
+
+def is_socket_of(base_path: str, path: str) -> bool:
+    """Whether :func:`socket_path` gives ``path`` for some tag. A base path may begin with another one."""
+    return path.startswith(f"{base_path}-") and _SOCKET_END.fullmatch(path, len(base_path)) is not None
 
 
 #: sd_listen_fds(3), sd_notify(3), and FileDescriptorStoreMax= of systemd.exec(5).

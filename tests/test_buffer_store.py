@@ -244,6 +244,18 @@ def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
         limited.quotas.promise("cpu", 100, TOTAL)
 
 
+def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
+    """Objects over one buffer are no more memory than it, and it is not idle while one of them is held."""
+    limited.make(session="a", name="shared", nbytes=100)
+    limited.add("f(1)", "shared", holders="a")
+    limited.add("f(2)", "shared", holders="a")
+    limited.make(session="b", name="large", nbytes=110)
+    limited.add("f(3)", "over", holders="b")
+    limited.release("b", limited.make(session="b", name="over", nbytes=100))
+    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 210 bytes, and 0 bytes are buffers that nobody holds"):
+        limited.quotas.promise("cpu", 100, TOTAL)
+
+
 def test_no_bytes_always_fit(limited: Buffers) -> None:
     """Where what clients hold is over the quota already, too."""
     limited.add("f(1)", "a", "b", "c", "d", holders="a")

@@ -249,6 +249,34 @@ def test_which_server_is_meant(served: Server, another: Server) -> None:
     assert data["server"]["socket_path"] == another.socket_path
 
 
+@pytest.mark.parametrize("command", ["info", "objects", "devices", "invalidate"])
+def test_the_server_of_a_base_path(served: Server, another: Server, base_path: str, command: str) -> None:
+    """It is the one that is meant, also where its base path begins another one's."""
+    words = [command, "load"] if command == "invalidate" else [command]
+    assert cli(*words, "--base-path", base_path, "--json").code == 0
+    for base in (base_path, f"{base_path}-another"):
+        data = cli("info", "--json", "--base-path", base).data
+        assert data["server"]["socket_path"] == f"{base}-cpu.sock"
+
+
+def test_servers_of_a_base_path(served: Server, another: Server, base_path: str, tmp_path: Path) -> None:
+    """``ls`` lists those of each of its devices, and no other's; among several the error asks for one of them alone."""
+    gpu = f"{base_path}-0f0f0f0f.sock"
+    with Server(Provider(device="cpu"), socket_path=gpu), Server(Provider(device="cpu"), socket_path=f"{tmp_path}/own.sock"):
+        listed = [info["socket_path"] for info in cli("ls", "--json", "--base-path", base_path).data]
+        assert listed == [gpu, served.socket_path]
+        assert cli("stop", "--base-path", base_path).complaint == (
+            f"several servers answer; choose one with --socket: {gpu}, {served.socket_path}"
+        )
+        assert len(cli("ls", "--json").data) == 4
+
+
+def test_no_server_of_a_base_path(served: Server, base_path: str) -> None:
+    """One beside it is not asked in its place."""
+    complaint = cli("info", "--base-path", f"{base_path}-3").complaint
+    assert complaint.startswith(f"no server answers at {base_path}-3-<tag>.sock: start one with")
+
+
 def test_no_server_to_ask(base_path: str, tmp_path: Path) -> None:
     """Without a server the error says where it looked, and how to start one."""
     complaint = cli("objects", "--json").complaint
@@ -600,7 +628,7 @@ def test_doctor_sees_an_open_directory(base_path: str, tmp_path: Path) -> None:
     """A directory that a server would refuse is found before a server is started."""
     tmp_path.chmod(0o777)
     (finding,) = (finding for finding in examine() if finding.state == "broken")
-    assert (finding.what, finding.found) == ("socket directory", f"{tmp_path} has mode 0777")
+    assert (finding.what, finding.found) == ("socket directory", f"{tmp_path} has mode 0777, others can write to it")
     assert finding.fix.startswith(f"chmod 700 {tmp_path}")
 
 

@@ -165,6 +165,53 @@ def stopped(app: BrokerApp, *options: str) -> Child:
     return child
 
 
+@pytest.mark.parametrize("which", ["-3", ""], ids=["another", "the beginning of the other"])
+def test_stop_of_a_base_path(app: BrokerApp, tmp_path: Path, which: str) -> None:
+    """The server of that base path is meant, whatever else lies beside its socket; the other one goes on."""
+    mine, other = f"{app.base_path}{which}", f"{app.base_path}{'' if which else '-3'}"
+    children = {}
+    for base in (mine, other):
+        child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--base-path", base, cwd=tmp_path)
+        app._children.append(child)
+        child.expect("serving")
+        children[base] = child
+    assert (
+        stopped(app, "--base-path", mine).expect("stopped").startswith(f"stopped pid {children[mine].pid} at {mine}-cpu.sock")
+    )
+    assert children[mine].close()[0] == 0
+    assert is_running(children[other].pid)
+    assert stopped(app, "--all", "--base-path", mine).expect("no server is alive")
+    assert stopped(app).expect("stopped").startswith(f"stopped pid {children[other].pid} at {other}-cpu.sock")
+
+
+def test_stop_counts_memory_once(app: BrokerApp) -> None:
+    """An object over a buffer, and what another provider has in it, are the buffer's own bytes."""
+    app.write(f"""
+    second = Provider({app.base_path + "-other"!r}, device="cpu")
+
+    @provider.share(managed=True)
+    def over(buffer_id):
+        module = torch.nn.Linear(1024, 1024, bias=False, device="meta")
+        module.weight = torch.nn.Parameter(provider.get_buffer(buffer_id).value)
+        return module
+
+    @second.share
+    def beside(buffer_id):
+        return over(buffer_id).value.weight.detach()
+    """)
+    broker = app.start()
+    client = app.connect()
+    buffer = client.create_buffer((1024, 1024), "float32")
+    handle = client.call("over", buffer.object_id)
+    with Client(f"{app.base_path}-other", device="cpu") as other:
+        weight = other.call("beside", buffer.object_id)
+        handle.value.weight.data.fill_(3)
+        assert (weight[0, 0], buffer.value[0, 0]) == (3, 3)
+        stop = stopped(app, "--base-path", app.base_path)
+    assert ": it held 3 objects, 4.0 MiB; " in stop.expect("stopped")
+    assert broker.close()[0] == 0
+
+
 def test_stop_if_idle(app: BrokerApp) -> None:
     """One that is in use is not ended, and who uses it is told; when they have gone it is."""
     broker = app.start()

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "shared_rpc"
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
     ["errors", "reaper", "by_value", "instrumentation"],
-    ["settings", "memory", "sharding"],
+    ["settings", "memory", "own_files", "sharding"],
     ["records"],
     ["wire"],
     ["revised", "ticket"],

@@ -282,6 +282,25 @@ def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) ->
     assert now("objects", kind="result") == 2  # they outlived their maker
 
 
+def test_memory_of_two_providers_is_told_once(broker_app: BrokerApp) -> None:
+    """A provider whose result lies in the other's memory takes none of its own."""
+    other = f"{broker_app.base_path}-other"
+    broker_app.write(f"""
+    second = Provider({other!r}, device="cpu")
+    second.share("same")(lambda: model().weight.detach())
+    """)
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    mine = broker_app.connect()
+    mine.call("model")
+    alone = scrape(url)("object_bytes", device="cpu")
+    with Client(other, device="cpu") as client:
+        client.call("same")
+        assert client.get_server_info()["nbytes"] == alone > 0
+        now = fresh(url, lambda now: now("calls_total", endpoint="same", outcome="built") == 1)
+    assert now("object_bytes", device="cpu") == alone
+
+
 def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
     """Endpoints of one name are one series: calls, builds and memory of both are in it."""
     other = f"{broker_app.base_path}-other"

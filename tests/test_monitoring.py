@@ -76,6 +76,21 @@ def test_sessions(served: Server, connect: Callable[..., Client]) -> None:
     del handles
 
 
+def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider, connect: Callable[..., Client]) -> None:
+    """Objects over a buffer that it holds too are no more memory."""
+
+    @provider.share(managed=True)
+    def over(buffer_id: str, rows: int) -> torch.Tensor:
+        return provider.get_buffer(buffer_id).value[:rows]
+
+    holder, other = connect(), connect()
+    buffer = holder.create_buffer((4, 1024), torch.float32)
+    handles = [holder.call("over", buffer.object_id, rows) for rows in (1, 2)]
+    other.ping()
+    assert sorted((one["leases"], one["nbytes"]) for one in other.list_sessions()) == [(0, 0), (3, 4 * 1024 * 4)]
+    del handles
+
+
 def test_runs_of_calls_and_of_tasks(
     served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
 ) -> None:

@@ -55,7 +55,7 @@ def thing(number: int, **facts: Any) -> dict[str, Any]:
 
 def session(number: int, pid: int, leases: int = 0) -> dict[str, Any]:
     """What a server tells of a client."""
-    return {"session": f"s{number}", "pid": pid, "connections": 1, "leases": leases, "since": 900.0}
+    return {"session": f"s{number}", "pid": pid, "connections": 1, "leases": leases, "nbytes": leases * MIB, "since": 900.0}
 
 
 def device(name: str = "cpu", **facts: Any) -> dict[str, Any]:
@@ -595,10 +595,12 @@ def test_of_several_servers_the_one_there_was_is_found_again(base_path: str, pro
     """Another one that has come meanwhile is not taken for it; without one there was, somebody has to say which."""
     with Server(provider) as first, Server(Provider(f"{base_path}-another", device="cpu")) as other:
         for server in (first, other):
-            with find_server(None, base_path, server.socket_path) as client:
+            with find_server(None, None, server.socket_path) as client:
                 assert client.socket_path == server.socket_path
         with pytest.raises(ConfigurationError, match="several servers answer; choose one with --socket"):
-            find_server(None, base_path)
+            find_server(None, None)
+        with find_server(None, base_path) as client:
+            assert client.socket_path == first.socket_path
 
 
 # The thread that asks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import resource
@@ -33,6 +34,7 @@ from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.outcomes import Failure
+from shared_rpc.store.objects import usage_of
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
@@ -314,12 +316,14 @@ class Broker:
             used = ", ".join(f"{count} {name}" for name, count in usage._asdict().items() if count)
             raise ServerBusy(f"the server (pid {os.getpid()}) is in use: {used}")
         cores = [service.core for service in self._services.values()]
+        # Providers may have objects in the same memory.
+        segments = dict(itertools.chain.from_iterable(core.objects.segments().items() for core in cores))
         self._loop.call_soon(self._end, "a client asked for its end")
         return usage._asdict() | {
             "pid": os.getpid(),
             "socket_paths": [service.acceptor.path for service in self._services.values()],
             "objects": sum(len(core.objects) for core in cores),
-            "nbytes": sum(core.objects.nbytes for core in cores),
+            "nbytes": sum(usage_of(segments).values()),
         }
 
     # Reloading.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import complain
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
-from shared_rpc.settings import resolve_base_path
+from shared_rpc.settings import is_socket_of, resolve_base_path
 
 __all__ = ["find_server", "live_servers", "the_owner", "the_server"]
 
@@ -25,15 +26,15 @@ def _complain(reason: str) -> None:
 
 @contextmanager
 def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _complain) -> Iterator[list[Client]]:
-    """Clients of all servers that answer at a socket in the directory of the base path.
+    """Clients of all servers that answer at a socket of the base path; where none is given, at one beside the default.
 
     Dead sockets are passed over. So is one that is alive and does not answer: why is told, by default on standard error.
     """
-    directory = Path(resolve_base_path(base_path)).parent
+    whole = resolve_base_path(base_path)
     clients = []
     try:
-        for path in sorted(directory.glob("*.sock")):
-            if not _is_ours(path):
+        for path in sorted(Path(whole).parent.glob("*.sock")):
+            if not _is_ours(path, whole) or (base_path and not is_socket_of(whole, str(path))):
                 continue
             client = Client(socket_path=path, timeout=_PATIENCE, connect_timeout=0)
             try:
@@ -52,9 +53,14 @@ def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _co
             client.close()
 
 
-def _is_ours(path: Path) -> bool:
-    """A server leaves its lock beside its socket. A directory such as /run/user/1000 has sockets of other programs."""
-    return path.with_name(f"{path.name}.lock").exists()
+def _is_ours(path: Path, base_path: str) -> bool:
+    """Whether it is worth a look. A server leaves its lock beside its socket: a directory such as /run/user/1000 has sockets of
+    other programs. A sticky one has those of other users too, which are nobody's business, but where ours would be.
+    """
+    with suppress(FileNotFoundError):
+        stranger = path.lstat().st_uid not in (os.geteuid(), 0)
+        return is_socket_of(base_path, str(path)) if stranger else path.with_name(f"{path.name}.lock").exists()
+    return False
 
 
 def _is_alive(path: Path) -> bool:
@@ -130,8 +136,10 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> I
 
 def _check_some(clients: list[Client], base_path: str | None) -> None:
     if not clients:
+        whole = resolve_base_path(base_path)
+        place = f"at {whole}-<tag>.sock" if base_path else f"in {Path(whole).parent}"
         raise ConfigurationError(
-            f"no server answers in {Path(resolve_base_path(base_path)).parent}: start one with 'shared-rpc serve app.py', "
+            f"no server answers {place}: start one with 'shared-rpc serve app.py', "
             f"or name another place with --base-path or --socket"
         )
 

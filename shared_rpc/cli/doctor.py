@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.mechanisms import PREFERENCE, chosen, survey
+from shared_rpc.server.listener import why_not_there
 from shared_rpc.settings import resolve_base_path, resolve_role
 
 __all__ = ["Finding", "examine"]
@@ -68,15 +69,13 @@ def _directory(base_path: str | None) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("socket directory", "broken", f"{directory}: {error}", fix)
         return
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        yield Finding("socket directory", "broken", f"{directory} is no directory", fix)
-    elif status.st_uid != os.geteuid():
-        yield Finding("socket directory", "broken", f"{directory} belongs to uid {status.st_uid}", fix)
-    elif mode & 0o022:
-        yield Finding("socket directory", "broken", f"{directory} has mode {mode:04o}", f"chmod 700 {directory}, or {fix}")
+    reason = why_not_there(status)
+    if not reason:
+        yield Finding("socket directory", "good", f"{directory}, mode {stat.S_IMODE(status.st_mode):04o}")
+    elif stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+        yield Finding("socket directory", "broken", f"{directory} {reason}", f"chmod 700 {directory}, or {fix}")
     else:
-        yield Finding("socket directory", "good", f"{directory}, mode {mode:04o}")
+        yield Finding("socket directory", "broken", f"{directory} {reason}", fix)
 
 
 def _limits() -> Iterator[Finding]:

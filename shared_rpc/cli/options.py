@@ -10,7 +10,10 @@ from shared_rpc.errors import ConfigurationError
 
 __all__ = ["Arguments", "BasePath", "Json", "Socket", "Timeout", "keywords"]
 
-BasePath = Annotated[str | None, typer.Option("--base-path", help="Where the sockets are; SHARED_TENSOR_BASE_PATH by default.")]
+BasePath = Annotated[
+    str | None,
+    typer.Option("--base-path", help="Only servers of this base path; by default all beside SHARED_TENSOR_BASE_PATH."),
+]
 Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, where several are alive.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[

@@ -20,7 +20,7 @@ import anyio.to_thread
 from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import PROMPT, Connection
+from shared_rpc.client.connection import PROMPT, Connection, Stranger
 from shared_rpc.client.departure import Departure
 from shared_rpc.client.holdings import held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
@@ -382,6 +382,8 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
                 channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
                 moving, held = await self._hold_again(channel)
                 break
+            except Stranger:
+                raise
             except ConnectError as error:
                 if time.monotonic() + RETRY > begin + self._connect_timeout:
                     raise nobody_there(error, begin) from error

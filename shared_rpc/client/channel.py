@@ -14,7 +14,7 @@ from contextlib import suppress
 import anyio
 import anyio.lowlevel
 
-from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, refuse_stranger, why_not
+from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, connect_error, refuse_stranger
 from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
@@ -82,7 +82,7 @@ class Channel:
             try:
                 sock.connect(path)
             except OSError as error:
-                raise ConnectError(f"cannot connect to {path}: {why_not(error)}") from error
+                raise connect_error(error, path) from error
             refuse_stranger(sock, path)
             deadline = anyio.current_time() + min(timeout, PROMPT)
             reply = await channel.exchange(Request(m.Hello(token), "the handshake"), deadline)

@@ -18,7 +18,7 @@ from shared_rpc.transport import FrameSocket, peer_of
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 
-__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "nobody_listens", "refuse_stranger", "why_not"]
+__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "Stranger", "connect_error", "nobody_listens", "refuse_stranger"]
 
 PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds a server has for the handshake, and for answering a cancellation.
@@ -33,9 +33,29 @@ _BRIEFLY = 1.0
 LAST_ID = (1 << 32) - 1
 
 
-def why_not(error: OSError) -> str:
+class Stranger(ConnectError):
+    """Somebody else's server. Waiting for another one does not help: nobody but its user can take it away."""
+
+
+def connect_error(error: OSError, path: str) -> ConnectError:
     """Why connect(2) failed, for people."""
-    return "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+    why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+    owner = _foreign_owner(path)
+    if owner is not None:
+        why += (
+            f"; the file belongs to uid {owner}, not to you (uid {os.geteuid()}), so that no server of yours can listen there: "
+            f"have that user remove it, or choose another base_path (SHARED_TENSOR_BASE_PATH)"
+        )
+    return ConnectError(f"cannot connect to {path}: {why}")
+
+
+def _foreign_owner(path: str) -> int | None:
+    """Whose file it is, if neither this user's nor root's."""
+    try:
+        uid = os.lstat(path).st_uid
+    except OSError:
+        return None
+    return uid if uid not in (os.geteuid(), 0) else None
 
 
 def nobody_listens(error: ConnectError) -> bool:
@@ -45,13 +65,22 @@ def nobody_listens(error: ConnectError) -> bool:
 
 
 def refuse_stranger(sock: socket.socket, path: str) -> None:
-    """Before anything is read.
+    """Before anything is read or sent.
 
-    :raises ConnectError: if the server is neither this user's nor root's.
+    :raises Stranger: if the server is neither this user's nor root's, or another user's link led to it.
     """
-    uid = peer_of(sock).uid
+    pid, uid, _ = peer_of(sock)
+    way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user end it"
     if uid not in (os.geteuid(), 0):
-        raise ConnectError(f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()})")
+        raise Stranger(
+            f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
+        )
+    owner = _foreign_owner(path)
+    if owner is not None and os.path.islink(path):
+        # Where fs.protected_symlinks is set, the kernel does not follow it.
+        raise Stranger(
+            f"{path} is a link of uid {owner}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
+        )
 
 
 class _TooLate(TimeoutError):
@@ -96,7 +125,7 @@ class Connection:
         try:
             sock.connect(self.path)
         except OSError as error:
-            raise ConnectError(f"cannot connect to {self.path}: {why_not(error)}") from error
+            raise connect_error(error, self.path) from error
         refuse_stranger(sock, self.path)
 
     def _greet(self, token: str, deadline: float) -> m.Welcome:

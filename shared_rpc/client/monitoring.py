@@ -44,7 +44,8 @@ class Monitoring:
     def list_sessions(self) -> list[dict[str, Any]]:
         """The processes that are connected, this one among them.
 
-        Keys: ``session`` (its id), ``pid``, ``connections``, ``leases`` (objects that it holds), and ``since`` (Unix seconds).
+        Keys: ``session`` (its id), ``pid``, ``connections``, ``leases`` (objects that it holds), ``nbytes`` (of the memory
+        that they lie in, each byte counted once), and ``since`` (Unix seconds).
         """
         return self._run(_list_sessions())
 

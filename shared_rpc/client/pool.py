@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
+from shared_rpc.client.connection import PROMPT, Connection, Stranger, nobody_listens
 from shared_rpc.client.holdings import Holdings, held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
@@ -222,6 +222,8 @@ class ConnectionPool:
             try:
                 connection, moving, held = self._open(path, session, deadline)
                 break
+            except Stranger:
+                raise
             except ConnectError as error:
                 if summons and self.summon is not None and nobody_listens(error):
                     summons -= 1

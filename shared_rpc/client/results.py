@@ -20,8 +20,9 @@ __all__ = ["Result", "result_of", "valued"]
 
 @dataclass(slots=True)
 class Result:
-    """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
+    """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`. ``what`` it is the result of."""
 
+    what: str
     message: m.Result
     skeleton: bytes
     segments: list[Segment]
@@ -63,19 +64,19 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
     if lane is None:
         segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
-        return Result(message, frame.payload, segments)
+        return Result(what, message, frame.payload, segments)
     if message.freed:
         lane.arguments.give(message.freed)
     if message.own:
         frame.close()
         chunk = lane.own_chunk(message, held)
-        return Result(message, frame.payload, [], {chunk.number: lane.own}, chunk)
+        return Result(what, message, frame.payload, [], {chunk.number: lane.own}, chunk)
     segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
     if lane.closed and any(segment.closed for segment in segments):
         for segment in segments:
             segment.close()
         raise ConnectionClosed(f"the server went away before the result of {what} was taken")
-    return Result(message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
+    return Result(what, message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
 
 
 def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
@@ -112,7 +113,8 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
         message = result.message
         if result.chunk is not None:
             return take_back(result.skeleton, message.table, result.chunk, loans[result.chunk.number])
-        value = decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas)
+        label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
+        value = decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas, label)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
                 return values.setdefault(result.message.object_id, value)

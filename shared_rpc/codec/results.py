@@ -168,12 +168,14 @@ def decode_result(
     owner: str = "",
     loans: dict[int, Borrower] | None = None,
     arenas: Collection[int] = (),
+    label: str = "",
 ) -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
     :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
     :param loans: the chunks of the server's pool that it lies in, and to whom they are given back.
     :param arenas: the numbers of the segments that are the pool's.
+    :param label: what the result is, for people.
     :raises CapabilityError: if this process cannot map the memory.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
@@ -187,7 +189,7 @@ def decode_result(
     quick = len(table) + len(skeleton) < _FEW
     found = read_table(table)
     hidden = {entry.segment for entry in found.buffers}
-    attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden)
+    attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(found, mappings, loans if loans is not None else {}, trusted=True)
         value = _load(skeleton, tensors, storages, buffers_of(found, mappings))

@@ -18,10 +18,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
 
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Hold", "Mapping", "MappingTable"]
+
+
+#: Of one mapping.
+_LABELS = 4
 
 
 class Mapping:
@@ -33,11 +38,11 @@ class Mapping:
     ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
     nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far. ``hidden``
     tells that :meth:`MappingTable.find` does not know it. ``number`` tells those of one segment that are copy-on-write from
-    each other.
+    each other. ``labels`` say for people what lies in it.
     """
 
     __slots__ = (
-        *("address", "backend", "descriptor", "fresh", "hidden", "info", "loans"),
+        *("address", "backend", "descriptor", "fresh", "hidden", "info", "labels", "loans"),
         *("number", "owner", "pins", "pooled", "publishes", "sealed"),
     )
 
@@ -55,6 +60,16 @@ class Mapping:
         self.sealed = info.access != "read_write"
         self.pins = 0
         self.loans: set[_Loan] = set()
+        self.labels: list[str] = []
+
+    def label(self, text: str) -> None:
+        """Something more lies in it. The first few are kept."""
+        if text and text not in self.labels and len(self.labels) < _LABELS:
+            self.labels.append(text)
+
+    def __str__(self) -> str:
+        told = "; ".join(self.labels)
+        return f"segment {self.info.id}, which has {self.info.nbytes} bytes{f' and in which lies {told}' if told else ''}"
 
     @property
     def segment(self) -> Segment | None:
@@ -113,6 +128,11 @@ class Hold:
         self.mapping = mapping
 
 
+def _tells_of_faults(info: SegmentInfo) -> bool:
+    """A GPU's driver tells of writes by itself."""
+    return info.device == "cpu" and info.access == "read"
+
+
 class MappingTable:
     """All mappings of this process. Thread-safe."""
 
@@ -154,13 +174,15 @@ class MappingTable:
         owner: str = "",
         pooled: Collection[int] = (),
         hidden: Collection[int] = (),
+        label: str = "",
     ) -> Iterator[list[Mapping]]:
         """Map segments with the access their infos name; they stay mapped while the block runs and then while in use.
 
         The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
         :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
         is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that nobody else
-        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write.
+        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write; ``label`` says for people what
+        they are mapped for.
         """
         mappings: list[Mapping] = []
         try:
@@ -174,6 +196,7 @@ class MappingTable:
                         mapping = self._add(info, backend, segment, keep=False, hidden=apart)
                     mapping.owner = owner or mapping.owner
                     mapping.pooled = mapping.pooled or number in pooled
+                    mapping.label(label)
                     mapping.pins += 1
                     mappings.append(mapping)
                     if not (mapping.pooled or mapping.hidden):
@@ -243,6 +266,8 @@ class MappingTable:
             self._mappings[mapping.key] = mapping
             if not hidden:
                 bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
+        if _tells_of_faults(info):
+            watch_read_only(Place(address, info.nbytes, mapping.__str__))
         return mapping
 
     @contextmanager
@@ -357,6 +382,8 @@ class MappingTable:
             # What has become unused since then was not waited for.
             self._unused = [mapping for mapping in self._unused if mapping not in gone]
         for mapping in gone:
+            if _tells_of_faults(mapping.info):
+                forget_read_only(mapping.address)
             mapping.backend.unmap(mapping.address, mapping.info.nbytes)
             self._close(mapping)
 

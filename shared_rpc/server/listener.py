@@ -1,7 +1,9 @@
 """The socket's place in the file system: who may use it, and whether a server already does.
 
-The directory is private (0700) and the socket 0600. A live socket is never taken away; a dead one is replaced, under
-a lock, so that two servers that start at once cannot replace each other's.
+The directory is private (0700), or sticky as ``/tmp`` is: there others can make files, and cannot take away ours. What they
+put in the way is refused and named, and both sides of a connection ask the kernel who the other is. The socket is 0600. A live
+socket is never taken away; a dead one is replaced, under a lock, so that two servers that start at once cannot replace each
+other's.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.transport import peer_of
+from shared_rpc.own_files import open_own
+from shared_rpc.transport import Peer, peer_of
 
-__all__ = ["bind_socket", "check_directory", "remove_socket"]
+__all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]
 
 _BACKLOG = 4096
 
@@ -32,7 +35,13 @@ def bind_socket(path: str) -> socket.socket:
     try:
         with _locked(f"{path}.lock"):
             _make_way(path)
-            return _listen(path)
+            try:
+                return _listen(path)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                _make_way(path)  # somebody was quicker, who has no part in the lock
+                return _listen(path)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {path}: {error}") from error
 
@@ -56,32 +65,43 @@ def remove_socket(path: str, inode: int) -> None:
         with _locked(f"{path}.lock"):
             if os.lstat(path).st_ino == inode:
                 os.unlink(path)
-    except OSError:
+    except (OSError, ConfigurationError):
         return  # gone already, with its directory perhaps
 
 
 def check_directory(directory: str) -> None:
     """Make it, private, where it is not there.
 
-    :raises ConfigurationError: if it belongs to somebody else, or others can write to it.
+    :raises ConfigurationError: if it belongs to somebody else, or others can write to it, and it is not sticky.
     """
     try:
         _make_private(directory)
         status = os.lstat(directory)
     except OSError as error:
         raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
-    advice = "set SHARED_TENSOR_BASE_PATH, or base_path, to a path in a directory of your own"
+    reason = why_not_there(status)
+    if reason:
+        open_to_others = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        raise ConfigurationError(
+            f"the socket directory {directory} {reason}: {'chmod 700, or ' if open_to_others else ''}"
+            f"set SHARED_TENSOR_BASE_PATH, or base_path, to a path in a directory of your own"
+        )
+
+
+def why_not_there(status: os.stat_result) -> str:
+    """Why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
+
+    It may where the directory is this user's, and nobody else can write to it; and where it is sticky, and this user's or
+    root's, so that nobody but those two can remove what another user made.
+    """
+    mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigurationError(f"the socket directory {directory} is no directory: {advice}")
+        return "is no directory"
+    if mode & stat.S_ISVTX and status.st_uid in (os.geteuid(), 0):
+        return ""
     if status.st_uid != os.geteuid():
-        raise ConfigurationError(
-            f"the socket directory {directory} belongs to uid {status.st_uid}, not {os.geteuid()}: {advice}"
-        )
-    if status.st_mode & 0o022:
-        raise ConfigurationError(
-            f"the socket directory {directory} has mode {stat.S_IMODE(status.st_mode):04o}, "
-            f"others can write to it: chmod 700, or {advice}"
-        )
+        return f"belongs to uid {status.st_uid}, not {os.geteuid()}"
+    return f"has mode {mode:04o}, others can write to it" if mode & 0o022 else ""
 
 
 def _make_private(directory: str) -> None:
@@ -95,7 +115,7 @@ def _make_private(directory: str) -> None:
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -103,8 +123,10 @@ def _locked(path: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _named(pid: int) -> str:
-    return f"by pid {pid}" if pid != os.getpid() else f"by another provider of this process (pid {pid})"
+def _named(peer: Peer) -> str:
+    if peer.uid != os.geteuid():
+        return f"by pid {peer.pid} of uid {peer.uid}"
+    return f"by pid {peer.pid}" if peer.pid != os.getpid() else f"by another provider of this process (pid {peer.pid})"
 
 
 def _make_way(path: str) -> None:
@@ -113,17 +135,27 @@ def _make_way(path: str) -> None:
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    if status.st_uid != os.geteuid():
-        raise ConfigurationError(f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}: choose another base_path")
-    if not stat.S_ISSOCK(status.st_mode):
+    ours, is_socket = status.st_uid == os.geteuid(), stat.S_ISSOCK(status.st_mode)
+    if ours and not is_socket:
         raise ConfigurationError(f"{path} is there and is no socket: remove it, or choose another base_path")
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    try:
+    owner = _who_listens(path) if is_socket else ""
+    if not ours:
+        served = f", and is served {owner}" if owner else ""
+        raise ConfigurationError(
+            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}{served}: have that user remove it, or choose another "
+            f"base_path (SHARED_TENSOR_BASE_PATH)"
+        )
+    if owner:
+        raise ConfigurationError(f"{path} is served {owner}: stop that server first, or choose another base_path")
+    os.unlink(path)
+
+
+def _who_listens(path: str) -> str:
+    """Who serves the socket, without a word to it; empty if nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         code = probe.connect_ex(path)
         if code in (errno.ECONNREFUSED, errno.ENOENT):
-            os.unlink(path)
-            return
-        owner = _named(peer_of(probe).pid) if code == 0 else "by a server with a full backlog"
-    finally:
-        probe.close()
-    raise ConfigurationError(f"{path} is served {owner}: stop that server first, or choose another base_path")
+            return ""
+        if code == errno.EAGAIN:
+            return "by a server with a full backlog"
+        return _named(peer_of(probe)) if code == 0 else f"by a server that cannot be asked ({os.strerror(code)})"

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from shared_rpc.instrumentation import Outcome
+from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.server.meter import BUILD_BUCKETS, CALL_BUCKETS, Durations, Meter
+from shared_rpc.store.objects import usage_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -53,7 +55,9 @@ class Reading:
     queued: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     objects: Counter[str] = field(default_factory=Counter)
-    memory: Counter[str] = field(default_factory=Counter)
+    #: By id; those of several servers may be the same.
+    segments: dict[str, SegmentInfo] = field(default_factory=dict)
+    devices: set[str] = field(default_factory=set)
     tasks: Counter[str] = field(default_factory=Counter)
     task_changes: Counter[str] = field(default_factory=Counter)
     #: Whatever has no label.
@@ -66,9 +70,11 @@ class Reading:
             self.endpoints.setdefault(name, Counter()).update(counts)
         _merge(self.calls, other.calls)
         _merge(self.builds, other.builds)
+        self.segments |= other.segments
+        self.devices |= other.devices
         for name in (
             *("failed_builds", "running", "queued", "errors", "objects"),
-            *("memory", "tasks", "task_changes", "plain", "totals"),
+            *("tasks", "task_changes", "plain", "totals"),
         ):
             getattr(self, name).update(getattr(other, name))
 
@@ -90,7 +96,8 @@ def read(core: Core, acceptor: Acceptor, meter: Meter) -> Reading:
         (reading.running if flight.running else reading.queued)[flight.endpoint] += 1
     reading.errors.update(meter.errors)
     reading.objects.update({"result": len(core.objects) - len(core.buffers.table), "buffer": len(core.buffers.table)})
-    reading.memory.update({core.device: 0, **core.objects.usage()})
+    reading.segments = core.objects.segments()
+    reading.devices = {core.device}
     reading.tasks.update(core.tasks.table.counts())
     reading.task_changes.update(meter.task_changes)
     pools = core.lanes.facts()
@@ -145,7 +152,8 @@ def _of_endpoints(reading: Reading) -> Iterator[Metric]:
 
 def _of_memory(reading: Reading) -> Iterator[Metric]:
     yield _gauge("objects", "Results and buffers that are kept.", ("kind",), _one(reading.objects))
-    yield _gauge("object_bytes", "Memory of all objects.", ("device",), _one(reading.memory))
+    memory = dict.fromkeys(reading.devices, 0) | usage_of(reading.segments)
+    yield _gauge("object_bytes", "Memory of all objects.", ("device",), _one(memory))
     yield _total("objects_published", "Objects that came.", reading)
     yield _total("objects_freed", "Objects that went.", reading)
     yield _plain("pool_bytes", "Memory of the pools for short results.", reading)

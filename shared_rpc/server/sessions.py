@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.instrumentation import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.server.core import Core
+from shared_rpc.store.objects import usage_of
 from shared_rpc.transport import Peer
 
 if TYPE_CHECKING:
@@ -106,9 +107,14 @@ class Sessions:
 
     def facts(self) -> list[dict[str, Any]]:
         """``list_sessions``'s list."""
-        leases = self._core.leases
+        leases, objects = self._core.leases, self._core.objects
         return [
-            session.facts() | {"leases": leases.count(session.session_id), "since": session.since}
+            session.facts()
+            | {
+                "leases": leases.count(session.session_id),
+                "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
+                "since": session.since,
+            }
             for session in self._by_id.values()
         ]
 

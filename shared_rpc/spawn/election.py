@@ -16,6 +16,8 @@ import os
 import weakref
 from contextlib import suppress
 
+from shared_rpc.own_files import open_own
+
 __all__ = ["Election"]
 
 #: Bytes of a reason.
@@ -23,10 +25,13 @@ _ROOM = 1 << 16
 
 
 class Election:
-    """A process's, or a thread's, wish to start the server that listens at ``path``. Owns a descriptor until :meth:`close`."""
+    """A process's, or a thread's, wish to start the server that listens at ``path``. Owns a descriptor until :meth:`close`.
+
+    :raises ConfigurationError: if the lock is another user's.
+    """
 
     def __init__(self, path: str) -> None:
-        self.fd = os.open(f"{path}.spawn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.fd = open_own(f"{path}.spawn", os.O_RDWR)
         _open.add(self)
         self._failures, _ = self._read()
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from shared_rpc.errors import ConnectError
+from shared_rpc.own_files import open_own
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import server_environment
 from shared_rpc.spawn.election import Election
@@ -52,7 +53,7 @@ class ServerStarter:
         :param patience: seconds a server has to come up, from its start; and another process to start one.
         :param deadline: when to give up in any case, in terms of time.monotonic().
         :raises ConnectError: in time; and if the server ended instead, with what it wrote last.
-        :raises ConfigurationError: if there is no file to start one for.
+        :raises ConfigurationError: if there is no file to start one for, or another user's lock or log is in the way.
         """
         until = min(deadline, time.monotonic() + patience)
         check_directory(os.path.dirname(path))
@@ -172,7 +173,7 @@ def _opened_log(path: str) -> Iterator[int]:
     with suppress(OSError):
         if os.lstat(log).st_size > _LOG_LIMIT:
             os.replace(log, f"{log}.1")
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(log, os.O_WRONLY | os.O_APPEND)
     try:
         yield fd
     finally:

@@ -56,6 +56,10 @@ class LeaseTable:
         """Whether anybody holds it."""
         return object_id in self._by_object
 
+    def of_session(self, session: str) -> tuple[str, ...]:
+        """The objects that a session holds."""
+        return tuple(self._by_session.get(session, ()))
+
     def count(self, session: str) -> int:
         """The number of objects that a session holds."""
         return len(self._by_session.get(session, ()))

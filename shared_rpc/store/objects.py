@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 
-__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher"]
+__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher", "usage_of"]
 
 #: What an object's id looks like.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
@@ -80,6 +80,14 @@ class StoredObject:
         }
 
 
+def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
+    """Bytes by device, of segments by id: what several objects, of one store or of several, lie in is the same memory."""
+    usage: dict[str, int] = {}
+    for info in segments.values():
+        usage[info.device] = usage.get(info.device, 0) + info.nbytes
+    return usage
+
+
 class Watcher(Protocol):
     """Who wants to know which objects are listed."""
 
@@ -126,13 +134,18 @@ class ObjectStore:
         """Bytes of all segments, each counted once."""
         return sum(copies[0].info.nbytes for copies in self._segments.values())
 
-    def usage(self) -> dict[str, int]:
-        """Bytes of the segments on each device that there are any on, each counted once."""
-        usage: dict[str, int] = {}
-        for copies in self._segments.values():
-            info = copies[0].info
-            usage[info.device] = usage.get(info.device, 0) + info.nbytes
-        return usage
+    def segments(self) -> dict[str, SegmentInfo]:
+        """All segments, by id."""
+        return {segment_id: copies[0].info for segment_id, copies in self._segments.items()}
+
+    def held_by(self, session: str) -> dict[str, SegmentInfo]:
+        """The segments that a session holds objects in, by id."""
+        return {
+            segment.info.id: segment.info
+            for object_id in self._leases.of_session(session)
+            if object_id in self._objects
+            for segment in self._objects[object_id].record.segments
+        }
 
     def used(self, device: str) -> int:
         """Bytes of the segments on a device, each counted once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from shared_rpc.errors import CapabilityError, ServerBusy
@@ -94,14 +94,18 @@ class Quotas:
             )
 
     def _users(self, device: str) -> str:
-        held: Counter[str] = Counter()
-        idle = 0
+        # By id: objects made over a buffer lie in its segment.
+        sessions: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        alone: dict[str, int] = {}
         for stored in self._objects:
-            nbytes = sum(segment.info.nbytes for segment in stored.record.segments if segment.info.device == device)
+            infos = [segment.info for segment in stored.record.segments]
+            sizes = {info.id: info.nbytes for info in infos if info.device == device}
             holders = self._leases.holders(stored.object_id)
-            if nbytes and holders:
-                held.update(dict.fromkeys(holders, nbytes))
-            elif stored.kind == "buffer":
-                idle += nbytes
+            for session in holders:
+                sessions[session].update(sizes)
+            if stored.kind == "buffer" and not holders:
+                alone.update(sizes)
+        held = Counter({session: sum(sizes.values()) for session, sizes in sessions.items() if sizes})
+        idle = sum(nbytes for name, nbytes in alone.items() if not any(name in sizes for sizes in sessions.values()))
         texts = [f"pid {self.pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
         return ", and ".join([*texts, f"{idle} bytes are buffers that nobody holds"])

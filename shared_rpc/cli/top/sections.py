@@ -237,17 +237,13 @@ def _workers(view: View, snapshot: Snapshot) -> Section:
 
 def _clients(view: View, snapshot: Snapshot) -> Section:
     clients = clients_of(snapshot, view.pid)
-    held: Counter[str] = Counter()
-    for item in snapshot.objects:
-        for holder in item["holders"]:
-            held[holder["session"]] += item["nbytes"]
 
     def draw(width: int, rows: slice) -> list[Text]:
         items = clients[rows]
         columns = [
             Column(f"clients {len(clients)}", [Text(str(one["pid"])) for one in items], 0),
             Column("leases", [Text(str(one["leases"])) for one in items], 2, right=True),
-            Column("holds", [Text(size(held[one["session"]])) for one in items], 3, right=True),
+            Column("holds", [Text(size(one["nbytes"])) for one in items], 3, right=True),
             Column("since", [Text(lasted(snapshot.wall - one["since"])) for one in items], 4, right=True),
             Column("conns", [Text(str(one["connections"])) for one in items], 5, right=True),
             Column("command", [_text(snapshot.commands.get(one["pid"], "")) for one in items], 1, least=10),

@@ -1,0 +1,234 @@
+"""What a process says when it writes to host memory that it may only read.
+
+The kernel ends it by SIGSEGV, which by itself says nothing. From the first read-only mapping on, a handler of that signal
+writes to standard error what was written to, and where from; then it puts the earlier handler in its place and returns, so that
+the instruction faults again and the process ends as it would have: by that signal, at that place. A fault anywhere else is the
+earlier handler's too, and nothing is said of it.
+
+The handler is Python, entered by ctypes, which waits for the GIL. torch's operations do without it while they work, in threads
+of their own too, so that it is to be had then. It is not where foreign code keeps it and waits for a thread of its own that
+faults: that process waits too, where it would have ended. No handler that is not compiled for the purpose can do better, for
+there is none of libc's or Python's own that looks at the address.
+
+The handler uses the stack that it finds: a signal stack, as that of faulthandler, is too small for Python, and since 3.14 taken
+for an overflow. A thread that has overflowed its own is ended by the kernel at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import bisect
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NamedTuple
+
+from shared_rpc import reaper
+
+__all__ = ["Place", "forget_read_only", "watch_read_only"]
+
+
+class Place(NamedTuple):
+    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and what they are, told when it is asked."""
+
+    address: int
+    nbytes: int
+    what: Callable[[], str]
+
+
+#: By address. Replaced, and never changed: the thread that faults may be the one that was about to replace it.
+_places: tuple[Place, ...] = ()
+_changing = threading.Lock()
+
+
+def _address_of(place: Place) -> int:
+    return place.address
+
+
+def watch_read_only(place: Place) -> None:
+    """From now on a write there is told of."""
+    global _places  # noqa: PLW0603
+    with _changing:
+        index = bisect.bisect_left(_places, place.address, key=_address_of)
+        _places = (*_places[:index], place, *_places[index:])
+        _HANDLER.install()
+
+
+def forget_read_only(address: int) -> None:
+    """It is about to be unmapped."""
+    global _places  # noqa: PLW0603
+    with _changing:
+        _places = tuple(place for place in _places if place.address != address)
+
+
+def _place_of(address: int) -> Place | None:
+    places = _places
+    index = bisect.bisect_right(places, address, key=_address_of) - 1
+    if index < 0 or address >= places[index].address + places[index].nbytes:
+        return None
+    return places[index]
+
+
+class _SigAction(ctypes.Structure):
+    """``struct sigaction`` of glibc and musl on 64-bit Linux: the mask has 1,024 bits there."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * 16),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sigaction.argtypes = [ctypes.c_int, ctypes.POINTER(_SigAction), ctypes.POINTER(_SigAction)]
+_raise = _libc["raise"]
+_SA_SIGINFO = 4
+#: siginfo_t of 64-bit Linux: si_code, then from a process si_pid, from the kernel si_addr.
+_CODE, _PID, _ADDRESS = 8, 16, 16
+#: Mapped, and not for this (SEGV_ACCERR); sent with raise(3) or pthread_kill(3) (SI_TKILL).
+_FORBIDDEN, _RAISED = 2, -6
+#: Seconds that other threads, which fault too, wait for the first one's words.
+_PATIENCE = 5.0
+_STDERR = 2
+#: A thread of ours that writes to nothing.
+_REAPER = reaper.__file__
+#: Frames of a thread that are told, and places.
+_FRAMES, _PLACES = 64, 8
+_ADVICE = (
+    "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. What writes\n"
+    "    without its name saying so, and the way out of each case, is in docs/how-to/read-only-weights.md.\n"
+)
+
+
+class _Handler:
+    """The signal's action: ours, and the one before it."""
+
+    def __init__(self) -> None:
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._on_fault)
+        self._address = ctypes.cast(self._function, ctypes.c_void_p).value
+        #: None before the first time.
+        self._earlier: _SigAction | None = None
+        self._in_place = False
+        self._turn = threading.Lock()
+
+    def install(self) -> None:
+        """Take the signal: the first time, and where its default has come back. Whoever took it from us keeps it."""
+        present = _SigAction()
+        _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
+        if self._earlier is None:
+            # Where Python has ended there is nobody to call.
+            atexit.register(self.remove)
+        elif present.handler is not None:  # what ctypes makes of SIG_DFL
+            return
+        self._earlier = present
+        self._in_place = True
+        action = _SigAction(handler=self._address, flags=_SA_SIGINFO)
+        _libc.sigaction(signal.SIGSEGV, ctypes.byref(action), None)
+
+    def remove(self) -> None:
+        """Give the signal back, where it is ours."""
+        present = _SigAction()
+        _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
+        if present.handler == self._address:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        assert self._earlier is not None, "it has been taken"
+        self._in_place = False
+        _libc.sigaction(signal.SIGSEGV, ctypes.byref(self._earlier), None)
+
+    def _on_fault(self, number: int, info: int, context: int) -> None:
+        # The threads of an operation fault together. The process ends when the first one has said why, and not before.
+        ours = self._turn.acquire(timeout=_PATIENCE)
+        try:
+            if self._in_place:
+                _tell(info)
+        finally:
+            self._give_back()
+            if ours:
+                self._turn.release()
+            if _code_of(info) <= 0:  # it was sent, and does not come again by itself
+                _raise(signal.SIGSEGV)
+
+    def after_fork(self) -> None:
+        """A thread of the parent may have had its turn."""
+        self._turn = threading.Lock()
+
+
+def _code_of(info: int) -> int:
+    return ctypes.c_int.from_address(info + _CODE).value
+
+
+def _tell(info: int) -> None:
+    if _code_of(info) == _FORBIDDEN:
+        address = ctypes.c_size_t.from_address(info + _ADDRESS).value
+        place = _place_of(address)
+        if place is not None:
+            _write(_report(place, address))
+    elif (
+        _code_of(info) == _RAISED and ctypes.c_int.from_address(info + _PID).value == os.getpid() and faulthandler.is_enabled()
+    ):
+        # It was enabled after us: it has told the line, and raises the signal for us, without the address.
+        _write(_hint())
+
+
+def _report(place: Place, address: int) -> str:
+    return (
+        f"shared_rpc: process {os.getpid()} wrote to memory that is shared with access='read', and ends by SIGSEGV\n"
+        f"  what was written to: byte {address - place.address} of {place.what()}; address {address:#x}\n"
+        f"  by (most recent call first):\n{''.join(_where())}{_ADVICE}"
+    )
+
+
+def _hint() -> str:
+    places = _places[:_PLACES]
+    known = "".join(f"    {place.what()}, at {place.address:#x}\n" for place in places)
+    more = f"    and {len(_places) - len(places)} more\n" if len(_places) > len(places) else ""
+    head = "shared_rpc: if this was a write, it may have been to memory that is shared with access='read':"
+    return f"{head}\n{known}{more}{_ADVICE}"
+
+
+def _where() -> Iterator[str]:
+    """The lines of Python that this thread is in; of one that has none those of all threads, for one of them waits for it."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None:
+        yield from _lines(frame)
+        return
+    yield "    a thread without Python; the others are in\n"
+    for ident, other in sys._current_frames().items():
+        if ident != threading.get_ident() and other.f_code.co_filename != _REAPER:
+            yield f"    thread {ident:#x}\n"
+            yield from _lines(other)
+
+
+def _lines(frame: FrameType | None) -> Iterator[str]:
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        yield f'    File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
+        frame = frame.f_back
+    yield "    ...\n"
+
+
+def _write(text: str) -> None:
+    data = text.encode(errors="replace")
+    while data:
+        data = data[os.write(_STDERR, data) :]
+
+
+def _after_fork() -> None:
+    global _changing  # noqa: PLW0603
+    _changing = threading.Lock()
+    _HANDLER.after_fork()
+
+
+_HANDLER = _Handler()
+os.register_at_fork(after_in_child=_after_fork)

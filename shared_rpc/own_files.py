@@ -1,0 +1,46 @@
+"""Files beside a socket. In a sticky directory everybody may make them, so one is used only if this user made it."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["open_own"]
+
+
+def open_own(path: str, flags: int) -> int:
+    """Open a file of this user, and make it, with mode 0600, where there is none. The descriptor is the caller's to close.
+
+    :raises ConfigurationError: if what has that name is another user's, or another name of some other file, to which one who
+        may not write to it would have this process do so.
+    :raises OSError: if it cannot be opened, as a link cannot.
+    """
+    try:
+        # A pipe that somebody put there would keep us waiting.
+        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        # Where fs.protected_regular is set, the kernel keeps even root from another user's file, and says only EACCES.
+        _check_owner(path, os.lstat(path))
+        raise
+    try:
+        status = os.fstat(fd)
+        _check_owner(path, status)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise ConfigurationError(
+                f"{path} is no file of its own: it is a pipe or a device, or has {status.st_nlink} names. Remove it, or choose "
+                f"another base_path (SHARED_TENSOR_BASE_PATH)"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(path: str, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise ConfigurationError(
+            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}: have that user remove it, or choose another base_path "
+            f"(SHARED_TENSOR_BASE_PATH)"
+        )
