@@ -11,7 +11,7 @@ from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_devices
 from shared_rpc.codec.placement import copy
 from shared_rpc.codec.single import copy_single, rebuild_single
-from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.borrowing import Borrower
@@ -137,7 +137,7 @@ def _lifted(
             return tensors[reference.number]
         if isinstance(reference, DtypeRef):
             return _dtype(reference.name)
-        return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
+        return load(arguments.skeletons[reference.number], tensors, storages)
 
     try:
         return [lift(value, leaf) for value in arguments.args], {

@@ -17,7 +17,7 @@ from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.payload import check_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
-from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -187,7 +187,7 @@ def _settle() -> None:
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:
     try:
-        return SkeletonUnpickler(skeleton, tensors, storages).load()
+        return load(skeleton, tensors, storages)
     except Exception as error:
         raise CodecError(
             f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "

@@ -6,12 +6,12 @@ What is not so plain goes the general way, which gives the same record: whoever 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import torch
 
+from shared_rpc.codec.modes import undisturbed
 from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -172,7 +172,7 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrowe
         borrower.unused((chunk.number,))
         raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
     mapping = chunk.arena.mapping
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with undisturbed():
         device = torch_device(mapping.info.device)
         storage = make_storage(mapping, place.offset, place.nbytes, device)
         borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
@@ -214,8 +214,7 @@ def rebuild_single(
         return None
     mapping.owner = owner or mapping.owner
     make: Any = make_trusted if trusted else make_tensor
-    # Built under inference mode it could not be used outside it.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with undisturbed():
         storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
         del loans[place.chunk]
         borrower.lend(place.chunk, place.nbytes, mapping, (storage,))

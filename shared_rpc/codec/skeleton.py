@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shared_rpc import by_value
+from shared_rpc.codec.modes import undisturbed
 from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.payload import wrong_device
@@ -25,7 +26,7 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.records import TensorEntry
 
-__all__ = ["Scan", "SkeletonUnpickler", "dump", "dump_exception"]
+__all__ = ["Scan", "dump", "dump_exception", "load"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
@@ -194,7 +195,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             number = scan.tensor(value)
             if number is not None:
                 return _REFERENCE % number
-        with by_value.registered():
+        with by_value.registered(), undisturbed():
             skeleton = _dump(value, scan)
     except Exception as error:
         with by_value.registered():
@@ -216,22 +217,27 @@ def _dump(value: Any, scan: Scan) -> bytes:
     return buffer.getvalue()
 
 
-class SkeletonUnpickler(pickle.Unpickler):
-    """Loads a skeleton around tensors and storages that already lie in their place."""
+def load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Any:
+    """Rebuild what :func:`dump` took apart, around tensors and storages that already lie in their place."""
+    unpickler = _Unpickler(io.BytesIO(skeleton))
+    unpickler.tensors, unpickler.storages = tensors, storages
+    with undisturbed():
+        return unpickler.load()
 
-    def __init__(self, skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(skeleton))
-        self._tensors = tensors
-        self._storages = storages
+
+class _Unpickler(pickle.Unpickler):
+    # Without an __init__, which torch.compile cannot trace where a call is in what it compiles (torch 2.13).
+    tensors: list[torch.Tensor]
+    storages: list[torch.UntypedStorage]
 
     def persistent_load(self, pid: Any) -> Any:
         """The tensor or storage a reference stands for; None for the first one, see :data:`_HOOKS_BELOW`."""
         if type(pid) is int:
-            return self._tensors[pid]
+            return self.tensors[pid]
         if len(pid) == 1:
             return raise_next_hook(pid[0])
         number, dtype = pid
-        storage = self._storages[number]
+        storage = self.storages[number]
         if dtype is None:
             return storage
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import msgspec
 import torch
 
+from shared_rpc.codec.modes import undisturbed
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import torch_device
@@ -101,8 +101,7 @@ def tensors_of(
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
-    # Built under inference mode they could not be used outside it. Entering a mode takes as long as making a tensor.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with undisturbed():
         try:
             storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
             placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
