@@ -28,11 +28,13 @@ class Subject(NamedTuple):
     :param make: makes one on a device.
     :param use: gives a tensor that depends on all of it, given the value and the device; None for what is only looked at.
     :param copies: whether torch itself can copy and pickle it in the process that made it.
+    :param on: the kinds of device that there are such values on.
     """
 
     make: Callable[[str], Any]
     use: Callable[[Any, str], torch.Tensor] | None = None
     copies: bool = True
+    on: tuple[str, ...] = ("cpu", "cuda")
 
 
 @contextmanager
@@ -347,6 +349,19 @@ def _stepped(device: str) -> nn.Module:
     return holder
 
 
+def _converted(device: str) -> nn.Module:
+    """Quantised as torch.ao does it, with packed weights of several kinds of layers."""
+    quantization = torch.ao.quantization
+    torch.manual_seed(0)
+    with quietly():
+        layers = (nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).eval()
+        model.qconfig = quantization.get_default_qconfig(torch.backends.quantized.engine)
+        prepared = quantization.prepare(quantization.fuse_modules(model, [["1", "2"]]))
+        _forward(1, 2, 2, 2)(prepared, device)
+        return quantization.convert(prepared)
+
+
 SUBJECTS: dict[str, Subject] = {
     "hooked": Subject(_hooked, _forward(2, 4)),
     "hooked, without handles": Subject(_hooked_alone, _forward(2, 4)),
@@ -410,6 +425,7 @@ SUBJECTS: dict[str, Subject] = {
         copies=False,
     ),
     "generator": Subject(_generator, copies=False),
+    "quantised": Subject(_converted, _forward(1, 2, 2, 2), copies=False, on=("cpu",)),
     "optimiser": Subject(_stepped, lambda value, device: value.optimiser.state[value.model.weight]["exp_avg"]),
 }
 

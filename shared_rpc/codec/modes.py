@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["undisturbed"]
+__all__ = ["without_modes"]
 
 # Private, from torch 2.6 to 2.13: there is no public way to ask whether any mode is on. Together they take less time than
 # entering one context does.
@@ -16,22 +18,29 @@ _overriding = torch._C._len_torch_function_stack
 _transforming = torch._C._functorch.peek_interpreter_stack
 _inferring = torch.is_inference_mode_enabled
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def undisturbed() -> AbstractContextManager[None]:
-    """A block in which no mode of this thread has a say: what is rebuilt outlives it, and memory is memory.
+def without_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function run as it would in a thread without modes: what it makes outlives them, and memory is memory.
 
-    ``inference_mode``, dispatch modes such as ``FakeTensorMode``, function modes such as ``torch.device(...)``, and the
-    transforms of ``torch.func``. Where none is on, this costs next to nothing.
+    Modes are ``inference_mode``, dispatch modes such as ``FakeTensorMode``, function modes such as ``torch.device(...)``, and
+    the transforms of ``torch.func``. Where none is on, this costs next to nothing.
     """
-    if _inferring() or _dispatching() or _overriding() or _transforming() is not None:
-        return _undisturbed()
-    return _NOTHING
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _inferring() or _dispatching() or _overriding() or _transforming() is not None:
+            with _no_modes():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _no_modes() -> Iterator[None]:
     with ExitStack() as stack:
         overriding = [torch._C._pop_torch_function_stack() for _ in range(_overriding())]
         for mode in overriding:

@@ -130,7 +130,7 @@ def _reduce_parametrized(module: torch.nn.Module) -> Any:
     plainly = _restores_plainly(base)
     if {"__reduce__", "__reduce_ex__"} & _defined(base):
         raise Refused(
-            f"is parametrised, and its class {base.__qualname__} has a __reduce__ of its own: share it after "
+            f"is parametrised, and its class {base.__name__} has a __reduce__ of its own: share it after "
             f"torch.nn.utils.parametrize.remove_parametrizations()",
             module,
         )

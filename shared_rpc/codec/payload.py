@@ -80,7 +80,10 @@ def wrong_device(path: str, device: torch.device, kind: str) -> str:
 
 def _add(tensor: torch.Tensor, storages: dict[int, int]) -> None:
     if tensor.layout is torch.strided and not isinstance(tensor, UninitializedTensorMixin):
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except RuntimeError:
+            return  # it has no memory, and is refused when it is taken apart
         storages[storage._cdata] = storage.nbytes()
 
 

@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
-from shared_rpc.codec.modes import undisturbed
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
@@ -131,7 +130,7 @@ def move(scan: Scan, access: Access) -> Placement:
     found = spans(scan, exact=False)
     placement = Placement(scan, found)
     try:
-        with undisturbed(), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             _move_all(scan, placement, _elsewhere(placement, found, access), access)
     except BaseException:
         placement.close()
@@ -217,7 +216,7 @@ def _copy(block: Block, mapping: Mapping, offset: int) -> None:
     if block.device.type == "cuda" or block.nbytes <= _SMALL:
         mapping.backend.copy(mapping.address + offset, block.address, block.nbytes, _stream(block.device))
         return
-    with undisturbed(), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         target = bytes_at(mapping.address + offset, block.nbytes, block.device)
         target.copy_(bytes_at(block.address, block.nbytes, block.device))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shared_rpc.codec.modes import undisturbed
+from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -158,6 +158,7 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
     return None
 
 
+@without_modes
 def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:
     """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
 
@@ -172,14 +173,13 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrowe
         borrower.unused((chunk.number,))
         raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
     mapping = chunk.arena.mapping
-    with undisturbed():
-        device = torch_device(mapping.info.device)
-        storage = make_storage(mapping, place.offset, place.nbytes, device)
-        borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
-        try:
-            return make_tensor(found.tensors[0], storage)
-        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    device = torch_device(mapping.info.device)
+    storage = make_storage(mapping, place.offset, place.nbytes, device)
+    borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
+    try:
+        return make_tensor(found.tensors[0], storage)
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def rebuild_single(
@@ -214,12 +214,11 @@ def rebuild_single(
         return None
     mapping.owner = owner or mapping.owner
     make: Any = make_trusted if trusted else make_tensor
-    with undisturbed():
-        storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
-        del loans[place.chunk]
-        borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
-        try:
-            tensor: torch.Tensor = make(entry, storage)
-        except (AttributeError, TypeError, RuntimeError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
+    del loans[place.chunk]
+    borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
+    try:
+        tensor: torch.Tensor = make(entry, storage)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
     return tensor

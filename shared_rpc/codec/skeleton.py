@@ -16,11 +16,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shared_rpc import by_value
-from shared_rpc.codec.modes import undisturbed
 from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.payload import wrong_device
 from shared_rpc.codec.refusals import Refused, refuse_kind, refuse_tensor
+from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
@@ -167,6 +167,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if type(obj) is types.FunctionType and reduced is not NotImplemented:
             return reduce_compiled(obj) or reduced
+        if isinstance(obj, type) and reduced is not NotImplemented:
+            return reduce_remote_class(obj, reduced)
         return reduced
 
 
@@ -195,7 +197,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             number = scan.tensor(value)
             if number is not None:
                 return _REFERENCE % number
-        with by_value.registered(), undisturbed():
+        with by_value.registered():
             skeleton = _dump(value, scan)
     except Exception as error:
         with by_value.registered():
@@ -221,8 +223,7 @@ def load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unty
     """Rebuild what :func:`dump` took apart, around tensors and storages that already lie in their place."""
     unpickler = _Unpickler(io.BytesIO(skeleton))
     unpickler.tensors, unpickler.storages = tensors, storages
-    with undisturbed():
-        return unpickler.load()
+    return unpickler.load()
 
 
 class _Unpickler(pickle.Unpickler):

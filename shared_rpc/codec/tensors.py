@@ -9,7 +9,6 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from shared_rpc.codec.modes import undisturbed
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import torch_device
@@ -101,18 +100,17 @@ def tensors_of(
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
-    with undisturbed():
-        try:
-            storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
-            placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
-            MAPPINGS.lend((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in loans)
-            _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in loans], mappings, loans)
-            return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
-        except (IndexError, AttributeError, TypeError, RuntimeError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
-        finally:
-            for chunk, borrower in loans.items():
-                borrower.unused([chunk])
+    try:
+        storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
+        placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
+        MAPPINGS.lend((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in loans)
+        _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in loans], mappings, loans)
+        return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
+    except (IndexError, AttributeError, TypeError, RuntimeError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    finally:
+        for chunk, borrower in loans.items():
+            borrower.unused([chunk])
 
 
 def _lend_chunks(

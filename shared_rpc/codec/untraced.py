@@ -30,7 +30,7 @@ def keep_untraced(*modules: types.ModuleType) -> None:
     """Have the functions of some modules run as they are, called by compiled code or from within."""
     for module in modules:
         for function in _functions(module):
-            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # not traced as a part of its caller
+            function.__dict__["_torchdynamo_disable"] = True  # not traced as a part of its caller
             for code in _codes(function.__code__):
                 _skip(code)  # not traced on its own
 
@@ -38,9 +38,9 @@ def keep_untraced(*modules: types.ModuleType) -> None:
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
     for owner in (module, *(kind for kind in vars(module).values() if isinstance(kind, type))):
         for value in vars(owner).values():
-            function = getattr(value, "__wrapped__", value)
-            if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-                yield function
+            for function in (value, getattr(value, "__wrapped__", None)):
+                if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                    yield function
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
