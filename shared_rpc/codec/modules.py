@@ -105,7 +105,7 @@ def _is_new(name: str, value: Any, references: int) -> bool:
 def _restore(module: torch.nn.Module, state: Any) -> None:
     own, slots = state if type(state) is tuple else (state, {})
     attributes = module.__dict__
-    attributes.update(_NEW)  # in the order of a new one
+    attributes.update(_CONSTANTS)
     for name, kind in _CONTAINERS.items():
         attributes[name] = kind()
     attributes.update(own)
