@@ -6,8 +6,10 @@ import collections
 import copy
 import functools
 import gc
+import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -582,6 +584,24 @@ def test_what_cannot_be_shared_is_named(no_leaks: None, make: Callable[[], Any],
     text = str(caught.value)
     assert f"endpoint 'load': {path} " in text
     assert reason in text
+
+
+def test_standard_output_is_each_processes_own(rebuilt: Rebuilt, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to goes by its name."""
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    module = nn.Linear(2, 2, device=device)
+    module.out, module.errors = sys.stdout, sys.stderr
+    result = rebuilt(module)
+    assert (result.out, result.errors) == (sys.stdout, sys.stderr)
+
+
+def test_a_logger_goes_by_its_name(rebuilt: Rebuilt, device: str) -> None:
+    """With the handlers of the process that it comes to."""
+    module = nn.Linear(2, 2, device=device)
+    module.log = logging.getLogger("shared_rpc.tests.codec")
+    module.log.addHandler(logging.NullHandler())
+    assert rebuilt(module).log is module.log
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.devices import check_devices
+from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.placement import copy
 from shared_rpc.codec.single import copy_single, rebuild_single
-from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler, dump
+from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.borrowing import Borrower
@@ -23,6 +24,7 @@ from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef, lift, lower
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 
 
+@without_modes
 def encode_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "", pool: Pool | None = None, purpose: str = ""
 ) -> Arguments:
@@ -111,6 +113,7 @@ def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> t
     return lower_call(args, kwargs, leaf)
 
 
+@without_modes
 def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as the endpoint takes them; tensors lie in the caller's segments.
 
@@ -137,7 +140,7 @@ def _lifted(
             return tensors[reference.number]
         if isinstance(reference, DtypeRef):
             return _dtype(reference.name)
-        return SkeletonUnpickler(arguments.skeletons[reference.number], tensors, storages).load()
+        return load(arguments.skeletons[reference.number], tensors, storages)
 
     try:
         return [lift(value, leaf) for value in arguments.args], {

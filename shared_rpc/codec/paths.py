@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 __all__ = ["locate"]
@@ -47,7 +47,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f"[{index}]", part
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
-        return
+        yield ".__func__", value.__func__
+        return  # its other attributes are those of the function
     elif isinstance(value, partial):
         yield ".func", value.func
         for index, part in enumerate(value.args):
@@ -56,21 +57,32 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".keywords[{name!r}]", part
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
+        # Children, parameters and buffers of a module read as attributes of it, and come before what refers to them.
+        children = [name for name in ("_parameters", "_buffers", "_modules") if isinstance(attributes.get(name), dict)]
+        for name in children:
+            for key, child in attributes[name].items():
+                yield f".{key}", child
         for name, part in attributes.items():
-            # Children, parameters and buffers of a module read as attributes of it.
-            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, dict):
-                for key, child in part.items():
-                    yield f".{key}", child
-            else:
+            if name not in children:
                 yield f".{name}", part
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
-    for index, cell in enumerate(getattr(value, "__closure__", None) or ()):
+    if isinstance(value, FunctionType):
+        yield from _of_function(value)
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What travels with a function that travels as code."""
+    for index, cell in enumerate(function.__closure__ or ()):
         try:
             part = cell.cell_contents
         except ValueError:
             continue  # a name that is not bound yet
-        yield f".<closure {value.__code__.co_freevars[index]}>", part
+        yield f".<closure {function.__code__.co_freevars[index]}>", part
+    yield from ((f".{name}", getattr(function, name)) for name in ("__defaults__", "__kwdefaults__"))
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield f".<global {name}>", function.__globals__[name]

@@ -13,9 +13,9 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from shared_rpc.codec.buffers import Buffers
+from shared_rpc.codec.refusals import reason_against
 from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
 
@@ -112,7 +112,7 @@ def _add(tensors: Iterable[torch.Tensor], kind: str, storages: dict[int, int]) -
             type(tensor) not in _TENSORS
             or tensor.device.type != kind
             or tensor.layout is not torch.strided
-            or isinstance(tensor, UninitializedTensorMixin)
+            or reason_against(tensor) is not None
         ):
             return False
         storage = tensor.untyped_storage()

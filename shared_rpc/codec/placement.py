@@ -16,7 +16,7 @@ import torch
 
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.buffers import Buffers, place
-from shared_rpc.codec.skeleton import Scan, SkeletonUnpickler
+from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
@@ -263,7 +263,7 @@ def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Bl
             if large and device.type == "cuda":
                 torch.cuda.empty_cache()
     for tensor, skeleton in scan.composite:
-        tensor.data = SkeletonUnpickler(skeleton, scan.plain, scan.storages).load()
+        tensor.data = load(skeleton, scan.plain, scan.storages)
 
 
 def _rebind(scan: Scan, users: dict[int, list[torch.Tensor]], block: Block, mapping: Mapping, offset: int) -> None:

@@ -15,10 +15,11 @@ import torch
 from shared_rpc.codec import collector
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.buffers import buffers_of
+from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
-from shared_rpc.codec.skeleton import SkeletonUnpickler
+from shared_rpc.codec.skeleton import load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -52,6 +53,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+@without_modes
 def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None) -> Record:
     """Take a result apart and see to it that its memory lies in segments.
 
@@ -108,6 +110,7 @@ class Soon:
         return _waited(self._copied, self._pool)
 
 
+@without_modes
 def publish_soon(value: Any, device: str, endpoint: str, pool: Pool) -> Record | Soon | None:
     """:func:`publish` into a pool where that is a matter of microseconds, for a thread that has no more; else None.
 
@@ -121,6 +124,7 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool) -> Record |
     return Soon(value, copied, pool) if copied is not None else None
 
 
+@without_modes
 def publish_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> Record | None:
     """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`hand_back`."""
     found = hand_back(value, borrower, seconds)
@@ -161,6 +165,7 @@ def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
     )
 
 
+@without_modes
 def decode_result(
     skeleton: bytes,
     table: bytes | msgspec.Raw,
@@ -205,7 +210,7 @@ def _settle() -> None:
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
     try:
-        return SkeletonUnpickler(skeleton, tensors, storages, buffers).load()
+        return load(skeleton, tensors, storages, buffers)
     except Exception as error:
         raise CodecError(
             f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "

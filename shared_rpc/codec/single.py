@@ -6,12 +6,12 @@ What is not so plain goes the general way, which gives the same record: whoever 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 import torch
 
+from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -160,6 +160,7 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
     return None
 
 
+@without_modes
 def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:
     """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
 
@@ -174,14 +175,13 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrowe
         borrower.unused((chunk.number,))
         raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
     mapping = chunk.arena.mapping
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        device = torch_device(mapping.info.device)
-        storage = make_storage(mapping, place.offset, place.nbytes, device)
-        borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
-        try:
-            return make_tensor(found.tensors[0], storage)
-        except (AttributeError, TypeError, RuntimeError, IndexError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    device = torch_device(mapping.info.device)
+    storage = make_storage(mapping, place.offset, place.nbytes, device)
+    borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
+    try:
+        return make_tensor(found.tensors[0], storage)
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def rebuild_single(
@@ -216,13 +216,11 @@ def rebuild_single(
         return None
     mapping.owner = owner or mapping.owner
     make: Any = make_trusted if trusted else make_tensor
-    # Built under inference mode it could not be used outside it.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
-        del loans[place.chunk]
-        borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
-        try:
-            tensor: torch.Tensor = make(entry, storage)
-        except (AttributeError, TypeError, RuntimeError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
+    del loans[place.chunk]
+    borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
+    try:
+        tensor: torch.Tensor = make(entry, storage)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
     return tensor

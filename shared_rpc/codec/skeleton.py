@@ -6,47 +6,40 @@ sparse, quantised) is taken apart by torch's own reduction, and only its storage
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import sys
+import types
 from collections.abc import Iterable
 from typing import Any
 
 import cloudpickle
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from shared_rpc import by_value
 from shared_rpc.codec.buffers import Buffers
 from shared_rpc.codec.devices import wrong_device
 from shared_rpc.codec.hosted import host_tensors
+from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
 from shared_rpc.codec.paths import locate
+from shared_rpc.codec.refusals import Refused, refuse_kind, refuse_tensor
+from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.records import TensorEntry
 
-__all__ = ["Scan", "SkeletonUnpickler", "dump", "dump_exception", "graph_outside"]
+__all__ = ["Scan", "dump", "dump_exception", "graph_outside", "load"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, torch.jit.ScriptModule, torch.jit.ScriptFunction)
+_TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 def dump_exception(error: Exception) -> bytes:
     """The pickled exception, its class as code where a client could not import it, or only by running a script again."""
     with by_value.registered():
         return bytes(cloudpickle.dumps(error))
-
-
-class Refused(TypeError):
-    """Raised inside the pickler; :func:`dump` adds the attribute path. ``subject`` is refused whatever it holds."""
-
-    def __init__(self, reason: str, subject: object = None) -> None:
-        super().__init__(reason)
-        self.subject = subject
 
 
 class Scan:
@@ -78,6 +71,8 @@ class Scan:
         self.composite: list[tuple[torch.Tensor, bytes]] = []
         #: Numbers of the storages that something refers to as a whole, and not through plain tensors alone.
         self.whole: set[int] = set()
+        #: No hook of the modules that were met has this id, or a higher one.
+        self.next_hook = 0
         self._storage_numbers: dict[int, int] = {}
         self._tensor_numbers: dict[int, int] = {}
         self._met: dict[int, torch.Tensor] = {}
@@ -103,7 +98,8 @@ class Scan:
         number = self._tensor_numbers.get(id(tensor))
         if number is not None:
             return number
-        self._check_tensor(tensor)
+        refuse_tensor(tensor)
+        self._check_device(tensor, tensor.numel())
         self.graph = self.graph or tensor.grad_fn is not None
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized and not named(tensor)
         if not plain or tensor.__dict__:
@@ -133,7 +129,7 @@ class Scan:
         if id(tensor) in self._met:
             return
         self._met[id(tensor)] = tensor
-        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        if _wraps(tensor):
             return  # its inner tensors are met on their own
         if tensor.layout is torch.strided and not tensor.is_quantized:
             self.strided.append((tensor, self.storage(tensor.untyped_storage())))
@@ -141,18 +137,6 @@ class Scan:
             buffer = io.BytesIO()
             _Pickler(buffer, self, opened=tensor).dump(tensor)
             self.composite.append((tensor, buffer.getvalue()))
-
-    def _check_tensor(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, UninitializedTensorMixin):
-            raise Refused("is a lazy parameter without a shape: run the module once before it is shared")
-        distributed = sys.modules.get("torch.distributed.tensor")
-        if distributed is not None and isinstance(tensor, distributed.DTensor):
-            raise Refused("is a DTensor, which belongs to its process group: share its local shard, tensor.to_local()")
-        if tensor.layout not in _LAYOUTS:
-            raise Refused(
-                f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
-            )
-        self._check_device(tensor, tensor.numel())
 
     def _check_device(self, memory: torch.Tensor | torch.UntypedStorage, size: int) -> None:
         if memory.device.type == self.kind:
@@ -172,8 +156,13 @@ class Scan:
         return scan
 
 
-#: Compressed sparse tensors are not among them: torch has no way to bind one to other memory in place.
-_LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    # The address of a wrapper is 0, as torch's own reduction takes it; that of one that asks its class may be anything.
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.data_ptr() == 0
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -191,17 +180,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._scan.tensor(obj)
         if isinstance(obj, torch.UntypedStorage):
             return (self._scan.storage(obj), None)
-        if isinstance(obj, torch.TypedStorage):
-            return (self._scan.storage(obj._untyped_storage), obj.dtype)
-        raise Refused("is TorchScript, which has no Python skeleton: share the module it was scripted from", obj)
+        return (self._scan.storage(obj._untyped_storage), obj.dtype)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reductions of our own, then cloudpickle's."""
         if self._scan.kind != "cpu":
             self._scan.hosted.update(tensor.untyped_storage()._cdata for tensor in host_tensors(obj))
-        if isinstance(obj, torch.nn.Module):
-            self._scan.module = True
-        elif isinstance(obj, torch.ScriptObject):
+        refuse_kind(obj)
+        if isinstance(obj, torch.ScriptObject):
             return self._reduce_packed(obj)
         if isinstance(obj, torch.device):
             # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
@@ -209,11 +195,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is torch.Tensor and obj.layout is torch.sparse_coo:
             # torch's own reduction keeps what it rebuilds in a list, for torch.load to validate: it would never be freed.
             return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
-        if isinstance(obj, torch.nn.Module) and "parametrizations" in obj.__dict__.get("_modules", ()):
-            return _reduce_parametrized(obj)
-        if isinstance(obj, torch.nn.Module) and _restores_plainly(type(obj)):
-            return copyreg.__newobj__, (type(obj),), _own_state(obj), None, None, _restore  # type: ignore[attr-defined]
-        return super().reducer_override(obj)
+        if isinstance(obj, torch.nn.Module):
+            self._scan.module = True
+            self._scan.next_hook = max(self._scan.next_hook, next_hook(obj))
+            return reduce_module(obj)
+        if type(obj) is RemovableHandle:
+            return reduce_handle(obj)
+        reduced = super().reducer_override(obj)
+        if type(obj) is types.FunctionType and reduced is not NotImplemented:
+            return reduce_compiled(obj) or reduced
+        if isinstance(obj, type) and reduced is not NotImplemented:
+            return reduce_remote_class(obj, reduced)
+        return reduced
 
     def _reduce_packed(self, packed: Any) -> Any:
         # TorchBind's own reduction, noted: weights of torch.ao.nn.quantized. Unpacked they are new tensors each time, and
@@ -239,66 +232,11 @@ def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...
     return rebuilt
 
 
-def _reduce_parametrized(module: torch.nn.Module) -> Any:
-    # torch refuses to pickle these because their class is made on the fly; it is made again on the other side.
-    (base,) = type(module).__bases__
-    names = tuple(module.parametrizations)  # type: ignore[arg-type]
-    return _make_parametrized, (base, names), _own_state(module), None, None, _restore
-
-
-def _make_parametrized(base: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
-    module = base.__new__(base)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
-    return module
-
-
-#: What a new module has. Most of it is a dozen empty containers for hooks, which few modules ever fill.
-_NEW = torch.nn.Module().__dict__
-_CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
-_CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in _CONSTANTS}
-
-
-def _own_state(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's attributes, without those that are as in a new one: they are half of what an attach would unpickle."""
-    return {name: value for name, value in module.__dict__.items() if not _is_new(name, value)}
-
-
-def _is_new(name: str, value: Any) -> bool:
-    if name in _CONSTANTS:
-        return value is _CONSTANTS[name]
-    return type(value) is _CONTAINERS.get(name) and not value
-
-
-def _restore(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    attributes = module.__dict__
-    attributes.update(_CONSTANTS)
-    for name, kind in _CONTAINERS.items():
-        attributes[name] = kind()
-    attributes.update(state)
-
-
-def _restores_plainly(kind: type) -> bool:
-    """Whether pickling a module of that class comes to its ``__dict__``."""
-    own = {name for base in kind.__mro__ if base not in (torch.nn.Module, object) for name in base.__dict__}
-    return not own & _PICKLING
-
-
-_PICKLING = {
-    "__getnewargs__",
-    "__getnewargs_ex__",
-    "__getstate__",
-    "__new__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__setstate__",
-    "__slots__",
-}
-
-
 #: What pickle makes of a plain tensor: a reference and nothing else (INT, BINPERSID, STOP). Pickling takes ten times as long.
 _REFERENCE = b"I%d\nQ."
+
+
+_UNPICKLABLE = "cannot be pickled: {}; make it where it is used, or leave it out in a __getstate__() of what holds it"
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
@@ -313,11 +251,19 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             if number is not None:
                 return _REFERENCE % number
         with by_value.registered():
-            return _dump(value, scan)
+            skeleton = _dump(value, scan)
     except Exception as error:
         with by_value.registered():
             where, cause = locate(value, path, lambda part: _dump(part, scan.anew()), error)
-        raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else f'cannot be pickled: {cause}'}") from error
+        raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else _UNPICKLABLE.format(cause)}") from error
+    above = max(scan.next_hook, RemovableHandle.next_id)
+    return _HOOKS_BELOW % above + skeleton if above else skeleton
+
+
+#: What a skeleton begins with: a reference that nothing comes of but :func:`raise_next_hook`, before anything else is rebuilt
+#: (MARK, INT, TUPLE, BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, wherever
+#: it holds them: in a module, an optimiser, an object of the user's.
+_HOOKS_BELOW = b"(I%d\ntQ0"
 
 
 class _Outside(_Pickler):
@@ -355,26 +301,31 @@ def _dump(value: Any, scan: Scan) -> bytes:
     return buffer.getvalue()
 
 
-class SkeletonUnpickler(pickle.Unpickler):
-    """Loads a skeleton around tensors and storages that already lie in their place."""
+def load(
+    skeleton: bytes,
+    tensors: list[torch.Tensor],
+    storages: list[torch.UntypedStorage],
+    buffers: Iterable[memoryview] = (),
+) -> Any:
+    """Rebuild what :func:`dump` took apart, around tensors and storages that already lie in their place, and buffers."""
+    unpickler = _Unpickler(io.BytesIO(skeleton), buffers=buffers)
+    unpickler.tensors, unpickler.storages = tensors, storages
+    return unpickler.load()
 
-    def __init__(
-        self,
-        skeleton: bytes,
-        tensors: list[torch.Tensor],
-        storages: list[torch.UntypedStorage],
-        buffers: Iterable[memoryview] = (),
-    ) -> None:
-        super().__init__(io.BytesIO(skeleton), buffers=buffers)
-        self._tensors = tensors
-        self._storages = storages
+
+class _Unpickler(pickle.Unpickler):
+    # Without an __init__, which torch.compile cannot trace where a call is in what it compiles (torch 2.13).
+    tensors: list[torch.Tensor]
+    storages: list[torch.UntypedStorage]
 
     def persistent_load(self, pid: Any) -> Any:
-        """The tensor or storage a reference stands for."""
+        """The tensor or storage a reference stands for; None for the first one, see :data:`_HOOKS_BELOW`."""
         if type(pid) is int:
-            return self._tensors[pid]
+            return self.tensors[pid]
+        if len(pid) == 1:
+            return raise_next_hook(pid[0])
         number, dtype = pid
-        storage = self._storages[number]
+        storage = self.storages[number]
         if dtype is None:
             return storage
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import msgspec
@@ -101,19 +100,17 @@ def tensors_of(
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
-    # Built under inference mode they could not be used outside it. Entering a mode takes as long as making a tensor.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        try:
-            storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
-            placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
-            MAPPINGS.lend((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in loans)
-            _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in loans], mappings, loans)
-            return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
-        except (IndexError, AttributeError, TypeError, RuntimeError) as error:
-            raise CodecError(f"the tensor table does not fit its memory: {error}") from error
-        finally:
-            for chunk, borrower in loans.items():
-                borrower.unused([chunk])
+    try:
+        storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
+        placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
+        MAPPINGS.lend((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in loans)
+        _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in loans], mappings, loans)
+        return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
+    except (IndexError, AttributeError, TypeError, RuntimeError) as error:
+        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
+    finally:
+        for chunk, borrower in loans.items():
+            borrower.unused([chunk])
 
 
 def _lend_chunks(

@@ -1,0 +1,202 @@
+"""Modules in a skeleton: which of their attributes travel, and how a module is made of them again.
+
+What most modules are is their ``__dict__``, and half of that is as in every new module. A class that says how it is pickled is
+obeyed.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+from shared_rpc.codec.refusals import Refused
+
+__all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module"]
+
+#: What a new module has. Most of it is a dozen empty containers for hooks, which few modules ever fill.
+_NEW = torch.nn.Module().__dict__
+_CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
+_CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in _CONSTANTS}
+
+#: Containers of hooks. The others of a module, ``_forward_hooks_with_kwargs`` and its kind, have some of the same keys.
+_HOOKS = tuple(name for name in _CONTAINERS if name.endswith("_hooks"))
+
+#: What ``module.compile()`` made for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
+_COMPILED = "_compiled_call_impl"
+
+_PICKLING = {
+    "__getnewargs__",
+    "__getnewargs_ex__",
+    "__getstate__",
+    "__new__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__setstate__",
+}
+
+
+def reduce_module(module: torch.nn.Module) -> Any:
+    """What pickle is to do with a module; NotImplemented for what its class says."""
+    if "parametrizations" in module.__dict__.get("_modules", ()):
+        return _reduce_parametrized(module)
+    kind = type(module)
+    if _restores_plainly(kind):
+        return copyreg.__newobj__, (kind,), _state(module), None, None, _restore  # type: ignore[attr-defined]
+    if isinstance(module, torch.fx.GraphModule):
+        # torch makes it again of its code, and its hooks are not among what it takes over.
+        hooks = {name: value for name, value in module.__dict__.items() if name in _CONTAINERS and "_hooks" in name and value}
+        return *module.__reduce__(), hooks, None, None, _add_hooks
+    if any((base.__module__, base.__name__) == _UNINITIALISED for base in kind.__mro__):
+        return _make_new, (kind,), module.__getstate__()  # type: ignore[no-untyped-call]
+    return NotImplemented
+
+
+#: Quantised convolutions set attributes of what was never made a module: torch's own pickle gives broken ones.
+_UNINITIALISED = ("torch.ao.nn.quantized.modules.conv", "_ConvNd")
+
+
+def _restores_plainly(kind: type) -> bool:
+    """Whether pickling a module of that class comes to its ``__dict__`` and its slots."""
+    return not _PICKLING & _defined(kind)
+
+
+def _defined(kind: type) -> set[str]:
+    """The names that a class and its bases define, below :class:`torch.nn.Module`."""
+    return {name for base in kind.__mro__ if base not in (torch.nn.Module, object) for name in base.__dict__}
+
+
+def _state(module: torch.nn.Module) -> Any:
+    """A module's attributes, without those that are as in a new one: they are half of what an attach would unpickle.
+
+    Where the module's class has slots, a pair: the attributes, and what is in the slots.
+    """
+    attributes = {
+        name: value
+        for name, value, references in _counted(module)
+        if name != _COMPILED and not _is_new(name, value, references)
+    }
+    slots = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    return (attributes, {name: getattr(module, name) for name in slots if hasattr(module, name)}) if slots else attributes
+
+
+def _counted(module: torch.nn.Module) -> list[tuple[str, Any, int]]:
+    """The attributes of a module, with the number of references to each."""
+    return [(name, value, sys.getrefcount(value)) for name, value in module.__dict__.items()]
+
+
+#: References to a container that only its module has. What the interpreter itself holds differs between releases of Python.
+_ALONE = max(references for name, _, references in _counted(torch.nn.Module()) if name in _CONTAINERS)
+
+
+def _is_new(name: str, value: Any, references: int) -> bool:
+    if name in _CONSTANTS:
+        return value is _CONSTANTS[name]
+    # An empty container is one in particular to what refers to it: the handle of a hook, a shallow copy of the module.
+    return type(value) is _CONTAINERS.get(name) and not value and references <= _ALONE and not weakref.getweakrefcount(value)
+
+
+def _restore(module: torch.nn.Module, state: Any) -> None:
+    own, slots = state if type(state) is tuple else (state, {})
+    attributes = module.__dict__
+    attributes.update(_CONSTANTS)
+    for name, kind in _CONTAINERS.items():
+        attributes[name] = kind()
+    attributes.update(own)
+    for name, value in slots.items():
+        object.__setattr__(module, name, value)
+
+
+def _make_new(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    _restore(module, {})
+    return module
+
+
+def _add_hooks(module: torch.nn.Module, hooks: dict[str, Any]) -> None:
+    module.__dict__.update(hooks)
+
+
+def _reduce_parametrized(module: torch.nn.Module) -> Any:
+    # torch refuses to pickle these because their class is made on the fly; it is made again on the other side.
+    (base,) = type(module).__bases__
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    plainly = _restores_plainly(base)
+    if {"__reduce__", "__reduce_ex__"} & _defined(base):
+        raise Refused(
+            f"is parametrised, and its class {base.__name__} has a __reduce__ of its own: share it after "
+            f"torch.nn.utils.parametrize.remove_parametrizations()",
+            module,
+        )
+    arguments = module.__getnewargs__() if hasattr(base, "__getnewargs__") else ()  # type: ignore[operator]
+    state = _state(module) if plainly else base.__getstate__(module)  # type: ignore[call-arg]
+    return _make_parametrized, (base, *arguments), (names, plainly, state), None, None, _restore_parametrized
+
+
+def _make_parametrized(base: type[torch.nn.Module], *arguments: Any) -> torch.nn.Module:
+    module = base.__new__(base, *arguments)
+    parametrize._inject_new_class(module)
+    return module
+
+
+def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...], bool, Any]) -> None:
+    names, plainly, own = state
+    if plainly:
+        _restore(module, own)
+    elif isinstance(own, dict):
+        # torch looks for the attribute first, and a __getattr__ of the class may look for others.
+        module.__dict__.update(own)
+    for name in names:
+        parametrize._inject_property(module, name)
+    if not plainly:
+        module.__setstate__(own)  # type: ignore[no-untyped-call]
+
+
+def next_hook(module: torch.nn.Module) -> int:
+    """An id that is above those of a module's hooks; 0 where it has none."""
+    attributes = module.__dict__
+    ids = [key for name in _HOOKS if (hooks := attributes.get(name)) for key in hooks if type(key) is int]
+    return max(ids) + 1 if ids else 0
+
+
+def raise_next_hook(value: int) -> None:
+    """See to it that no hook registered from here on takes the id of one that came from another process."""
+    # Statements without a call are not interrupted by other threads, which is what torch relies on where it counts.
+    if RemovableHandle.next_id < value:  # noqa: PLR1730  max() would be a call
+        RemovableHandle.next_id = value
+
+
+def reduce_handle(handle: RemovableHandle) -> Any:
+    """What pickle is to do with the handle of a hook, which may be one of a module that is gone."""
+    # torch writes a dict down that is gone, and cannot read that.
+    extras = tuple(extra for reference in handle.extra_dict_ref if (extra := reference()) is not None)
+    return copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)  # type: ignore[attr-defined]
+
+
+def reduce_compiled(function: types.FunctionType) -> Any:
+    """What pickle is to do with what ``torch.compile`` made of a function: compile it again, when it is first called.
+
+    None for any other function.
+    """
+    original = function.__dict__.get("_torchdynamo_orig_callable")
+    if original is None or function.__dict__.get("_torchdynamo_disable"):
+        return None
+    # The options of torch.compile() are in an object that the wrapper closes over, as torch.compile(module) keeps one in
+    # an attribute (torch 2.6 to 2.13). A later torch that hides it gives the function as it was written.
+    names = function.__code__.co_freevars
+    context = function.__closure__[names.index("self")].cell_contents if function.__closure__ and "self" in names else _same
+    return _call, (context, original)
+
+
+def _call(context: Any, function: Any) -> Any:
+    return context(function)
+
+
+def _same(function: Any) -> Any:
+    return function

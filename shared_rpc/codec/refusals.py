@@ -1,0 +1,113 @@
+"""What cannot be shared by its nature: why, and what to do instead. What pickle refuses of itself is not listed here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+__all__ = ["Refused", "reason_against", "refuse_kind", "refuse_tensor"]
+
+
+class Refused(TypeError):
+    """Raised inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""
+
+    def __init__(self, reason: str, subject: object = None) -> None:
+        super().__init__(reason)
+        self.subject = subject
+
+
+_FILE = "is a file that this process has open: keep its path, and open it where it is read"
+_SCRIPT = "is TorchScript, which has no Python skeleton: share what it was scripted from"
+_FSDP = "is sharded by FSDP, and belongs to its process group: share the module as it is before that"
+_TRACED = "is a functional tensor, which ends with what traces it: share the tensor that it was made of"
+_ELSEWHERE = "belongs to this process: make it where it is used"
+
+#: By the names of classes, or of modules that define them, so that nothing is imported for it. Subclasses are of their kind.
+_KINDS = {
+    # cloudpickle reads a file and a view, and clients would have a copy of what was in them.
+    "_io.TextIOWrapper": _FILE,
+    "_io.BufferedReader": _FILE,
+    "_io.BufferedWriter": _FILE,
+    "_io.BufferedRandom": _FILE,
+    "_io.FileIO": _FILE,
+    "tempfile._TemporaryFileWrapper": _FILE,
+    "tempfile.SpooledTemporaryFile": _FILE,
+    "builtins.memoryview": "is a memoryview, of which clients would get a copy: keep bytes, or a tensor (torch.frombuffer)",
+    "mmap.mmap": "is a mapping of this process: keep a tensor over it (torch.frombuffer), which is shared",
+    "_socket.socket": "is a socket of this process: keep its address, and connect where it is used",
+    "sqlite3.Connection": "is a connection of this process: keep what it is connected to, and connect where it is used",
+    "torch.utils.mkldnn": "was converted by torch.utils.mkldnn, whose layout cannot be shared: share the module "
+    "as it was before",
+    "torch.jit._script.ScriptModule": _SCRIPT,
+    "torch.jit.torch.jit.ScriptFunction": _SCRIPT,
+    "torch.export.exported_program.ExportedProgram": "is an exported program: share the module it was exported from, or keep "
+    "the path of a file by torch.export.save()",
+    "torch.export._unlift.GuardsFn": "belongs to an exported program: share the module it was exported from",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "belongs to its process group: share its .module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _FSDP,
+    "torch.distributed.fsdp.FSDPModule": _FSDP,
+    "torch.distributed.tensor.DTensor": "is a DTensor, which belongs to its process group: share its local shard, "
+    "tensor.to_local()",
+    "torch._subclasses.fake_tensor.FakeTensor": "is a fake tensor, which has no memory: make it outside of FakeTensorMode",
+    "torch._subclasses.functional_tensor.FunctionalTensor": _TRACED,
+    "torch.distributed.distributed_c10d.ProcessGroup": "is a process group of this process: make it where it is used",
+    "torch.Stream": f"is a stream, which {_ELSEWHERE}",
+    "torch.Event": f"is an event, which {_ELSEWHERE}",
+    "torch.cuda.streams.Stream": f"is a CUDA stream, which {_ELSEWHERE}",
+    "torch.cuda.streams.Event": f"is a CUDA event, which {_ELSEWHERE}",
+    "torch.cuda.graphs.CUDAGraph": f"is a CUDA graph, which {_ELSEWHERE}",
+}
+
+
+def refuse_kind(value: Any) -> None:
+    """Refuse an object whose class says that it cannot be shared.
+
+    :raises Refused: with the reason.
+    """
+    reason = _of_kind(type(value))
+    if reason is not None and value is not sys.stdout and value is not sys.stderr:
+        raise Refused(reason, value)
+
+
+def _of_kind(kind: type) -> str | None:
+    for base in kind.__mro__:
+        reason = _KINDS.get(f"{base.__module__}.{base.__qualname__}") or _KINDS.get(base.__module__)
+        if reason is not None:
+            return reason
+    return None
+
+
+#: Compressed sparse tensors are not among them: torch has no way to bind one to other memory in place.
+_LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
+
+
+def refuse_tensor(tensor: torch.Tensor) -> None:
+    """Refuse a tensor that has no memory of its own, or none that other processes could map.
+
+    :raises Refused: with the reason.
+    """
+    reason = reason_against(tensor)
+    if reason is not None:
+        raise Refused(reason, tensor)
+
+
+def reason_against(tensor: torch.Tensor) -> str | None:
+    """Why a tensor cannot be shared; None for one that can."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if isinstance(tensor, UninitializedTensorMixin):
+            return "is a lazy parameter without a shape: run the module once before it is shared"
+        reason = _of_kind(type(tensor))
+        if reason is not None:
+            return reason
+    if torch._is_functional_tensor(tensor):
+        return _TRACED
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "belongs to a transform of torch.func, and ends with it: share what the transform returns"
+    if tensor.layout not in _LAYOUTS:
+        return f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return "is a nested tensor of the strided layout: make it with layout=torch.jagged, or share its rows"
+    return None

@@ -1,0 +1,51 @@
+"""Keeping ``torch.compile`` away from the codec, where a call is made in what it compiles.
+
+What the codec does with tensors is no computation: there is nothing to put into a graph, and torch 2.13 fails on some of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["keep_untraced"]
+
+# Private: torch.compiler.disable() would import all of torch._dynamo, which takes seconds. What it comes to is there with torch
+# itself, under one name in torch 2.6 and under others in 2.13.
+_dynamo: Any = torch._C._dynamo.eval_frame
+
+
+def _skip(code: types.CodeType) -> None:
+    if hasattr(_dynamo, "set_code_exec_strategy"):
+        skipped = _dynamo._FrameAction.SKIP
+        _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(skipped, skipped))
+    elif hasattr(_dynamo, "skip_code"):
+        _dynamo.skip_code(code)
+
+
+def keep_untraced(*modules: types.ModuleType) -> None:
+    """Have the functions of some modules run as they are, called by compiled code or from within."""
+    for module in modules:
+        for function in _functions(module):
+            function.__dict__["_torchdynamo_disable"] = True  # not traced as a part of its caller
+            for code in _codes(function.__code__):
+                _skip(code)  # not traced on its own
+
+
+def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    for owner in (module, *(kind for kind in vars(module).values() if isinstance(kind, type))):
+        for value in vars(owner).values():
+            for function in (value, getattr(value, "__wrapped__", None)):
+                if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+                    yield function
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions it makes."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
