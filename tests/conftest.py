@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import multiprocessing.resource_tracker
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -144,6 +145,8 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a process opens once and keeps (the loop's own pipe, torch's) is open before anything is counted."""
+    # Who makes a lock of multiprocessing starts it, from Python 3.14 on, as tqdm does behind a progress bar.
+    multiprocessing.resource_tracker.ensure_running()
     path = tmp_path_factory.mktemp("warm")
     path.chmod(0o700)
     provider = Provider(path / "s", device="cpu")

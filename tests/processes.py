@@ -15,6 +15,8 @@ from typing import IO
 ROOT = Path(__file__).parent.parent
 #: For processes that are to find this source, and what these tests find where they find it.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
+NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 
 class Child:
@@ -35,7 +37,7 @@ class Child:
             text=True,
             cwd=cwd,
             pass_fds=pass_fds,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": NO_FORK_WARNING, **(environ or {})},
         )
 
     @property

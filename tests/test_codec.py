@@ -552,7 +552,9 @@ def _recursive_and_locked() -> Callable[..., Any]:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.* is deprecated", "ignore:Lazy modules are a new feature", "ignore:Sparse CSR tensor support"
+    "ignore:.*torch.jit.script.* is (deprecated|not supported in Python 3.14)",
+    "ignore:Lazy modules are a new feature",
+    "ignore:Sparse CSR tensor support",
 )
 @pytest.mark.parametrize(
     "make, path, reason",
