@@ -35,6 +35,7 @@ _TOKENS = re.compile(
     r"|(?P<id>\b[0-9a-f]{8,}\b)"
     r"|(?P<socket>/\S+\.sock)"
     r"|(?P<time>\b\d+(?:\.\d+)? (?:µs|ms|s|min)\b)"
+    r"|(?P<copied>\b\d+(?:\.\d+)? (?:B|KiB)(?=\s{2,}cpu\b))"  # of a skeleton: another release of a library, another size
     r"|(?P<space>\s+)"
 )
 _PATTERNS = {
@@ -42,6 +43,7 @@ _PATTERNS = {
     "id": r"[0-9a-f]{8,}",
     "socket": r"/\S+\.sock",
     "time": r"\d+(?:\.\d+)? (?:µs|ms|s|min)",
+    "copied": r"\d+(?:\.\d+)? (?:B|KiB)",
     "space": r"\s+",
 }
 
