@@ -8,7 +8,9 @@ import functools
 import gc
 import math
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -209,6 +211,23 @@ def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record]
     layer(torch.ones(1, 2, device=device)).sum().backward()
     assert not layer.weight.is_inference()
     assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_classes_of_remote_code_travel_as_code(
+    device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers loads a module below ``transformers_modules``, and not that package; a client has neither."""
+    name = "transformers_modules.tiny.0123.modeling"
+    remote = types.ModuleType(name)
+    exec("import torch\nclass Remote(torch.nn.Linear): pass\ndef twice(x): return 2 * x", vars(remote))
+    assert "transformers_modules" not in sys.modules
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, name, remote)
+        module = remote.Remote(2, 2, device=device)
+        module.scale = remote.twice
+        record = published(module)
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert (type(theirs).__module__, type(theirs).__name__, theirs.scale(3)) == (name, "Remote", 6)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
