@@ -213,6 +213,36 @@ def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record]
     assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
 
 
+def _with_attribute(device: str) -> torch.Tensor:
+    tensor = torch.ones(2, 2, device=device)
+    tensor.made_by = "a loader"  # type: ignore[attr-defined]
+    return tensor
+
+
+#: Tensors that torch's own code, or a library's, puts together again while the skeleton is loaded.
+_TAKEN_APART = {
+    "with an attribute": _with_attribute,
+    "of a subclass": lambda device: torch.ones(2, 2, device=device).as_subclass(Marked),
+    "of a wrapper subclass": lambda device: Scaled(torch.ones(2, 2, device=device), torch.ones(1, device=device)),
+    "sparse": lambda device: torch.eye(2, device=device).to_sparse(),
+    "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", _TAKEN_APART)
+def test_what_is_rebuilt_by_code_is_no_inference_tensor(device: str, published: Callable[..., Record], kind: str) -> None:
+    """Attached under ``inference_mode``, a buffer of any kind can be computed with under autograd outside of it."""
+    holder = nn.Module()
+    holder.register_buffer("table", _TAKEN_APART[kind](device))
+    record = published(holder)
+    with torch.inference_mode():
+        table = decode_result(record.skeleton, record.table, record.segments).table
+    assert not table.is_inference()
+    weight = torch.ones(1, device=device, requires_grad=True)
+    (table * weight).sum().backward()
+    assert weight.grad is not None
+
+
 def test_classes_of_remote_code_travel_as_code(
     device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
