@@ -70,6 +70,15 @@ def _starts(program: str) -> bool:
 
 
 @nox.session
+def compat(session: nox.Session) -> None:
+    """Other people's libraries over shared memory; ``nox -s compat -- -k Llama`` for some, ``--device cuda`` on a GPU."""
+    # Nothing here needs --no-deps: all of them are content with the torch of the constraints, and pip fetches no other. The
+    # wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
+    session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
+    session.run("pytest", "tests/compat", "--require-all", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """The main job on real weights, the other scenarios, and the verification: each fails if something it claims is false."""
     session.install("torch", "-e", ".[examples]", *CONSTRAINTS)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-import cloudpickle
+from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 __all__ = ["pickle_by_value", "registered"]
 
 #: Hugging Face writes remote code into this one. ``__main__`` is cloudpickle's own.
 _names: set[str] = {"transformers_modules"}
+#: Names of modules, which stand for those below them too. Private, in cloudpickle 3.0 to 3.1: its public function takes modules
+#: that are loaded, and transformers loads what is below ``transformers_modules`` without that package.
+_REGISTRY: set[str] = _PICKLE_BY_VALUE_MODULES
 _lock = threading.Lock()
 
 
@@ -27,15 +29,12 @@ def pickle_by_value(module: ModuleType) -> None:
 def registered() -> Iterator[None]:
     """While something is pickled. cloudpickle's registry is global, and is left as other users of it expect it."""
     with _lock:
-        known = cloudpickle.list_registry_pickle_by_value()
-        modules = [sys.modules[name] for name in _names if name in sys.modules and name not in known]
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
+        added = _names - _REGISTRY
+        _REGISTRY.update(added)
         try:
             yield
         finally:
-            for module in modules:
-                cloudpickle.unregister_pickle_by_value(module)
+            _REGISTRY.difference_update(added)
 
 
 def _after_fork() -> None:

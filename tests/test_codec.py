@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -211,6 +212,53 @@ def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record]
     layer(torch.ones(1, 2, device=device)).sum().backward()
     assert not layer.weight.is_inference()
     assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def _with_attribute(device: str) -> torch.Tensor:
+    tensor = torch.ones(2, 2, device=device)
+    tensor.made_by = "a loader"  # type: ignore[attr-defined]
+    return tensor
+
+
+#: Tensors that torch's own code, or a library's, puts together again while the skeleton is loaded.
+_TAKEN_APART = {
+    "with an attribute": _with_attribute,
+    "of a subclass": lambda device: torch.ones(2, 2, device=device).as_subclass(Marked),
+    "of a wrapper subclass": lambda device: Scaled(torch.ones(2, 2, device=device), torch.ones(1, device=device)),
+    "sparse": lambda device: torch.eye(2, device=device).to_sparse(),
+    "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", _TAKEN_APART)
+def test_what_is_rebuilt_by_code_is_no_inference_tensor(device: str, published: Callable[..., Record], kind: str) -> None:
+    """Attached under ``inference_mode``, a buffer of any kind can be computed with under autograd outside of it."""
+    holder = nn.Module()
+    holder.register_buffer("table", _TAKEN_APART[kind](device))
+    record = published(holder)
+    with torch.inference_mode():
+        table = decode_result(record.skeleton, record.table, record.segments).table
+    assert not table.is_inference()
+    weight = torch.ones(1, device=device, requires_grad=True)
+    (table * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_classes_of_remote_code_travel_as_code(
+    device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers loads a module below ``transformers_modules``, and not that package; a client has neither."""
+    name = "transformers_modules.tiny.0123.modeling"
+    remote = types.ModuleType(name)
+    exec("import torch\nclass Remote(torch.nn.Linear): pass\ndef twice(x): return 2 * x", vars(remote))
+    assert "transformers_modules" not in sys.modules
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, name, remote)
+        module = remote.Remote(2, 2, device=device)
+        module.scale = remote.twice
+        record = published(module)
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert (type(theirs).__module__, type(theirs).__name__, theirs.scale(3)) == (name, "Remote", 6)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")

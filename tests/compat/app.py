@@ -1,0 +1,60 @@
+"""The app: objects of the libraries, built, and the libraries imported, in the endpoints. ``python app.py`` serves it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shared_rpc import Provider
+from tests.compat.cases import build, cases_of
+from tests.compat.comparing import digest, strided_tensors
+from tests.compat.modes import mode
+
+DEVICE = os.environ["COMPAT_DEVICE"]
+provider = Provider(device=DEVICE)
+
+
+@provider.share(managed=True)
+def shared(library: str, name: str) -> Any:
+    """An object of a library, as its users load it."""
+    return build(library, name, DEVICE)
+
+
+@provider.share(managed=True)
+def shared_under(library: str, name: str, under: str) -> Any:
+    """The same, made in a mode."""
+    with mode(under, DEVICE):
+        return build(library, name, DEVICE)
+
+
+@provider.share(managed=True, access="read")
+def read_only(library: str, name: str) -> Any:
+    """The same, for clients that only read."""
+    return build(library, name, DEVICE)
+
+
+@provider.share(cache=False)
+def digest_there(library: str, name: str) -> torch.Tensor:
+    """The digest of :func:`shared` in the process that built it, as bytes."""
+    with shared(library, name) as handle:
+        return torch.tensor(list(digest(handle.value).encode()), dtype=torch.uint8, device=DEVICE)
+
+
+@provider.share(cache=False)
+def compute_there(library: str, name: str) -> Any:
+    """What it computes in that process."""
+    with shared(library, name) as handle, torch.no_grad():
+        run = cases_of(library)[name].run
+        assert run is not None
+        return [tensor.clone() for _, tensor in strided_tensors(run(handle.value, DEVICE))]
+
+
+@provider.share(cache=False)
+def fill_there(library: str, name: str, index: int, value: float) -> None:
+    """Write to the tensor of that index in that process."""
+    with shared(library, name) as handle, torch.no_grad():
+        strided_tensors(handle.value)[index][1].data.fill_(value)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,72 @@
+"""What a case is: an object of a library, how it computes, and what else its users do with it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["LIBRARIES", "Case", "build", "cases_of"]
+
+#: By the names of their modules in ``libraries/``, the slowest first, so that two at once end together.
+LIBRARIES = (
+    "transformers",
+    "torch",
+    "peft",
+    "diffusers",
+    "torchao",
+    "sentence_transformers",
+    "timm",
+    "torchvision",
+    "torch_ao",
+    "bitsandbytes",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An object as an endpoint returns it, on a device, and what is known of it.
+
+    ``build`` is called with random numbers seeded, so that each process that calls it has an object of the same bits.
+    """
+
+    build: Callable[[str], Any]
+    #: Computes something of it, the same each time: tensors in containers.
+    run: Callable[[Any, str], Any] | None = None
+    #: Words of the error with which sharing it is refused.
+    refused: str | None = None
+    #: Whether it is tried under other default dtypes, devices and modes too.
+    modes: bool = False
+    #: Backends of ``torch.compile`` that it is compiled with, in the client.
+    compiled: tuple[str, ...] = ()
+    #: Whether it is sent to processes that the client starts, by every start method.
+    sent: bool = False
+    #: What its users do with it besides, by names: ``function(attached, own, device)`` raises where it does not work.
+    besides: dict[str, Callable[[Any, Any, str], None]] = field(default_factory=dict)
+    #: Whether its class has a pickling of its own that makes another object of it, with which the attached one is compared.
+    as_pickled: bool = False
+    #: A pattern of attribute paths that differ between two objects that were built alike.
+    ignored: str | None = None
+    #: The kinds of device that the library runs it on.
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def cases_of(library: str) -> dict[str, Case]:
+    """The cases of a library, by name. Does not import the library itself."""
+    cases: dict[str, Case] = importlib.import_module(f"tests.compat.libraries.{library}").CASES
+    return cases
+
+
+def requires(library: str) -> tuple[str, ...]:
+    """The modules that have to be installed for a library's cases."""
+    required: tuple[str, ...] = importlib.import_module(f"tests.compat.libraries.{library}").REQUIRES
+    return required
+
+
+def build(library: str, name: str, device: str) -> Any:
+    """The object of a case: the same bits in every process."""
+    torch.manual_seed(0)
+    return cases_of(library)[name].build(device)

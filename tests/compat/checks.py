@@ -1,0 +1,574 @@
+"""What the users of a library do with a model, each as a check of an attached object beside one of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import multiprocessing
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shared_rpc import Handle
+from tests.compat import app
+from tests.compat.cases import Case, build, cases_of
+from tests.compat.comparing import bits, differences, digest, memories, strided_tensors
+from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode
+
+__all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
+
+
+def own_of(library: str, name: str, device: str) -> Any:
+    """An object that is not shared, to compare with."""
+    made = build(library, name, device)
+    return pickle.loads(pickle.dumps(made)) if cases_of(library)[name].as_pickled else made
+
+
+class Visit:
+    """An object as a client has it, and one of its own that was built alike."""
+
+    def __init__(self, library: str, name: str, case: Case, device: str, host: str) -> None:
+        self.library = library
+        self.name = name
+        self.case = case
+        self.device = device
+        self.host = host
+        self.handle: Handle[Any] = app.shared(library, name)
+        #: Built after attaching, which therefore imported what it needed by itself.
+        self.own = self.build()
+        self.bits = digest(self.own)
+        self.is_module = isinstance(self.own, torch.nn.Module)
+
+    def build(self) -> Any:
+        """Another object of one's own."""
+        return own_of(self.library, self.name, self.device)
+
+    @property
+    def value(self) -> Any:
+        """What is attached."""
+        return self.handle.value
+
+    def attach_anew(self) -> None:
+        """Release it and attach again: it is rebuilt around the shared memory."""
+        self.handle.release()
+        del self.handle
+        gc.collect()
+        self.handle = app.shared(self.library, self.name)
+
+    def run(self, value: Any) -> Any:
+        """What the case computes, without a graph."""
+        assert self.case.run is not None
+        torch.manual_seed(7)
+        with torch.no_grad():
+            return self.case.run(value, self.device)
+
+    def same(self, one: Any, other: Any) -> None:
+        """Fail where two objects differ."""
+        found = differences(one, other, self.case.ignored)
+        assert not found, "; ".join(found)
+
+    def undisturbed(self) -> None:
+        """Fail unless the shared memory has the bits that it began with, here and there."""
+        assert digest(self.value) == self.bits, "the attached object has other bits"
+        there = bytes(app.digest_there(self.library, self.name).tolist()).decode()
+        assert there == self.bits, "the shared object has other bits where it was built"
+
+
+def same(visit: Visit) -> None:
+    """Class, attributes, strides, ties, ``requires_grad``, train mode, hooks, and every bit."""
+    visit.same(visit.own, visit.value)
+
+
+def in_shared_memory(visit: Visit) -> None:
+    """Every tensor lies in memory that is shared, and on the host the kernel says so."""
+    if visit.device == "cpu":
+        outside = [path for address, path in memories(visit.value).items() if not _is_shared(address)]
+        assert not outside, f"of its own memory: {outside[:8]}"
+
+
+def _is_shared(address: int) -> bool:
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            begin, _, rest = line.partition("-")
+            end = rest.partition(" ")[0]
+            if int(begin, 16) <= address < int(end, 16):
+                return "memfd:" in line
+    return False
+
+
+def outputs(visit: Visit) -> None:
+    """It computes the same bits, twice."""
+    expected = visit.run(visit.own)
+    for _ in range(2):
+        visit.same(expected, visit.run(visit.value))
+
+
+def outputs_there(visit: Visit) -> None:
+    """It computes the same bits in the process that built it."""
+    here = [tensor for _, tensor in strided_tensors(visit.run(visit.value))]
+    there = app.compute_there(visit.library, visit.name)
+    assert len(here) == len(there)
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(here, there, strict=True))
+
+
+def state_dict(visit: Visit) -> None:
+    """``state_dict`` has the same keys, order and bits, and goes into the attached model, and into one's own, strictly."""
+    visit.same(visit.own.state_dict(), visit.value.state_dict())
+    visit.value.load_state_dict(visit.own.state_dict(), strict=True)
+    visit.build().load_state_dict(visit.value.state_dict(), strict=True)
+
+
+def deepcopied(visit: Visit) -> None:
+    """``copy.deepcopy`` gives an object like a copy of one's own, in memory of its own."""
+    expected, copied = copy.deepcopy(visit.own), copy.deepcopy(visit.value)
+    visit.same(expected, copied)
+    # torch itself leaves some memory to both, such as the scales of a quantised tensor.
+    assert _common(copied, visit.value) == _common(expected, visit.own)
+    if visit.case.run is not None:
+        visit.same(visit.run(expected), visit.run(copied))
+
+
+def _common(one: Any, other: Any) -> set[str]:
+    """The paths in ``one`` of the memory that it has in common with ``other``."""
+    others = memories(other)
+    return {path for address, path in memories(one).items() if address in others}
+
+
+def pickled(visit: Visit) -> None:
+    """``pickle`` takes it as it takes one's own, and what comes out has memory of its own."""
+    expected, again = (pickle.loads(pickle.dumps(value)) for value in (visit.own, visit.value))
+    visit.same(expected, again)
+    assert not _common(again, visit.value)
+
+
+def saved(visit: Visit) -> None:
+    """``torch.save`` and ``torch.load`` of the whole object."""
+    visit.same(*(_saved(value, weights_only=False) for value in (visit.own, visit.value)))
+
+
+def saved_weights(visit: Visit) -> None:
+    """``torch.save`` and ``torch.load(weights_only=True)`` of the ``state_dict``."""
+    visit.same(*(_saved(value.state_dict(), weights_only=True) for value in (visit.own, visit.value)))
+
+
+def _saved(value: Any, weights_only: bool) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+def written_here(visit: Visit) -> None:
+    """What the client writes is there where it was built."""
+    _, tensor = strided_tensors(visit.value)[_some_float(visit.value)]
+    before = tensor.detach().clone()
+    try:
+        with torch.no_grad():
+            tensor.data.fill_(0.5)
+        _synchronize(visit.device)
+        there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
+        assert there == digest(visit.value), "not seen there"
+        assert there != visit.bits
+    finally:
+        with torch.no_grad():
+            tensor.data.copy_(before)
+        _synchronize(visit.device)
+
+
+def written_there(visit: Visit) -> None:
+    """What is written where it was built is in the client."""
+    index = _some_float(visit.value)
+    _, tensor = strided_tensors(visit.value)[index]
+    before = tensor.detach().clone()
+    try:
+        app.fill_there(visit.library, visit.name, index, 0.25)
+        assert bool((tensor == 0.25).all()), "not seen here"
+    finally:
+        with torch.no_grad():
+            tensor.data.copy_(before)
+        _synchronize(visit.device)
+
+
+def _some_float(value: Any) -> int:
+    indices = [index for index, (_, tensor) in enumerate(strided_tensors(value)) if tensor.dtype in _FLOATS]
+    assert indices, "has no floating-point tensor"
+    return indices[0]
+
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def half(visit: Visit) -> None:
+    """``.half()`` and ``.to(float64)`` make a model of the client's own, and leave the shared one."""
+    for dtype in (torch.float16, torch.float64):
+        expected, converted = copy.deepcopy(visit.own).to(dtype), visit.value.to(dtype)
+        visit.same(expected, converted)
+        del converted
+        visit.attach_anew()
+    visit.value.half()
+    assert bytes(app.digest_there(visit.library, visit.name).tolist()).decode() == visit.bits
+    visit.attach_anew()
+    visit.same(visit.build(), visit.value)
+
+
+def trained(visit: Visit) -> None:
+    """A head trained on top of the frozen model, and gradients of the whole: the same numbers, in the client's own memory."""
+    learned = [_train(visit, value) for value in (visit.own, visit.value)]
+    visit.same(*learned)
+
+
+def _train(visit: Visit, value: Any) -> Any:
+    assert visit.case.run is not None
+    found = []
+    flags = [(parameter, parameter.requires_grad) for parameter in value.parameters()]
+    for frozen in (True, False):
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag and not frozen)
+        torch.manual_seed(3)
+        features = _features(visit.case.run(value, visit.device))
+        head = torch.nn.Linear(features.shape[-1], 2, device=visit.device)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = head(_features(visit.case.run(value, visit.device)).float()).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found.append([loss.detach(), *(parameter.detach().clone() for parameter in head.parameters())])
+    found.append([None if parameter.grad is None else parameter.grad.clone() for parameter, _ in flags])
+    for parameter, flag in flags:
+        parameter.grad = None
+        parameter.requires_grad_(flag)
+    return found
+
+
+def _features(output: Any) -> torch.Tensor:
+    floats = [tensor for _, tensor in strided_tensors(output) if tensor.is_floating_point()]
+    return floats[0].reshape(floats[0].shape[0], -1)
+
+
+def read_only(visit: Visit) -> None:
+    """Under ``access="read"`` it is the same, computes the same, and can be copied and built upon."""
+    visit.own = visit.build()
+    with app.read_only(visit.library, visit.name) as handle:
+        visit.same(visit.own, handle.value)
+        if visit.case.run is not None:
+            visit.same(visit.run(visit.own), visit.run(handle.value))
+            if visit.is_module and any(parameter.requires_grad for parameter in visit.own.parameters()):
+                visit.same(_train(visit, visit.own), _train(visit, handle.value))
+        try:
+            mine = copy.deepcopy(handle.value)
+        except Exception:
+            copy_of_own_fails = False
+            try:
+                copy.deepcopy(visit.own)
+            except Exception:
+                copy_of_own_fails = True
+            assert copy_of_own_fails, "cannot be copied, and one's own can"
+        else:
+            common = _common(mine, handle.value)
+            for path, tensor in strided_tensors(mine):
+                if path not in common:
+                    tensor.data.zero_()
+        assert digest(handle.value) == visit.bits
+
+
+_WRITE = """
+import sys
+from tests.compat import app
+from tests.compat.comparing import strided_tensors
+handle = app.read_only(sys.argv[1], sys.argv[2])
+strided_tensors(handle.value)[0][1].data.zero_()
+if app.DEVICE == "cuda":
+    import torch
+    torch.cuda.synchronize()
+print("written")
+"""
+
+
+def read_only_refuses(visit: Visit) -> None:
+    """A process that writes all the same ends, and the object is as it was."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITE, visit.library, visit.name], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0, done.stdout
+    assert "written" not in done.stdout
+    with app.read_only(visit.library, visit.name) as handle:
+        visit.same(visit.build(), handle.value)
+
+
+def under_mode(name: str) -> Callable[[Visit], None]:
+    """The check of an object attached in a mode of the client."""
+
+    def check(visit: Visit) -> None:
+        visit.own = visit.build()  # what has run remembers it
+        visit.handle.release()
+        gc.collect()
+        with mode(name, visit.device):
+            visit.handle = app.shared(visit.library, visit.name)
+            visit.same(visit.own, visit.value)
+        visit.same(visit.own, visit.value)
+        if visit.case.run is not None:
+            visit.same(visit.run(visit.own), visit.run(visit.value))
+
+    check.__doc__ = f"Attached under {name}, it is the same, and computes the same."
+    return check
+
+
+def made_under(name: str) -> Callable[[Visit], None]:
+    """The check of an object that was built in a mode of the server."""
+
+    def check(visit: Visit) -> None:
+        with mode(name, visit.device):
+            own = visit.build()
+        with app.shared_under(visit.library, visit.name, name) as handle:
+            visit.same(own, handle.value)
+            if visit.case.run is not None:
+                visit.same(visit.run(own), visit.run(handle.value))
+
+    check.__doc__ = f"Built under {name}, it is the same."
+    return check
+
+
+def compiled(backend: str) -> Callable[[Visit], None]:
+    """The check of ``torch.compile`` in the client."""
+
+    def check(visit: Visit) -> None:
+        assert visit.case.run is not None
+        found = []
+        for value in (visit.own, visit.value):
+            torch._dynamo.reset()
+            made = torch.compile(value, backend=backend)
+            with torch.no_grad():
+                found.append([made(*_call(value, visit)[0], **_call(value, visit)[1])])
+        torch._dynamo.reset()
+        visit.same(*([tensor for _, tensor in strided_tensors(output)] for output in found))
+
+    check.__doc__ = f"`torch.compile` with {backend} computes what it computes over a model of one's own."
+    return check
+
+
+def _call(module: Any, visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the first call of the module itself in what the case runs."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        visit.run(module)
+    finally:
+        hook.remove()
+    return calls[0]
+
+
+def _compute(value: Any, library: str, name: str, device: str, results: Any) -> None:
+    run = cases_of(library)[name].run
+    assert run is not None
+    with torch.no_grad():
+        torch.manual_seed(7)
+        made = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(run(value, device))]
+        strided_tensors(value)[_some_float(value)][1].data.fill_(0.125)
+    _synchronize(device)
+    results.put(made)
+
+
+def sent_to(method: str) -> Callable[[Visit], None]:
+    """The check of a module sent to a process that the client starts."""
+
+    def check(visit: Visit) -> None:
+        expected = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(visit.run(visit.value))]
+        _, tensor = strided_tensors(visit.value)[_some_float(visit.value)]
+        before = tensor.detach().clone()
+        context = torch.multiprocessing.get_context(method)
+        results = context.SimpleQueue()
+        arguments = (visit.value, visit.library, visit.name, visit.device, results)
+        child = context.Process(target=_compute, args=arguments)
+        child.start()
+        child.join(100)
+        assert child.exitcode == 0, f"ended with {child.exitcode}"
+        assert results.get() == expected
+        try:
+            assert bool((tensor == 0.125).all()), "the child has another copy"
+            in_shared_memory(visit)
+            there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
+            assert there == digest(visit.value), "the client's object is not the shared one any more"
+        finally:
+            tensor.data.copy_(before)
+            _synchronize(visit.device)
+
+    check.__doc__ = f"A {method}ed process that gets it as an argument computes the same, in the same memory."
+    return check
+
+
+class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def loaded_by(method: str) -> Callable[[Visit], None]:
+    """The check of a data loader whose workers read attached memory."""
+
+    def check(visit: Visit) -> None:
+        tensors = [tensor for _, tensor in strided_tensors(visit.value) if tensor.dim() > 1 and tensor.dtype in _FLOATS]
+        rows = tensors[0].detach()
+        loader = torch.utils.data.DataLoader(_Rows(rows), batch_size=4, num_workers=1, multiprocessing_context=method)
+        assert torch.equal(torch.cat(list(loader)), rows)
+        in_shared_memory(visit)
+        visit.undisturbed()
+
+    check.__doc__ = f"A DataLoader with {method}ed workers reads rows of it, and it stays where it is."
+    return check
+
+
+def released(visit: Visit) -> None:
+    """Nothing of it stays mapped once it was let go."""
+    if visit.device != "cpu":
+        return
+    addresses = memories(visit.value)
+    visit.handle.release()
+    gc.collect()
+    app.provider.get_runtime_info()
+    left = [path for address, path in addresses.items() if _is_shared(address)]
+    visit.handle = app.shared(visit.library, visit.name)
+    assert not left, f"still mapped: {left[:8]}"
+
+
+def beside(function: Callable[[Any, Any, str], None]) -> Callable[[Visit], None]:
+    """A check of a library's own."""
+
+    def check(visit: Visit) -> None:
+        torch.manual_seed(5)
+        function(visit.value, visit.own, visit.device)
+
+    check.__doc__ = function.__doc__
+    return check
+
+
+#: Those that change the client's object, its bits or its flags; what comes after attaches anew.
+CHANGES = {"half", "state_dict", "written here", "written there", "trained"}
+
+
+def changes(visit: Visit, check: str) -> bool:
+    """Whether the objects are to be had anew after a check."""
+    return check in CHANGES or check in visit.case.besides or check.startswith("compiled")
+
+
+def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit], None]]]:
+    """The checks that a case calls for, by name.
+
+    :param heavy: also those that take seconds and do not depend on how the server was started.
+    """
+    case = visit.case
+    yield "same", same
+    yield "shared memory", in_shared_memory
+    if case.run is not None:
+        yield "outputs", outputs
+        yield "outputs there", outputs_there
+    yield "deepcopy", deepcopied
+    yield "pickle", pickled
+    yield "torch.save", saved
+    if hasattr(visit.own, "state_dict") and hasattr(visit.own, "load_state_dict"):
+        yield "torch.save of weights", saved_weights
+        yield "state_dict", state_dict
+    if any(tensor.dtype in _FLOATS for _, tensor in strided_tensors(visit.own)):
+        yield "written here", written_here
+        yield "written there", written_there
+    if visit.is_module and case.run is not None and any(parameter.requires_grad for parameter in visit.own.parameters()):
+        yield "trained", trained
+    yield "read-only", read_only
+    for name in CLIENT_MODES:
+        yield f"client under {name}", under_mode(name)
+    if case.modes:
+        yield "a write to read-only", read_only_refuses
+        for name in SERVER_MODES:
+            yield f"server under {name}", made_under(name)
+    for name, function in case.besides.items():
+        yield name, beside(function)
+    for backend in case.compiled:
+        if heavy or backend == "aot_eager":
+            yield f"compiled by {backend}", compiled(backend)
+    if case.sent and heavy:
+        for method in multiprocessing.get_all_start_methods():
+            if visit.device == "cpu" or method != "fork":
+                yield f"DataLoader, {method}", loaded_by(method)
+                yield f"argument of a process, {method}", sent_to(method)
+    if visit.is_module:
+        yield "half", half
+    yield "released", released
+
+
+def outcome(visit: Visit, check: Callable[[Visit], None]) -> tuple[str, str]:
+    """``("works", "")``, ``("as alone", words)`` where one's own object cannot do it either, or ``("fails", words)``."""
+    try:
+        check(visit)
+    except Exception as error:
+        words = describe(error)
+        if _fails_alone(visit, check, error):
+            return "as alone", words
+        return "fails", words
+    return "works", ""
+
+
+def _fails_alone(visit: Visit, check: Callable[[Visit], None], error: Exception) -> bool:
+    """Whether the same check ends in the same error with an object of one's own in the place of the attached one."""
+    if isinstance(error, AssertionError) or _is_ours(error):
+        return False
+    alone = copy.copy(visit)
+    alone.own = visit.build()
+    alone.handle = _Own(visit.build())  # type: ignore[assignment]
+    try:
+        check(alone)
+    except Exception as other:
+        return type(other) is type(error) and _without_numbers(str(other)) == _without_numbers(str(error))
+    return False
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an error came by way of this package."""
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__", "").startswith("shared_rpc."):
+            return True
+        frame = frame.tb_next
+    return False
+
+
+class _Own:
+    """Stands for a handle."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)[:200]
+
+
+def describe(error: BaseException) -> str:
+    """An error in a few words, with the line that it comes from."""
+    frame, line = error.__traceback__, ""
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        line = f"{code.co_filename.rpartition('site-packages/')[2].rpartition('/tests/')[2]}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    with contextlib.suppress(Exception):
+        return f"{type(error).__name__} at {line}: {str(error)[:600]}"
+    return type(error).__name__

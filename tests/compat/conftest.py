@@ -1,0 +1,57 @@
+"""Options of these tests: the device, and whether every library has to be there. And what they say at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.compat.cases import LIBRARIES
+from tests.compat.reports import Reports, tables
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--device``, ``--require-all``, ``--report``."""
+    group = parser.getgroup("compat")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the objects are")
+    group.addoption("--require-all", action="store_true", help="a library that is missing is a failure, and is not skipped")
+    group.addoption("--report", type=Path, help="write what was found to this file, as JSON")
+
+
+@pytest.fixture(scope="session")
+def reports(request: pytest.FixtureRequest) -> Reports:
+    """What each visitor found, made as it is asked for; two visits run at a time."""
+    made: Reports = request.config.stash[_REPORTS]
+    return made
+
+
+_REPORTS = pytest.StashKey[Reports]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin with the visits that the selected tests need."""
+    wanted = list(dict.fromkeys(item.callspec.params["visit"] for item in session.items if hasattr(item, "callspec")))
+    reports = session.config.stash[_REPORTS] = Reports(
+        session.config.getoption("--device"), wanted if not session.config.option.collectonly else []
+    )
+    session.config.add_cleanup(reports.close)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The tables, the times, and what was not run."""
+    reports = config.stash.get(_REPORTS, None)
+    if reports is None:
+        return
+    found = reports.finished()
+    terminalreporter.section("other people's libraries")
+    for line in tables(found):
+        terminalreporter.write_line(line)
+    missing = {library: names for library in LIBRARIES if (names := reports.missing(library))}
+    for library, names in missing.items():
+        terminalreporter.write_line(f"not run: {library}, because {', '.join(names)} cannot be imported here")
+    total = sum(report["seconds"] for report in found.values())
+    terminalreporter.write_line(f"{len(found)} visits took {total:.0f} s together, two at a time, on {reports.device}")
+    path = config.getoption("--report")
+    if path is not None:
+        path.write_text(json.dumps({" under ".join(visit): report for visit, report in found.items()}, indent=1))

@@ -1,0 +1,100 @@
+"""A server of the app in either way that people start one, and the visitor that goes there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.processes import PYTHONPATH, ROOT
+
+__all__ = ["HOSTS", "report_of"]
+
+APP = str(Path(__file__).with_name("app.py"))
+#: The command of each host, and what it adds to the environment.
+HOSTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "python app.py": ([sys.executable, APP], {"SHARED_TENSOR_ROLE": "server"}),
+    "shared-rpc serve app.py": ([sys.executable, "-m", "shared_rpc.cli", "serve", APP], {}),
+}
+#: Of a visitor of one library, in seconds.
+LIMIT = 900.0
+
+
+def environment(folder: Path, device: str) -> dict[str, str]:
+    """What a server or a client of the tests runs in: nothing is fetched, and no two compute with different threads."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
+    return {
+        **ours,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("site")), PYTHONPATH]),
+        "PYTHONUNBUFFERED": "1",
+        "SHARED_TENSOR_BASE_PATH": str(folder / "s"),
+        "COMPAT_DEVICE": device,
+        "HF_HOME": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def report_of(library: str, host: str, device: str, heavy: bool) -> dict[str, Any]:
+    """Serve a library's cases, and visit them: ``{"cases": …, "seconds": …, "visitor": …, "host": …}``."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="compat-") as name:
+        folder = Path(name)
+        command, added = HOSTS[host]
+        environ = environment(folder / "server", device)
+        environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
+        with open(folder / "server.log", "w+b") as log:
+            server = subprocess.Popen(command, env={**environ, **added}, cwd=folder, stdout=log, stderr=log)
+            try:
+                visited = _visit(library, host, device, heavy, folder)
+            finally:
+                server.send_signal(signal.SIGINT)
+                try:
+                    ended = server.wait(20)
+                except subprocess.TimeoutExpired:
+                    server.kill()
+                    ended = f"did not end within 20 s of SIGINT, and was killed: {server.wait()}"  # type: ignore[assignment]
+            log.seek(0)
+            words = log.read().decode(errors="replace")
+    return {**visited, "ended": ended, "log": words[-4000:], "seconds": round(time.monotonic() - begin, 1)}
+
+
+def _visit(library: str, host: str, device: str, heavy: bool, folder: Path) -> dict[str, Any]:
+    arguments = [library, host, device, "heavy" if heavy else "light"]
+    environ = {**environment(folder / "client", device), "SHARED_TENSOR_ROLE": "client"}
+    environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
+    with open(folder / "errors", "w+b") as errors:
+        visitor = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "tests.compat.visitor", *arguments],
+            env=environ,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            lines, _ = visitor.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            visitor.kill()
+            lines, _ = visitor.communicate()
+        errors.seek(0)
+        words = errors.read().decode(errors="replace")
+    cases = [json.loads(line) for line in lines.splitlines() if line.startswith('{"case"')]
+    return {
+        "cases": {case["case"]: case["checks"] for case in cases},
+        "visitor": f"ended with {visitor.returncode}: {words[-3000:]}" if visitor.returncode else "",
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(report_of(*sys.argv[1:4], heavy=sys.argv[4:] == ["heavy"]), indent=1))  # type: ignore[misc]

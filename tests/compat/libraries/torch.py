@@ -1,0 +1,338 @@
+"""What torch itself has beside plain modules: other containers of tensors, other layouts, and what it refuses to share."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tests.compat.cases import Case
+
+REQUIRES = ("numpy",)
+
+
+def _x(module: nn.Module, device: str, *shape: int) -> torch.Tensor:
+    size = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, size, device=device).reshape(shape).to(next(module.parameters()).dtype)
+
+
+def _transformer(device: str) -> Any:
+    return nn.Transformer(16, 2, 1, 1, 32, batch_first=True, device=device).eval()
+
+
+def _lstm(device: str) -> Any:
+    return nn.LSTM(8, 16, num_layers=2, batch_first=True, bidirectional=True).to(device).eval()
+
+
+def _normed_lstm(device: str) -> Any:
+    lstm = nn.LSTM(8, 16, batch_first=True)
+    return nn.utils.parametrizations.weight_norm(lstm, "weight_hh_l0").to(device).eval()
+
+
+def _old_weight_norm(device: str) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Tanh()).to(device).eval()
+
+
+def _parametrized(device: str) -> Any:
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    second = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+    return nn.Sequential(first, second, nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))).to(device).eval()
+
+
+def _pruned(device: str) -> Any:
+    from torch.nn.utils import prune
+
+    layer = nn.Linear(8, 8)
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    return nn.Sequential(layer, nn.ReLU()).to(device).eval()
+
+
+def _attention(device: str) -> Any:
+    return nn.MultiheadAttention(16, 2, batch_first=True, device=device).eval()
+
+
+def _run_attention(module: Any, device: str) -> Any:
+    x = _x(module, device, 2, 3, 16)
+    return module(x, x, x)
+
+
+def _batch_norm(device: str) -> Any:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)).to(device)
+
+
+def _channels_last(device: str) -> Any:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)).to(device, memory_format=torch.channels_last).eval()
+
+
+def _many(device: str) -> Any:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).to(device).eval()
+
+
+def _averaged(device: str) -> Any:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    return AveragedModel(nn.Linear(8, 8).to(device), multi_avg_fn=get_ema_multi_avg_fn(0.9)).eval()
+
+
+def _scripted(device: str) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(4, 4).to(device))
+
+
+def _graph_module(device: str) -> Any:
+    return torch.fx.symbolic_trace(_many(device))
+
+
+def _exported(device: str) -> Any:
+    module = _many(device)
+    return torch.export.export(module, (_x(module, device, 2, 64),))
+
+
+def _exported_module(device: str) -> Any:
+    return _exported(device).module()
+
+
+def _compiled_module(device: str) -> Any:
+    module = _many(device)
+    module.compile(backend="aot_eager")
+    return module
+
+
+def _compiled_wrapper(device: str) -> Any:
+    return torch.compile(_many(device), backend="aot_eager")
+
+
+def _coo(device: str) -> Any:
+    return torch.eye(6, device=device).to_sparse().coalesce()
+
+
+def _csr(device: str) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the layout is in beta
+        return torch.eye(6, device=device).to_sparse_csr()
+
+
+def _jagged(device: str) -> Any:
+    rows = [torch.arange(3.0, device=device), torch.arange(5.0, device=device)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def _strided_nested(device: str) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.arange(3.0, device=device), torch.arange(5.0, device=device)])
+
+
+@dataclass
+class Checkpoint:
+    """What a training script keeps."""
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    scores: list[float] = field(default_factory=list)
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def _dataclass(device: str) -> Any:
+    weights = {name: tensor.detach() for name, tensor in _many(device).named_parameters()}
+    return Checkpoint(3, weights, [0.5, float("nan")])
+
+
+def _containers(device: str) -> Any:
+    one = torch.arange(4.0, device=device)
+    ordered = collections.OrderedDict(b=one, a=Pair(one, torch.ones(2, device=device)))
+    by_default = collections.defaultdict(list, {"x": [one[1:3]]})
+    return {"ordered": ordered, "default": by_default, "numbers": {1: one}, "queue": collections.deque([one], 3)}
+
+
+class WithArrays(nn.Module):
+    """A module with numpy arrays beside its weights."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, device=device)
+        self.mean = numpy.linspace(0, 1, 4, dtype=numpy.float32)
+        self.table = numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4))
+        self.names = numpy.array(["a", "bb"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Centre and project."""
+        return self.layer(x - torch.from_numpy(self.mean).to(x))
+
+
+def _optimizer(kind: str) -> Any:
+    def build(device: str) -> Any:
+        module = _many(device)
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.01)
+        module(_x(module, device, 2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return {"model": module, "optimizer": optimizer}
+
+    return build
+
+
+def _step(attached: Any, own: Any, device: str) -> None:
+    """A step of the optimizer that came along changes the weights that came along, as one's own does."""
+    before = [parameter.detach().clone() for parameter in attached["model"].parameters()]
+    for both in (attached, own):
+        both["model"](_x(both["model"], device, 2, 64)).square().sum().backward()
+        both["optimizer"].step()
+        both["optimizer"].zero_grad(set_to_none=True)
+    try:
+        for one, other, old in zip(attached["model"].parameters(), own["model"].parameters(), before, strict=True):
+            assert torch.equal(one, other)
+            assert not torch.equal(one, old)
+    finally:
+        with torch.no_grad():
+            for parameter, old in zip(attached["model"].parameters(), before, strict=True):
+                parameter.copy_(old)
+
+
+def _bare_optimizer(device: str) -> Any:
+    return torch.optim.SGD(_many(device).parameters(), lr=0.1, momentum=0.9)
+
+
+def _dtypes(device: str) -> Any:
+    floats = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+    made: dict[str, Any] = {str(dtype): torch.linspace(-1, 1, 6, device=device).to(dtype) for dtype in floats}
+    made["bool"] = torch.tensor([True, False], device=device)
+    made["conjugate"] = made["torch.complex64"].conj()
+    made["transposed"] = torch.arange(6.0, device=device).reshape(2, 3).T
+    made["expanded"] = torch.ones(1, device=device).expand(3, 4)
+    made["scalar"] = torch.tensor(3, device=device)
+    made["empty"] = torch.empty(0, 3, device=device)
+    return made
+
+
+def _quantized(device: str) -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_channel(
+            torch.linspace(-1, 1, 8).reshape(2, 4), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+        )
+
+
+class WithHooks(nn.Module):
+    """A module that counts its calls by hooks of every kind."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, device=device)
+        self.calls = 0
+        self.handles = [
+            self.layer.register_forward_hook(_keep),
+            self.layer.register_forward_pre_hook(_keep_before),
+            self.register_state_dict_post_hook(_keep_state),
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project."""
+        return self.layer(x)
+
+
+def _keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def _keep_before(module: nn.Module, args: Any) -> Any:
+    return (args[0] + 1,)
+
+
+def _keep_state(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[f"{prefix}extra"] = torch.zeros(1)
+    del state[f"{prefix}extra"]
+
+
+def _another_hook(attached: Any, own: Any, device: str) -> None:
+    """Hooks of the client's stand beside the module's own."""
+    x = torch.ones(1, 4, device=device)
+    expected = own(x)
+    seen: list[int] = []
+    handles = [attached.layer.register_forward_hook(lambda *_: seen.append(1)) for _ in range(3)]
+    assert torch.equal(attached(x), expected)
+    assert len(seen) == 3
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(attached(x), expected)
+
+
+def _lazy(device: str) -> Any:
+    return nn.Sequential(nn.LazyLinear(4, device=device))
+
+
+def _distribution(device: str) -> Any:
+    return torch.distributions.Normal(torch.zeros(3, device=device), torch.ones(3, device=device))
+
+
+def _generator(device: str) -> Any:
+    module = _many(device)
+    module.generator = torch.Generator().manual_seed(3)  # type: ignore[assignment]
+    return module
+
+
+def _data_parallel(device: str) -> Any:
+    return nn.DataParallel(_many(device))
+
+
+#: What a hook computes of parameters before each call is shared as a value: autograd's graph stays where it was recorded.
+_COMPUTED = r"\['0'\]\.weight"
+
+CASES = {
+    "Sequential": Case(_many, lambda m, d: m(_x(m, d, 2, 64)), modes=True, compiled=("aot_eager", "inductor"), sent=True),
+    "Transformer": Case(_transformer, lambda m, d: m(_x(m, d, 2, 3, 16), _x(m, d, 2, 3, 16))),
+    "LSTM": Case(_lstm, lambda m, d: m(_x(m, d, 2, 3, 8))[0]),
+    "LSTM, weight_norm": Case(_normed_lstm, lambda m, d: m(_x(m, d, 2, 3, 8))[0]),
+    "weight_norm of old": Case(_old_weight_norm, lambda m, d: m(_x(m, d, 2, 8)), ignored=_COMPUTED),
+    "parametrizations": Case(_parametrized, lambda m, d: m(_x(m, d, 2, 8))),
+    "pruned": Case(_pruned, lambda m, d: m(_x(m, d, 2, 8)), ignored=_COMPUTED),
+    "MultiheadAttention": Case(_attention, _run_attention),
+    "BatchNorm, training": Case(_batch_norm),
+    "channels_last": Case(_channels_last, lambda m, d: m(_x(m, d, 2, 3, 4, 4))),
+    "AveragedModel": Case(_averaged, lambda m, d: m(_x(m, d, 2, 8))),
+    "hooks": Case(WithHooks, lambda m, d: m(_x(m, d, 2, 4)), besides={"hooks of the client": _another_hook}),
+    "numpy in attributes": Case(WithArrays, lambda m, d: m(_x(m, d, 2, 4))),
+    "TorchScript": Case(_scripted, refused="is TorchScript"),
+    "GraphModule": Case(_graph_module, lambda m, d: m(_x(m, d, 2, 64)), as_pickled=True),
+    "ExportedProgram": Case(_exported, lambda m, d: m.module()(torch.ones(2, 64, device=d))),
+    "ExportedProgram.module()": Case(_exported_module, refused="cannot be pickled"),
+    "module.compile()": Case(_compiled_module, lambda m, d: m(_x(m, d, 2, 64))),
+    # Below these is what the compiler remembers of its runs.
+    "torch.compile(module)": Case(
+        _compiled_wrapper, lambda m, d: m(_x(m, d, 2, 64)), as_pickled=True, ignored=r"\.(dynamo_ctx|forward)\."
+    ),
+    "sparse COO": Case(_coo, lambda t, d: t @ torch.ones(6, 2, device=d)),
+    "sparse CSR": Case(_csr, refused="has the layout torch.sparse_csr"),
+    "nested, jagged": Case(_jagged, lambda t, d: (t * 2).values()),
+    "nested, strided": Case(_strided_nested, refused="layout=torch.jagged"),
+    "dataclass": Case(_dataclass),
+    "containers": Case(_containers),
+    "optimizer": Case(_bare_optimizer),
+    "model and Adam": Case(_optimizer("AdamW"), besides={"a step": _step}),
+    "model and SGD": Case(_optimizer("SGD"), besides={"a step": _step}),
+    "dtypes and views": Case(_dtypes),
+    "quantized": Case(_quantized, lambda t, d: t.dequantize(), devices=("cpu",)),
+    "lazy": Case(_lazy, refused="lazy parameter"),
+    "distribution": Case(_distribution, lambda t, d: t.log_prob(torch.ones(3, device=d))),
+    "generator in an attribute": Case(_generator, lambda m, d: m(_x(m, d, 2, 64))),
+    "DataParallel": Case(_data_parallel, lambda m, d: m.module(_x(m, d, 2, 64))),
+}

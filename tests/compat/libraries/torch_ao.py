@@ -1,0 +1,68 @@
+"""torch's own quantisation of modules, which runs on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.compat.cases import Case
+
+REQUIRES = ()
+
+
+def _float() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def _dynamic(dtype: torch.dtype) -> Any:
+    def build(device: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.ao.quantization.quantize_dynamic(_float(), {nn.Linear}, dtype=dtype)
+
+    return build
+
+
+def _dynamic_lstm(device: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(nn.LSTM(8, 8).eval(), {nn.LSTM}, dtype=torch.qint8)
+
+
+def _static(device: str) -> Any:
+    from torch.ao import quantization
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.quantized.engine = "fbgemm"
+        model = nn.Sequential(quantization.QuantStub(), *_float(), quantization.DeQuantStub()).eval()
+        model.qconfig = quantization.get_default_qconfig("fbgemm")  # type: ignore[assignment]
+        prepared = quantization.prepare(model)
+        prepared(torch.linspace(-1, 1, 64).reshape(4, 16))
+        return quantization.convert(prepared)
+
+
+def _prepared(device: str) -> Any:
+    from torch.ao import quantization
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(quantization.QuantStub(), *_float(), quantization.DeQuantStub()).train()
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        return quantization.prepare_qat(model).eval()
+
+
+def _run(module: Any, device: str) -> Any:
+    return module(torch.linspace(-1, 1, 32).reshape(2, 16))
+
+
+CASES = {
+    "dynamic int8": Case(_dynamic(torch.qint8), _run, devices=("cpu",)),
+    "dynamic float16": Case(_dynamic(torch.float16), _run, devices=("cpu",)),
+    "dynamic int8 LSTM": Case(_dynamic_lstm, lambda m, d: m(torch.ones(2, 1, 8))[0], devices=("cpu",)),
+    "static": Case(_static, _run, devices=("cpu",)),
+    "quantisation-aware": Case(_prepared, _run, devices=("cpu",)),
+}

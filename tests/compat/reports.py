@@ -1,0 +1,66 @@
+"""Reports of visitors, made two at a time, and the tables of them."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from tests.compat.cases import requires
+from tests.compat.hosts import HOSTS, report_of
+
+__all__ = ["Reports", "tables"]
+
+#: A library and a host.
+Visited = tuple[str, str]
+
+
+class Reports:
+    """What visitors report: each visit begins as soon as one of two places is free, in the order in which tests want them."""
+
+    def __init__(self, device: str, wanted: list[Visited]) -> None:
+        self.device = device
+        self._pool = ThreadPoolExecutor(2)
+        self._made: dict[Visited, Future[dict[str, Any]]] = {}
+        for library, host in wanted:
+            if not self.missing(library):
+                # What takes seconds and does not depend on the host is tried once, with the host that most people use.
+                heavy = host == next(iter(HOSTS))
+                self._made[library, host] = self._pool.submit(report_of, library, host, device, heavy)
+
+    def missing(self, library: str) -> list[str]:
+        """The modules that a library needs and that are not installed."""
+        return [name for name in requires(library) if importlib.util.find_spec(name) is None]
+
+    def of(self, library: str, host: str) -> dict[str, Any]:
+        """The report of a visit; waits for it."""
+        return self._made[library, host].result()
+
+    def finished(self) -> dict[Visited, dict[str, Any]]:
+        """The reports that there are."""
+        return {visit: made.result() for visit, made in self._made.items() if made.done() and not made.cancelled()}
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+_SIGNS = {"works": "·", "refused": "R", "as alone": "a", "fails": "F"}
+
+
+def tables(found: dict[Visited, dict[str, Any]]) -> Iterator[str]:
+    """A line for each case and host with a sign for each check, and a line for each check that does not work."""
+    for (library, host), report in found.items():
+        yield f"{library} under {host}: {report['seconds']} s"
+        for case, checks in report["cases"].items():
+            signs = "".join(_SIGNS[outcome] for outcome, _, _ in checks.values())
+            counts = collections.Counter(outcome for outcome, _, _ in checks.values())
+            said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+            yield f"  {case:28} {signs:40} {said}, {sum(seconds for _, _, seconds in checks.values()):.1f} s"
+            for check, (outcome, words, _) in checks.items():
+                if outcome != "works":
+                    yield f"    {outcome}: {check}: {' '.join(words.split())[:300]}"
+    if found:
+        yield "· works, R refused as it has to be, a as with an object of one's own and no sharing, F fails"

@@ -1,0 +1,50 @@
+"""Each object of each library, attached from either kind of server, is as one of one's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compat.cases import LIBRARIES, cases_of
+from tests.compat.hosts import HOSTS, LIMIT
+from tests.compat.reports import Reports
+
+VISITS = [(library, host) for library in LIBRARIES for host in HOSTS]
+NAMES = [f"{library}, {host}" for library, host in VISITS]
+CASES = [((library, host), case) for library, host in VISITS for case in cases_of(library)]
+
+# One visit is waited for by the first test that needs it, after those that were asked for before.
+pytestmark = pytest.mark.timeout(LIMIT * 4)
+
+
+def _required(reports: Reports, library: str, config: pytest.Config) -> None:
+    missing = reports.missing(library)
+    if missing and config.getoption("--require-all"):
+        pytest.fail(f"{library} is not tested, because {', '.join(missing)} cannot be imported here")
+    if missing:
+        pytest.skip(f"{', '.join(missing)} cannot be imported here")
+
+
+@pytest.mark.parametrize(("visit", "case"), CASES, ids=[f"{library}, {case}, {host}" for (library, host), case in CASES])
+def test_what_people_do_with_an_object_works_with_an_attached_one(
+    visit: tuple[str, str], case: str, reports: Reports, pytestconfig: pytest.Config
+) -> None:
+    """Compared bit for bit, and everything that ``checks.py`` lists works as with an object of one's own."""
+    library, host = visit
+    _required(reports, library, pytestconfig)
+    if reports.device not in cases_of(library)[case].devices:
+        pytest.skip(f"{library} does not run it on {reports.device}")
+    report = reports.of(library, host)
+    assert case in report["cases"], report["visitor"] or report["log"]
+    fails = {check: words for check, (outcome, words, _) in report["cases"][case].items() if outcome == "fails"}
+    assert not fails, "\n".join(f"{check}: {words}" for check, words in fails.items())
+
+
+@pytest.mark.parametrize("visit", VISITS, ids=NAMES)
+def test_client_and_server_end_as_they_should(visit: tuple[str, str], reports: Reports, pytestconfig: pytest.Config) -> None:
+    """The client ends by itself, and the server at SIGINT, with nothing left to say."""
+    library, host = visit
+    _required(reports, library, pytestconfig)
+    report = reports.of(library, host)
+    assert not report["visitor"]
+    assert report["ended"] == 0, report["log"]
+    assert "Traceback" not in report["log"], report["log"]

@@ -1,0 +1,74 @@
+"""A client of the app: ``python -m tests.compat.visitor LIBRARY HOST DEVICE HEAVY`` prints what works, as JSON.
+
+It prints one line for each case as it ends: ``{"case": …, "checks": {name: [outcome, words, seconds]}}``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from shared_rpc.errors import CapabilityError
+from tests.compat import app
+from tests.compat.cases import Case, cases_of
+from tests.compat.checks import Visit, changes, checks_of, describe, outcome
+
+
+def visit_case(library: str, name: str, case: Case, device: str, host: str, heavy: bool) -> dict[str, Any]:
+    """All checks of a case: ``{name: [outcome, words, seconds]}``."""
+    begin = time.monotonic()
+    checks: dict[str, Any] = {}
+
+    def tell(check: str, said: tuple[str, str]) -> None:
+        nonlocal begin
+        now = time.monotonic()
+        checks[check] = [*said, round(now - begin, 3)]
+        begin = now
+
+    # What is imported stays: collections need not walk over it again and again.
+    gc.collect()
+    gc.freeze()
+    try:
+        visit = Visit(library, name, case, device, host)
+    except CapabilityError as error:
+        expected = case.refused is not None and case.refused in str(error)
+        tell("attach", ("refused" if expected else "fails", describe(error)))
+        return checks
+    except Exception as error:
+        tell("attach", ("fails", describe(error)))
+        return checks
+    if case.refused is not None:
+        tell("attach", ("fails", f"is shared, and was to be refused: {case.refused}"))
+        return checks
+    tell("attach", ("works", ""))
+    for check, function in checks_of(visit, heavy):
+        tell(check, outcome(visit, function))
+        if checks[check][0] != "works" or changes(visit, check):
+            visit.own = visit.build()
+            visit.attach_anew()
+            begin = time.monotonic()
+    tell("undisturbed", outcome(visit, Visit.undisturbed))
+    visit.handle.release()
+    return checks
+
+
+def main(library: str, host: str, device: str, heavy: str) -> None:
+    """Visit all cases of a library."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cuda.matmul.allow_tf32 = False
+    for name, case in cases_of(library).items():
+        if device in case.devices:
+            checks = visit_case(library, name, case, device, host, heavy == "heavy")
+            print(json.dumps({"case": name, "checks": checks}), flush=True)
+    app.provider.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
