@@ -192,6 +192,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.device):
             # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
             return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
+        if isinstance(obj, torch.Generator):
+            return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
         if type(obj) is torch.Tensor and obj.layout is torch.sparse_coo:
             # torch's own reduction keeps what it rebuilds in a list, for torch.load to validate: it would never be freed.
             return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
@@ -223,6 +225,13 @@ def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return (tensor,)
+
+
+def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
+    # torch's own reduction has the state as a tensor, on the host whatever the device is: memory that nobody is to share.
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
 
 
 def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
