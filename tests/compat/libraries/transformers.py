@@ -322,7 +322,7 @@ CASES = {
         _causal("LlamaForCausalLM", "LlamaConfig"),
         _generate,
         modes=True,
-        compiled=("aot_eager", "inductor"),
+        compiled=("aot_eager",),
         sent=True,
         besides={**_SAVED, "sampling and beams": _sample, "resize_token_embeddings of a copy": _resize},
     ),
