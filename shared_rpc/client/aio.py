@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -312,8 +312,7 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
                 try:
                     step = advance()
                 except StopIteration as stop:
-                    result: T = stop.value
-                    return result
+                    return cast("T", stop.value)
                 if isinstance(step, Request):
                     try:
                         advance = functools.partial(operation.send, await self._exchange(step, deadline))
@@ -326,8 +325,10 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
                     advance = functools.partial(operation.send, None)
                     continue
                 try:
-                    done = await (_worked(step) if isinstance(step, Work) else _notified(step))
-                    advance = functools.partial(operation.send, done)
+                    # No name for it here: code that runs below may keep this frame.
+                    advance = functools.partial(
+                        operation.send, await (_worked(step) if isinstance(step, Work) else _notified(step))
+                    )
                 except BaseException as error:
                     advance = functools.partial(operation.throw, error)
         finally:

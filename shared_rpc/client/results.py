@@ -114,8 +114,10 @@ def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
         if result.chunk is not None:
             return take_back(result.skeleton, message.table, result.chunk, loans[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
-        value = decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas, label)
+        # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
+        value = [decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas, label)]
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
-                return values.setdefault(result.message.object_id, value)
-        return value
+                value.append(values.setdefault(result.message.object_id, value[0]))
+                del value[0]
+        return value.pop()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
@@ -377,8 +377,7 @@ class Client(Refreshing, Monitoring):
                 try:
                     step = advance()
                 except StopIteration as stop:
-                    result: T = stop.value
-                    return result
+                    return cast("T", stop.value)
                 patience = self._connect_timeout if patience is None else patience
                 if isinstance(step, Request):
                     until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
@@ -393,8 +392,10 @@ class Client(Refreshing, Monitoring):
                     advance = functools.partial(operation.send, None)
                     continue
                 try:
-                    done = step.function() if isinstance(step, Work) else step.callback(step.info)
-                    advance = functools.partial(operation.send, done)
+                    # No name for it here: code that runs below may keep this frame.
+                    advance = functools.partial(
+                        operation.send, step.function() if isinstance(step, Work) else step.callback(step.info)
+                    )
                 except BaseException as error:
                     advance = functools.partial(operation.throw, error)
         finally:

@@ -148,6 +148,10 @@ def _lifted(
         }
     except Exception as error:
         raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
+    finally:
+        # An error that an argument's own code caught, and somebody keeps, keeps this frame.
+        tensors.clear()
+        storages.clear()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -31,10 +31,14 @@ def without_modes(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _inferring() or _dispatching() or _overriding() or _transforming() is not None:
-            with _no_modes():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        try:
+            if _inferring() or _dispatching() or _overriding() or _transforming() is not None:
+                with _no_modes():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        finally:
+            # An error that an argument's own code caught, and somebody keeps, keeps this frame.
+            del args, kwargs
 
     return run
 

@@ -46,20 +46,24 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     if advice is not None:
         raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process alone: {advice}")
     scan = Scan(kind, Buffers())
-    skeleton = dump(value, scan, f"{where}: result")
-    if not scan.found:
-        raise CapabilityError(
-            f"{where} returned a value of type {_name(value)} that reaches no tensor and no module: only memory is shared; "
-            f"make tensors of arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
-        )
-    outside = graph_outside(value, scan, "result") if scan.graph else None
-    if outside is not None:
-        path, function = outside
-        raise CapabilityError(
-            f"{where}: {path} carries an autograd graph ({function}), which cannot leave the process: "
-            f"return {path}.detach(), or compute under torch.no_grad()"
-        )
-    return skeleton, scan
+    try:
+        skeleton = dump(value, scan, f"{where}: result")
+        if not scan.found:
+            raise CapabilityError(
+                f"{where} returned a value of type {_name(value)} that reaches no tensor and no module: only memory is shared; "
+                f"make tensors of arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
+            )
+        outside = graph_outside(value, scan, "result") if scan.graph else None
+        if outside is not None:
+            path, function = outside
+            raise CapabilityError(
+                f"{where}: {path} carries an autograd graph ({function}), which cannot leave the process: "
+                f"return {path}.detach(), or compute under torch.no_grad()"
+            )
+        return skeleton, scan
+    finally:
+        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        del value, scan
 
 
 def check_result(value: Any, endpoint: str, kind: str) -> int:

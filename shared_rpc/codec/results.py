@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
-from shared_rpc.codec.skeleton import load
+from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -74,18 +75,24 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
         copied = copy_single(value, kind, pool, f"results of {endpoint}()")
         if copied is not None:
             return _waited(copied, pool)
-    if pool is not None and access == "read_write":
-        skeleton, scan = dump_result(value, endpoint, kind)
-        used = spans(scan, exact=True)
-        small = pool.options.takes(sum(aligned(span.nbytes) for span in used))
-        # A pool's memory is not mapped copy-on-write, and its reader would have each array to himself.
-        if small and (scan.buffers is None or not scan.buffers.views):
-            return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
-        del skeleton, scan
-    MAPPINGS.drain()
-    with _publishing, collector.paused():
-        skeleton, scan = dump_result(value, endpoint, kind)
-        return _record(skeleton, move(scan, access), device)
+    scan: Scan | None = None
+    try:
+        if pool is not None and access == "read_write":
+            skeleton, scan = dump_result(value, endpoint, kind)
+            used = spans(scan, exact=True)
+            small = pool.options.takes(sum(aligned(span.nbytes) for span in used))
+            # A pool's memory is not mapped copy-on-write, and its reader would have each array to himself.
+            if small and (scan.buffers is None or not scan.buffers.views):
+                return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
+            del used
+            scan = None
+        MAPPINGS.drain()
+        with _publishing, collector.paused():
+            skeleton, scan = dump_result(value, endpoint, kind)
+            return _record(skeleton, move(scan, access), device)
+    finally:
+        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        del value, scan
 
 
 class Soon:
@@ -197,9 +204,10 @@ def decode_result(
     attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(found, mappings, loans if loans is not None else {}, trusted=True)
-        value = _load(skeleton, tensors, storages, buffers_of(found, mappings))
+        # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
+        value = [_load(skeleton, tensors, storages, buffers_of(found, mappings))]
     _settle()
-    return value
+    return value.pop()
 
 
 def _settle() -> None:
@@ -209,10 +217,17 @@ def _settle() -> None:
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
+    """The object around what is in the lists, which are emptied."""
     try:
         return load(skeleton, tensors, storages, buffers)
     except Exception as error:
+        # What there is of the object is nobody's.
+        traceback.clear_frames(error.__traceback__)
         raise CodecError(
             f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "
             f"classes come from must be importable here, in compatible versions"
         ) from error
+    finally:
+        tensors.clear()
+        storages.clear()
+        buffers.clear()

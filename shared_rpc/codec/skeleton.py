@@ -263,10 +263,16 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             skeleton = _dump(value, scan)
     except Exception as error:
         with by_value.registered():
-            where, cause = locate(value, path, lambda part: _dump(part, scan.anew()), error)
+            anew = scan.anew
+            where, cause = locate(value, path, lambda part: _dump(part, anew()), error)
+            del anew
         raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else _UNPICKLABLE.format(cause)}") from error
-    above = max(scan.next_hook, RemovableHandle.next_id)
-    return _HOOKS_BELOW % above + skeleton if above else skeleton
+    else:
+        above = max(scan.next_hook, RemovableHandle.next_id)
+        return _HOOKS_BELOW % above + skeleton if above else skeleton
+    finally:
+        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        del value, scan
 
 
 #: What a skeleton begins with: a reference that nothing comes of but :func:`raise_next_hook`, before anything else is rebuilt
@@ -306,7 +312,11 @@ def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
 
 def _dump(value: Any, scan: Scan) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, scan).dump(value)
+    try:
+        # Not cloudpickle's own method: that one's frame would have the value. It only words a RecursionError otherwise.
+        pickle.Pickler.dump(_Pickler(buffer, scan), value)
+    finally:
+        del value, scan
     return buffer.getvalue()
 
 
@@ -319,7 +329,11 @@ def load(
     """Rebuild what :func:`dump` took apart, around tensors and storages that already lie in their place, and buffers."""
     unpickler = _Unpickler(io.BytesIO(skeleton), buffers=buffers)
     unpickler.tensors, unpickler.storages = tensors, storages
-    return unpickler.load()
+    try:
+        return unpickler.load()
+    finally:
+        # It remembers all that it has made.
+        del unpickler
 
 
 class _Unpickler(pickle.Unpickler):

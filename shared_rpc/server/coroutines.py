@@ -103,4 +103,6 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run, value: list[An
         return Failure.of(TaskCancelled()) if run.cancelled else Failure.raised(error)
     except BaseException as error:
         return Failure.raised(error)
+    finally:
+        del begin  # has the arguments, and an error that somebody keeps may keep this frame
     return None

@@ -53,19 +53,23 @@ class Publisher:
             record = publish_back(only, lane.borrower)
             if record is not None:
                 return Produced(record, None)
-        value = only.pop()
-        if not invocation.publish or not self._shares:
-            nbytes = check_result(value, endpoint.spec.name, self._kind)
-            return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, value)
-        if lane is None:
-            return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name), value)
-        for again in (True, False):
-            try:
-                return Produced(publish(value, self._device, endpoint.spec.access, endpoint.spec.name, lane.results), None)
-            except PoolFull as full:
-                if not (again and lane.reclaim()):
-                    return Starving(None, value, str(full), full.frees)
-        raise AssertionError("it was published, or it starves")
+        # It stays in its list, which is emptied: code of its own that runs below may have this frame kept.
+        spec = endpoint.spec
+        try:
+            if not invocation.publish or not self._shares:
+                nbytes = check_result(only[0], spec.name, self._kind)
+                return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, only[0])
+            if lane is None:
+                return Produced(publish(only[0], self._device, spec.access, spec.name), only[0])
+            for again in (True, False):
+                try:
+                    return Produced(publish(only[0], self._device, spec.access, spec.name, lane.results), None)
+                except PoolFull as full:
+                    if not (again and lane.reclaim()):
+                        return Starving(None, only[0], str(full), full.frees)
+            raise AssertionError("it was published, or it starves")
+        finally:
+            only.clear()
 
     def elsewhere(self, work: Callable[[], Produced]) -> Callable[[], Produced]:
         """``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
