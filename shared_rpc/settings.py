@@ -26,7 +26,16 @@ from typing import Literal, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Role", "resolve_base_path", "resolve_role", "server_environment", "socket_path", "take_service_variables"]
+__all__ = [
+    "Role",
+    "change_environment",
+    "environment",
+    "resolve_base_path",
+    "resolve_role",
+    "server_environment",
+    "socket_path",
+    "take_service_variables",
+]
 
 Role = Literal["local", "server", "client", "spawn"]
 
@@ -136,3 +145,17 @@ def take_service_variables(environ: MutableMapping[str, str] | None = None) -> d
     """What a service manager tells this process, taken out of the environment: it is not meant for processes started here."""
     environ = os.environ if environ is None else environ
     return {name: environ.pop(name) for name in _SERVICE if name in environ}
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process; those whose value is None are removed."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != value:
+            os.environ[name] = value

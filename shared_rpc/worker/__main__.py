@@ -11,7 +11,7 @@ from shared_rpc.loading import load_providers
 from shared_rpc.logs import configure
 from shared_rpc.worker.host import WorkerHost
 from shared_rpc.worker.overrides import Overrides
-from shared_rpc.worker.parent import die_with_parent
+from shared_rpc.zygote.parent import die_with_parent
 
 
 def main() -> None:

@@ -1,0 +1,31 @@
+"""``python -m shared_rpc.zygote``: started by a program with one end of a socket pair, and forked for it."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from shared_rpc.zygote.messages import Stream
+from shared_rpc.zygote.parent import die_with_parent
+from shared_rpc.zygote.serving import Born, Zygote
+
+
+def main() -> Born | None:
+    """Serve until the other side hangs up. Returns in every fork, with what it is to be; and None in the zygote, at its end."""
+    parser = argparse.ArgumentParser(prog="python -m shared_rpc.zygote")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="Ends with it.")
+    parser.add_argument("room", nargs="?", help="Room for the command lines of forks.")
+    options = parser.parse_args()
+    if options.parent is not None:
+        die_with_parent(options.parent)
+    connection = socket.socket(fileno=options.fd)
+    connection.set_inheritable(False)
+    return Zygote(sys.path[:]).serve(Stream(connection))
+
+
+if __name__ == "__main__":
+    born = main()
+    if born is not None:
+        born.run()
