@@ -20,9 +20,10 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from shared_rpc.errors import ConfigurationError
 
@@ -35,6 +36,7 @@ __all__ = [
     "server_environment",
     "socket_path",
     "take_service_variables",
+    "watched_environment",
 ]
 
 Role = Literal["local", "server", "client", "spawn"]
@@ -159,3 +161,27 @@ def change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         elif os.environ.get(name) != value:
             os.environ[name] = value
+
+
+@contextmanager
+def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterator[None]:
+    """Have every change of a variable told, before it is made: its name, and its value or None where it is removed."""
+    kind: Any = type(os.environ)
+    set_item, delete_item = kind.__setitem__, kind.__delitem__
+
+    def set_and_tell(self: object, name: str, value: str) -> None:
+        if self is os.environ:
+            on_change(name, value)
+        set_item(self, name, value)
+
+    def delete_and_tell(self: object, name: str) -> None:
+        if self is os.environ:
+            on_change(name, None)
+        delete_item(self, name)
+
+    # The one place that all of os.environ's methods go through; os.putenv() itself is used by nothing that reads it again.
+    kind.__setitem__, kind.__delitem__ = set_and_tell, delete_and_tell
+    try:
+        yield
+    finally:
+        kind.__setitem__, kind.__delitem__ = set_item, delete_item

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "shared_rpc"
 LAYERS = [
     ["errors", "reaper", "by_value", "instrumentation"],
     ["settings", "memory", "sharding"],
+    ["zygote"],
     ["records"],
     ["wire"],
     ["revised", "ticket"],

@@ -12,6 +12,7 @@ import pytest
 from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.zygote import Begun, WorkerZygote
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
@@ -29,6 +30,8 @@ class FakeWorker:
         ended: Callable[[FakeWorker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
+        begun: Begun | None = None,
+        tell_imports: bool = False,
     ) -> None:
         self.number, self.restarts, self.pid = number, restarts, 0
         self.state, self.started = "starting", time.monotonic()
@@ -36,6 +39,7 @@ class FakeWorker:
         self.endpoints: dict[str, Any] = {}
         self.runs: dict[int, Any] = {}
         self.refusal: Exception | None = None
+        self.forked = self.loaded = False
         self._take, self._ended = take, ended
 
     def load(self) -> None:
@@ -72,7 +76,7 @@ class Stage:
     def __init__(self) -> None:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.supervisor = Supervisor(WorkerCommand("app"), 1, self)
+        self.supervisor = Supervisor(WorkerCommand("app"), 1, self, WorkerZygote(WorkerCommand("app"), wanted=False))
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""

@@ -71,6 +71,7 @@ def main() -> int:
         on_end=end,
         inherited=inherited,
         exporter=exporter,
+        preload=not options.no_preload,
     )
 
     def begin() -> Broker:
@@ -123,6 +124,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hook", action="append", default=[])
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--metrics-host", default="127.0.0.1")
+    parser.add_argument("--no-preload", action="store_true")
     #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
     parser.add_argument("--detach", type=int)
     return parser.parse_args()

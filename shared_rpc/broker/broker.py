@@ -26,6 +26,7 @@ from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.endpoints import Registry
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.memory.segments import BOUND
@@ -56,6 +57,7 @@ class Broker:
     :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
 
     :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
+    :param preload: whether workers may be forks of a process that has imported what the app imports.
     :param exporter: what serves metrics, None for nothing; it is closed in the end.
     :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
 
@@ -77,7 +79,9 @@ class Broker:
         on_end: Callable[[str], None] = lambda why: None,
         inherited: Inherited | None = None,
         exporter: Exporter | None = None,
+        preload: bool = True,
     ) -> None:
+        self._preload = preload
         self._command = command
         self._count = workers
         self._build_timeout = build_timeout
@@ -101,6 +105,7 @@ class Broker:
         self._scope: anyio.CancelScope
         self._spawn: Spawner
         self._supervisor: Supervisor
+        self._zygote: WorkerZygote
         self._dispatcher: Dispatcher
         self._memory: MemoryRequests
 
@@ -161,7 +166,8 @@ class Broker:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor(self._command, self._count, self)
+        self._zygote = WorkerZygote(self._command, self._preload)
+        self._supervisor = Supervisor(self._command, self._count, self, self._zygote)
         self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
@@ -169,6 +175,7 @@ class Broker:
                 self._measuring.start(self._loop.call_soon_threadsafe, lambda: tuple(self._services.values()), self._supervisor)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
+                    self._spawn(self._zygote.run)
                     self._earlier.restore()
                     await self._supervisor.start(self._spawn, wait=not self._services)
                     self._keeping.check(self.served(), loaded=not self._earlier.pending)
@@ -200,7 +207,7 @@ class Broker:
 
         :param server_id: of an earlier broker's server.
         """
-        executor = WorkerExecutor(message.key, self._dispatcher, self._current)
+        executor = WorkerExecutor(message.key, self._dispatcher, self._current, self._zygote.facts)
         core = Core(
             Registry(message.endpoints),
             executor,

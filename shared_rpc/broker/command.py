@@ -33,13 +33,13 @@ class WorkerCommand:
         """The device of a worker, None where the app decides."""
         return self.devices[number % len(self.devices)] if self.devices else None
 
-    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
+    def words(self, number: int, fd: int) -> list[str]:
+        """The words for a worker's command line, behind the module's name.
 
         :param number: which of the workers it is, from 0.
         :param fd: its end of the socket pair.
         """
-        words = [sys.executable, "-m", "shared_rpc.worker", self.target, "--fd", str(fd), "--parent", str(os.getpid())]
+        words = [self.target, "--fd", str(fd), "--parent", str(os.getpid())]
         options = {
             "--base-path": self.base_path,
             "--socket": self.socket,
@@ -55,6 +55,16 @@ class WorkerCommand:
             words += ["--listen-device", self.devices[0]]
         for quota in self.quotas:
             words += ["--quota", quota]
+        return words
+
+    def start(self, number: int, fd: int, tell_imports: bool = False) -> subprocess.Popen[bytes]:
+        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`.
+
+        :param tell_imports: whether it is to say what it imports.
+        """
+        words = [sys.executable, "-m", "shared_rpc.worker", *self.words(number, fd)]
+        if tell_imports:
+            words.append("--tell-imports")
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
         )

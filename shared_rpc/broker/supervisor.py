@@ -14,6 +14,7 @@ import anyio.to_thread
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.instrumentation import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.wire import worker as w
@@ -57,10 +58,12 @@ class Supervisor:
     """The workers of a broker. On its loop only.
 
     :param count: how many there are to be.
+    :param zygote: starts those that are forks.
     """
 
-    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher) -> None:
+    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher, zygote: WorkerZygote) -> None:
         self._command = command
+        self._zygote = zygote
         self._count = count
         self._watcher = watcher
         #: Those that get new runs.
@@ -103,19 +106,21 @@ class Supervisor:
         self._spawn = spawn
         async with self._reloading:
             for number in range(self._count):
-                self.workers.append(self._new(number))
+                self.workers.append(await self._new(number))
             if wait:
                 await self._all_loaded(self.workers)
             for worker in self.workers:
                 self._settle(worker, None)  # nobody waits for it
 
-    def _new(self, number: int) -> Worker:
+    async def _new(self, number: int) -> Worker:
         """Start a worker.
 
         :raises WorkerCrashed: if the system lets no process begin.
         """
         try:
-            worker = Worker(self._command, number, self._take, self._ended, self._watcher.caught_up, self.restarts[number])
+            begun = await self._zygote.begin(number)
+            told = (self._take, self._ended, self._watcher.caught_up)
+            worker = Worker(self._command, number, *told, self.restarts[number], begun, self._zygote.wanted)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
@@ -148,6 +153,8 @@ class Supervisor:
             # Shared by another thread, it may come before the provider does.
             worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         elif isinstance(message, w.Loaded):
+            worker.loaded = True
+            self._zygote.learn(message.imports, worker.forked)
             if worker.state == "starting":  # else it was replaced meanwhile
                 worker.state = "ready"
                 if HOOKS.registered:
@@ -185,6 +192,8 @@ class Supervisor:
 
     async def _bury(self, worker: Worker) -> None:
         crash = await anyio.to_thread.run_sync(worker.crash)
+        if worker.forked:
+            self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         #: Else somebody waits for it to load the app, and is told.
         crashed = worker in self.workers and worker not in self._loaded
         for group in (self.workers, self._next, self._old):
@@ -230,13 +239,17 @@ class Supervisor:
                 return
             self.restarts[number] += 1
             try:
-                self.workers.append(self._new(number))
+                new = await self._new(number)
             except WorkerCrashed as crash:
                 _log.error("%s", crash)
                 self._count_crash(crash, 0.0)
                 self._watcher.changed()
             else:
-                self._settle(self.workers[-1], None)  # nobody waits for it
+                self._settle(new, None)  # nobody waits for it
+                if number in {worker.number for worker in self.workers}:  # a reload came first
+                    new.kill("a reload took its place")
+                else:
+                    self.workers.append(new)
                 return
 
     async def reload(self) -> list[Worker]:
@@ -255,7 +268,7 @@ class Supervisor:
         while True:
             async with self._reloading:  # first come, first served: an earlier one that has to wait is behind the later ones
                 if self._answered < number == self._asked:
-                    self._refused = await self._load_next()
+                    self._refused = await self._load_next(number)
                     if self._refused is None or number == self._asked:
                         self._answered = number
                 if self._answered >= number:
@@ -263,16 +276,21 @@ class Supervisor:
                         raise self._refused
                     return self._loaded_last
 
-    async def _load_next(self) -> Exception | None:
-        """Replace the workers by new ones; what kept them from loading the app."""
+    async def _load_next(self, asked: int) -> Exception | None:
+        """Replace the workers by new ones; what kept them from loading the app.
+
+        :param asked: the number of the reload that this is for.
+        """
         if self._stopping:
             return ConfigurationError("the broker is stopping")
         mine: list[Worker] = []
         self._next = []
         try:
             for number in range(self._count):
-                mine.append(self._new(number))
+                mine.append(await self._new(number))
                 self._next.append(mine[-1])
+                if asked != self._asked:
+                    mine[-1].kill("a later reload took its place")
             await self._all_loaded(mine)
         except BaseException as error:
             for worker in mine:

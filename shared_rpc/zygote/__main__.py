@@ -9,6 +9,7 @@ import sys
 from shared_rpc.zygote.messages import Stream
 from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.serving import Born, Zygote
+from shared_rpc.zygote.title import set_title
 
 
 def main() -> Born | None:
@@ -20,6 +21,7 @@ def main() -> Born | None:
     options = parser.parse_args()
     if options.parent is not None:
         die_with_parent(options.parent)
+    set_title([sys.executable, "-m", "shared_rpc.zygote"])
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     return Zygote(sys.path[:]).serve(Stream(connection))

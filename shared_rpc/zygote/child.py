@@ -28,6 +28,7 @@ class Identity(msgspec.Struct, frozen=True):
     """What a fork has of its own, where that is not what its zygote had when it began.
 
     :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
+    :param variables: the environment.
     :param argv: ``sys.argv``, and what other programs see as its command line, behind the interpreter's name.
     :param path: ``sys.path``.
     :param umask: None for the zygote's, as for the others.
@@ -37,7 +38,7 @@ class Identity(msgspec.Struct, frozen=True):
 
     fds: Sequence[int]
     argv: Sequence[str]
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     path: Sequence[str]
     cwd: str | None = None
     umask: int | None = None
@@ -62,8 +63,8 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
       which ends without, does not), signal handlers that imports set, descriptors of devices without state. Objects of the
       imports stay frozen, see :func:`gc.freeze`: a collection that touched them would copy their memory.
 
-    Locks need nothing here: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have their own
-    hooks for forks. The hash seed is the zygote's, as in any fork.
+    Locks need nothing here: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have
+    hooks for forks of their own. The hash seed is the zygote's, as in any fork.
 
     :param fds: descriptors that came with the request, in the order of ``identity.fds``.
     :param kept: further descriptors that stay open.
@@ -73,8 +74,8 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     if identity.group:
         os.setpgid(0, 0)
     before = environment()
-    change_environment({**dict.fromkeys(before), **identity.environ})
-    if before.get("TZ") != identity.environ.get("TZ"):
+    change_environment({**dict.fromkeys(before), **identity.variables})
+    if before.get("TZ") != identity.variables.get("TZ"):
         time.tzset()
     if identity.umask is not None:
         os.umask(identity.umask)
@@ -129,11 +130,7 @@ def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
         return None
     raw.name = f"<{name}>"
     unbuffered = getattr(earlier, "write_through", False) and number != 0
-    buffer: Any
-    if number == 0:
-        buffer = io.BufferedReader(raw)
-    else:
-        buffer = raw if unbuffered else io.BufferedWriter(raw)
+    buffer: Any = io.BufferedReader(raw) if number == 0 else raw if unbuffered else io.BufferedWriter(raw)
     stream = io.TextIOWrapper(
         buffer,
         encoding=earlier.encoding if earlier is not None else "utf-8",
@@ -147,7 +144,7 @@ def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
 
 
 def _seed() -> None:
-    """Seed the global generators of random numbers anew, those of modules that are imported; others are seeded by their import."""
+    """Seed the global generators of random numbers anew. Those of modules that are imported later are seeded then."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
@@ -167,7 +164,7 @@ def _forget_folders() -> None:
     linecache.clearcache()
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile.tempdir = None
+        vars(tempfile)["tempdir"] = None
 
 
 def run_module(name: str) -> NoReturn:
@@ -191,7 +188,7 @@ def finish(main: Callable[[], object]) -> None:
             trace = trace.tb_next
         error = error.with_traceback(trace)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        sys.last_exc = error
+        vars(sys)["last_exc"] = error  # from 3.12 on
         sys.excepthook(type(error), error, trace)
         # The interpreter shows it too, and finds out how to end: with SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None

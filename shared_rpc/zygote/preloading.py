@@ -6,21 +6,37 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from shared_rpc.settings import change_environment
+from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.messages import Step
 
-__all__ = ["Files", "preload", "shadowed"]
+__all__ = ["Files", "Preloaded", "preload", "shadowed"]
 
 
-def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], str]) -> tuple[dict[str, str], str, str]:
+@dataclass
+class Preloaded:
+    """What came of imports.
+
+    :param dropped: modules that could not be imported, and why.
+    :param variables: variables that modules set when they were imported, None for those that they removed.
+    :param spoiled: why the process cannot be forked any more; empty if it can be.
+    :param module: the one whose import was the reason.
+    """
+
+    dropped: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str | None] = field(default_factory=dict)
+    spoiled: str = ""
+    module: str = ""
+
+
+def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], str]) -> Preloaded:
     """Take the steps.
 
     :param folders: directories whose modules are not imported.
     :param check: says after each import why the process cannot be forked any more.
-    :returns: modules that could not be imported, and why; the module whose import spoiled the process and how, or empty texts.
     """
-    dropped: dict[str, str] = {}
+    done = Preloaded()
     path = sys.path[:]
     left_out = {os.path.realpath(folder) for folder in folders}
     sys.path[:] = [entry for entry in path if os.path.realpath(entry) not in left_out]
@@ -32,35 +48,55 @@ def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], s
                 continue
             if step in sys.modules:
                 continue
+            before = environment()
             try:
                 importlib.import_module(step)
             except BaseException as error:  # whatever it is, it is the module's: SystemExit is too
-                dropped[step] = f"{type(error).__name__}: {error}"
-            if why := check():
-                return dropped, step, why
-        return dropped, "", ""
+                done.dropped[step] = f"{type(error).__name__}: {error}"
+            done.variables |= _changes(before, environment())
+            done.spoiled = check()
+            if done.spoiled:
+                done.module = step
+                break
+        return done
     finally:
         # What the imports have added to the path stays.
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in safe)]
 
 
-def shadowed(folders: Iterable[str], names: Iterable[str]) -> str:
-    """A file in one of the directories that a new process would import in place of a module that is imported; empty for none."""
-    tops = {name.partition(".")[0] for name in names}
+def _changes(before: dict[str, str], after: dict[str, str]) -> dict[str, str | None]:
+    return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
+
+
+def shadowed(folders: Iterable[str]) -> str:
+    """A file in one of the directories that a new process would import in place of a module that is imported; empty for none.
+
+    :param folders: in the order in which they are looked through.
+    """
+    found: set[str] = set()
     for folder in folders:
         try:
             entries = os.listdir(folder or ".")
         except OSError:
             continue
         for entry in entries:
-            name, dot, suffix = entry.partition(".")
-            if name in tops and (suffix in ("py", "so") or suffix.endswith(".so") or (not dot and _is_package(folder, entry))):
-                return os.path.join(folder, entry)
+            name, _, suffix = entry.partition(".")
+            module = sys.modules.get(name)
+            if module is None or name == "__main__" or name in found:
+                continue
+            path = os.path.join(folder, entry)
+            is_module = suffix == "py" or suffix.endswith("so") or os.path.isfile(os.path.join(path, "__init__.py"))
+            if not is_module:
+                continue
+            if not _is_of(module, path):
+                return path
+            found.add(name)
     return ""
 
 
-def _is_package(folder: str, entry: str) -> bool:
-    return os.path.isfile(os.path.join(folder, entry, "__init__.py"))
+def _is_of(module: object, path: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and f"{os.path.realpath(file)}/".startswith(f"{os.path.realpath(path)}/")
 
 
 class Files:

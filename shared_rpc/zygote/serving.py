@@ -17,7 +17,7 @@ from shared_rpc.zygote.safety import try_fork, unsafe
 
 __all__ = ["Born", "Zygote"]
 
-#: Has torch ask the management library, and not CUDA, whether there is a GPU: several libraries ask that when they are imported.
+#: Has torch ask the management library, and not CUDA, whether there is a GPU: several libraries ask when they are imported.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -44,7 +44,7 @@ class Born:
 class Zygote:
     """A process that is forked. In the main thread of a process that has no other, and nothing open that it need not.
 
-    What imports change of the environment and of the signal mask is undone in the forks.
+    The steps of a :class:`Preload` that change the environment are for what is imported after them, and undone in the forks.
 
     :param path: ``sys.path`` as a new process would have it.
     """
@@ -69,9 +69,15 @@ class Zygote:
         if why := unsafe(self._fds):
             return Unfit(why)
         begin = sys.path[:]
-        dropped, module, why = preload(request.steps, request.folders, lambda: unsafe(self._fds))
-        if why:
-            return Unfit(f"importing {module} leaves a process that must not be forked: {why}", module)
+        done = preload(request.steps, request.folders, lambda: unsafe(self._fds))
+        if done.spoiled:
+            why = f"importing {done.module} leaves a process that must not be forked: {done.spoiled}"
+            return Unfit(why, done.module)
+        for name, value in done.variables.items():
+            if value is None:
+                self._environ.pop(name, None)
+            else:
+                self._environ[name] = value
         self._path += [entry for entry in sys.path if entry not in begin]
         for name in request.own:
             if name in sys.modules:
@@ -86,15 +92,18 @@ class Zygote:
         self._kept = sorted(_open_fds() - self._fds)
         self._files = Files()
         self._names = [name for name, imported in sys.modules.items() if imported is not None]
-        return Ready(self._names, dropped)
+        return Ready(self._names, done.dropped)
 
     def refusal(self, folders: list[str]) -> Refused | None:
-        """Why what was imported is not what a new process would import, with ``folders`` first where it looks; None if it is."""
+        """Why what was imported is not what a new process would import; None if it is.
+
+        :param folders: where that one looks first.
+        """
         if not self.ready:
             return Refused("it has not been told what to import")
         if name := self._files.changed():
             return Refused(f"{name} has changed", stale=True)
-        if name := shadowed(folders, self._names):
+        if name := shadowed(folders):
             return Refused(f"{name} would be imported in place of a module that has been imported already", stale=True)
         return None
 
@@ -127,7 +136,7 @@ class Zygote:
         identity = Identity(
             fds=request.fds,
             argv=["-m", *request.words],
-            environ=self._environ,
+            variables=self._environ,
             path=self._path,
             title=["-m", request.module, *request.words],
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["ROOM", "set_title"]
 
 #: A last word for the command line of a process that is to change it: the memory of its words is all there is for new ones.
-ROOM = "-" * 2000
+ROOM = "x" * 2000
 
 
 def set_title(words: Sequence[str]) -> None:
@@ -20,5 +20,6 @@ def set_title(words: Sequence[str]) -> None:
     room = end - start
     if room < 2:
         return
-    title = b"\0".join(map(os.fsencode, words))[: room - 1]
-    ctypes.memmove(start, title.ljust(room, b"\0"), room)
+    title = b" ".join(map(os.fsencode, words))[: room - 2]
+    # A last byte that is not zero tells the kernel that this is one text, up to the first zero; see setproctitle(3).
+    ctypes.memmove(start, title.ljust(room - 1, b"\0") + b".", room)
