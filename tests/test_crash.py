@@ -415,7 +415,8 @@ def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: lis
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
     code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
-    broker = Child("-c", code, str(python), str(app.file), cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
+    words = ["-c", code, str(python), str(app.file), "--no-preload"]  # a fork needs no interpreter's file
+    broker = Child(*words, cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(broker)
     broker.expect("serving")
     client = app.connect()

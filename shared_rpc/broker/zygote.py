@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ _PATIENCE = 2.0
 _ATTEMPTS = 8
 #: Zygotes or forks that fail one after the other, until no more are made.
 _FAILURES = 3
+#: So many times a variable of the environment differs from one import of the app to the next, and nothing is imported beforehand
+#: that the app imports after it has set that.
+_VARIES = 2
 #: Seconds for which the size of its memory is remembered: the kernel walks all of it.
 _GAUGE = 5.0
 
@@ -147,6 +151,8 @@ class WorkerZygote:
         #: Packages that a zygote cannot be forked with, and why.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
+        #: Variables of the environment that the app has set to different values, and how often.
+        self._varying: Counter[str] = Counter()
         self._due = asyncio.Event()
         self._asking = anyio.Lock()
         self._failures = 0
@@ -192,18 +198,26 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """A worker has loaded the app."""
+        """A worker has loaded the app.
+
+        :param forked: whether it began as a fork. If it tells of all its imports nevertheless, it has begun anew, as those of
+            its zygote were made with other variables.
+        """
         if imports is None or not self.wanted:
             return
-        if not forked or self._imports is None:
-            changed = self._imports != imports
+        before = self._imports
+        if imports.whole or before is None:
+            if before is not None and forked:
+                self._vary(_early(before), _early(imports))
             self._imports = imports
-        else:
-            merged = _merged(self._imports, imports, self._unwanted())
-            changed = self._imports != merged
-            self._imports = merged
-        if changed or self._running is None:
+        elif not self._varying.total():  # else what is imported after the first that varies is left to the forks
+            self._imports = _merged(before, imports, self._unwanted())
+        if self._imports != before or self._running is None:
             self._due.set()
+
+    def _vary(self, before: dict[str, str | None], now: dict[str, str | None]) -> None:
+        """Count the variables that an app has set to something else than the time before."""
+        self._varying.update(name for name in before.keys() & now.keys() if before[name] != now[name])
 
     def _unwanted(self) -> set[str]:
         return {*self._left_out, *(self._running.dropped if self._running is not None else ())}
@@ -231,9 +245,9 @@ class WorkerZygote:
 
     async def _make(self) -> None:
         """Start a zygote with what the app imports, and have it take over when it is ready."""
-        imports = self._imports
-        if imports is None:
+        if self._imports is None:
             return
+        imports = _cut(self._imports, {name for name, times in self._varying.items() if times >= _VARIES})
         if self._running is None:
             self._state, self._why = "starting", ""
         begin = time.monotonic()
@@ -355,16 +369,32 @@ def _check_child(pid: int) -> None:
 
 def _supposed(imports: Imports) -> dict[str, Any]:
     """See :class:`shared_rpc.worker.beginning.Supposed`."""
+    early = _early(imports)
+    changed = {name for step in imports.steps if isinstance(step, dict) for name in step}
+    return {"early": early, "late": sorted(changed - set(early))}
+
+
+def _early(imports: Imports) -> dict[str, str | None]:
+    """The variables that are set before something is imported."""
     last = max((index for index, step in enumerate(imports.steps) if isinstance(step, str)), default=-1)
     early: dict[str, str | None] = {}
-    late: set[str] = set()
-    for index, step in enumerate(imports.steps):
+    for step in imports.steps[:last]:
         if isinstance(step, dict):
-            if index < last:
-                early |= step
-            else:
-                late |= set(step)
-    return {"early": early, "late": sorted(late - set(early))}
+            early |= step
+    return early
+
+
+def _cut(imports: Imports, varying: set[str]) -> Imports:
+    """Without the modules that are imported after one of these variables is set."""
+    steps: list[Step] = []
+    cut = False
+    for step in imports.steps:
+        if isinstance(step, dict):
+            cut = cut or not varying.isdisjoint(step)
+            steps.append(step)
+        elif not cut:
+            steps.append(step)
+    return msgspec.structs.replace(imports, steps=steps)
 
 
 def _merged(before: Imports, fork: Imports, unwanted: set[str]) -> Imports:

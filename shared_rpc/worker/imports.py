@@ -57,7 +57,8 @@ class Learner:
             steps.append({variable: value})
         steps += [name for name in installed if name not in told]
         folders, first = _folders()
-        return Imports(steps, own, folders, first, sorted(_used_by(own) & {_top(name) for name in installed}))
+        used = sorted(_used_by(own) & {_top(name) for name in installed})
+        return Imports(steps, own, folders, first, used, whole=not known)
 
 
 def _while_installed_is_imported(frame: FrameType | None) -> bool:
