@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ def zygote(make: Callable[..., Zygote]) -> Zygote:
 # What a fork is.
 
 FACTS = """
+    import torch
     import gc, logging, multiprocessing, os, resource, signal, sys, threading, warnings
+    from pathlib import Path
     from tell import say
 
     def stream(one):
@@ -47,26 +51,27 @@ FACTS = """
         return [one.name, one.mode, one.encoding, one.errors, one.line_buffering, one.write_through, buffer, one.isatty()]
 
     def status(*names):
-        lines = open("/proc/self/status").read().splitlines()
-        return [line for line in lines if line.startswith(names)]
+        return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(names)]
 
+    process = multiprocessing.current_process()
     say({
-        "argv": sys.argv, "path": sys.path, "flags": list(sys.flags), "orig": sys.orig_argv[-2:],
+        "argv": sys.argv, "path": sys.path, "flags": list(sys.flags), "words": sys.orig_argv,
         "main": [__name__, __spec__.name, __file__, sys.modules["__main__"].__dict__ is globals()],
         "environ": dict(os.environ), "cwd": os.getcwd(), "umask": os.umask(0),
-        "limits": [resource.getrlimit(number) for number in range(resource.RLIM_NLIMITS)],
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         "session": os.getsid(0), "leads its group": os.getpgid(0) == os.getpid(),
         "signals": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
-        "blocked": status("SigBlk", "SigIgn", "SigCgt", "NoNewPrivs"), "comm": open("/proc/self/comm").read(),
+        "blocked": status("SigBlk", "SigIgn", "SigCgt", "NoNewPrivs"), "comm": Path("/proc/self/comm").read_text(),
         "wakeup": signal.set_wakeup_fd(-1), "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)],
         "standard": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
         "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1], "input": sys.stdin.read(),
         "thread": [threading.active_count(), threading.current_thread() is threading.main_thread()],
-        "process": [multiprocessing.current_process().name, multiprocessing.parent_process(), multiprocessing.active_children()],
+        "process": [process.name, multiprocessing.parent_process(), multiprocessing.active_children()],
         "collector": [gc.isenabled(), gc.get_threshold()], "warnings": [list(map(str, one)) for one in warnings.filters],
         "loggers": [len(logging.root.handlers), logging.root.level], "parent": os.getppid(),
-        "oom": open("/proc/self/oom_score_adj").read(), "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "cores": sorted(os.sched_getaffinity(0)), "last": hasattr(sys, "last_value"), "hook": sys.excepthook is sys.__excepthook__,
+        "oom": Path("/proc/self/oom_score_adj").read_text(), "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "cores": sorted(os.sched_getaffinity(0)), "last": hasattr(sys, "last_value"),
+        "hook": sys.excepthook is sys.__excepthook__,
     })
 """
 
@@ -82,8 +87,6 @@ FACTS = """
 )
 def test_a_fork_is_as_a_new_process(make: Callable[..., Zygote], environ: dict[str, str], options: tuple[str, ...]) -> None:
     """Arguments, environment, streams, signals, limits, groups, threads: nothing tells it from ``python -m``."""
-    import json
-
     zygote = make(environ=environ, options=options)
     zygote.write("facts", FACTS)
     plain = zygote.plain("facts", "--some", "word")
@@ -116,8 +119,8 @@ def test_random_numbers_differ(zygote: Zygote) -> None:
         import numpy, torch
         from tell import say
 
-        say([random.random(), numpy.random.rand(), torch.rand(1, dtype=torch.float64).item(), next(tempfile._get_candidate_names()),
-             multiprocessing.current_process().authkey.hex()])
+        name, key = next(tempfile._get_candidate_names()), multiprocessing.current_process().authkey.hex()
+        say([random.random(), numpy.random.rand(), torch.rand(1, dtype=torch.float64).item(), name, key])
     """,
     )
     zygote.prepare("torch", "numpy", "numpy.random", "tempfile", "multiprocessing", "random")
@@ -184,20 +187,19 @@ def test_descriptors_of_one_fork_are_in_no_other(zygote: Zygote) -> None:
         import os
         from tell import say
 
-        say({fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
-             or os.path.islink(f"/proc/self/fd/{fd}") and int(fd) > 2})
-        input()
-    """,
+        fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+        say({fd: os.readlink(f"/proc/self/fd/{fd}") for fd in fds})
+        """,
     )
     zygote.prepare()
-    pairs = [socket.socketpair() for _ in range(3)]
-    for mine, theirs in pairs:
-        fork = zygote.fork("list", fds=[theirs.fileno()])
-        expected = os.readlink(f"/proc/self/fd/{theirs.fileno()}")
-        assert [name for name in fork.told().values() if name.startswith("socket")] == [expected]
-        mine.close()
-        theirs.close()
-        fork.close()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(one) for _ in range(3) for one in socket.socketpair()]
+        for one in sockets:
+            fork = zygote.fork("list", fds=[one.fileno()])
+            found = fork.told()
+            assert set(found) == {"0", "1", "2", "3"}
+            assert found["3"] == os.readlink(f"/proc/self/fd/{one.fileno()}")
+            assert fork.close() == (0, "")
 
 
 def test_memory_is_shared_with_the_zygote(zygote: Zygote) -> None:
@@ -298,7 +300,7 @@ def test_an_import_that_raises_is_left_out(zygote: Zygote) -> None:
         ("import _thread, time; _thread.start_new_thread(time.sleep, (60,))", "threads"),
         ("import socket; kept = socket.socketpair()", "socket:"),
         ("import tempfile; kept = tempfile.TemporaryFile()", "is open"),
-        ("import subprocess; kept = subprocess.Popen(['sleep', '60'])", "child processes"),
+        ("import subprocess; kept = subprocess.Popen(['cat'], stdin=subprocess.PIPE)", "child processes"),
         (
             "import torch; torch.cuda._initialized = True; torch.cuda._is_in_bad_fork = lambda: False",
             "CUDA has been initialised",
@@ -336,7 +338,8 @@ def test_an_import_that_asks_whether_there_is_a_gpu(zygote: Zygote) -> None:
         from tell import say
 
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        say([asks.available, torch.cuda.device_count(), torch.zeros(2, device="cuda").add_(1).sum().item(), torch.cuda._is_in_bad_fork()])
+        total = torch.zeros(2, device="cuda").add_(1).sum().item()
+        say([asks.available, torch.cuda.device_count(), total, torch.cuda._is_in_bad_fork()])
     """,
     )
     zygote.prepare("asks")
@@ -389,8 +392,7 @@ def test_a_file_that_comes_before_an_imported_one(zygote: Zygote, tmp_path: Path
     folder.mkdir()
     zygote.write("reads", "from tell import say; say(1)")
     zygote.prepare("colorsys")
-    answer, *_ = zygote.begin("reads", folders=[str(folder)])
-    assert not isinstance(answer, Refused)
+    assert zygote.fork("reads", folders=[str(folder)]).told() == 1
     (folder / "colorsys.py").write_text("")
     refused = zygote.refused("reads", folders=[str(folder)])
     assert isinstance(refused, Refused)

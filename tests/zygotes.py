@@ -35,6 +35,7 @@ class Forkling:
         self.process = process
         self._output = os.fdopen(output, "rb")
         self._errors = os.fdopen(errors, "rb")
+        self._closed = False
 
     @property
     def pid(self) -> int:
@@ -49,9 +50,16 @@ class Forkling:
 
     def close(self) -> tuple[int, str]:
         """Its exit code, as :attr:`subprocess.Popen.returncode`, and what it wrote to standard error."""
+        self._closed = True
         with self._output, self._errors:
             errors = self._errors.read().decode()
             return self.process.wait(30), errors
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        if not self._closed:
+            self.process.kill()
+            self.close()
 
 
 class Zygote:
@@ -78,6 +86,7 @@ class Zygote:
                 env=self.environ,
             )
         self.socket, self._stream = ours, Stream(ours)
+        self._forks: list[Forkling] = []
 
     def write(self, module: str, code: str) -> Path:
         """Write a module."""
@@ -121,12 +130,13 @@ class Zygote:
             for fd in (nothing, output_end, errors_end):
                 os.close(fd)
 
-    def fork(self, module: str, *words: str, fds: Sequence[int] = ()) -> Forkling:
+    def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Forkling:
         """A fork that runs a module."""
-        answer, output, errors = self.begin(module, *words, fds=fds)
+        answer, output, errors = self.begin(module, *words, fds=fds, **options)
         assert isinstance(answer, Forked), answer
         with open(os.devnull, "rb") as nothing:
-            return Forkling(ForkedProcess(answer.pid, nothing), output, errors)
+            self._forks.append(Forkling(ForkedProcess(answer.pid, nothing), output, errors))
+        return self._forks[-1]
 
     def refused(self, module: str, **options: Any) -> Answer:
         """The answer to a request that is refused."""
@@ -151,7 +161,9 @@ class Zygote:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End it, and its forks."""
+        for fork in self._forks:
+            fork.end()
         self.socket.close()
         self.process.kill()
         self.process.communicate()

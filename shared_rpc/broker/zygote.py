@@ -41,8 +41,8 @@ _PATIENCE = 2.0
 _ATTEMPTS = 8
 #: Zygotes or forks that fail one after the other, until no more are made.
 _FAILURES = 3
-#: So many times a variable of the environment differs from one import of the app to the next, and nothing is imported beforehand
-#: that the app imports after it has set that.
+#: So many times a variable of the environment differs from one import of the app to the next, until a zygote leaves out what is
+#: imported after the app has set it.
 _VARIES = 2
 #: Seconds for which the size of its memory is remembered: the kernel walks all of it.
 _GAUGE = 5.0

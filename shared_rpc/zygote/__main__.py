@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 
@@ -29,5 +30,6 @@ def main() -> Born | None:
 
 if __name__ == "__main__":
     born = main()
-    if born is not None:
-        born.run()
+    if born is None:
+        os._exit(0)  # what imports have registered for the end is for the forks
+    born.run()

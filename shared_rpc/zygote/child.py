@@ -91,7 +91,9 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     _forget_folders()
     sys.argv[:] = identity.argv
     sys.path[:] = identity.path
-    set_title([sys.executable, *(identity.title or identity.argv)])
+    title = identity.title or identity.argv
+    set_title([sys.executable, *title])
+    sys.orig_argv[:] = [*_interpreter_words(), *title]
     signal.set_wakeup_fd(-1)
     for number in identity.ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -129,13 +131,13 @@ def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
     except OSError:
         return None
     raw.name = f"<{name}>"
-    unbuffered = getattr(earlier, "write_through", False) and number != 0
+    unbuffered = getattr(earlier, "write_through", False)
     buffer: Any = io.BufferedReader(raw) if number == 0 else raw if unbuffered else io.BufferedWriter(raw)
     stream = io.TextIOWrapper(
         buffer,
         encoding=earlier.encoding if earlier is not None else "utf-8",
         errors=earlier.errors if earlier is not None else "strict",
-        newline=None if number == 0 else "\n",
+        newline="\n",
         line_buffering=not unbuffered and (number == 2 or raw.isatty()),
         write_through=unbuffered,
     )
@@ -156,6 +158,12 @@ def _seed() -> None:
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
+
+
+def _interpreter_words() -> list[str]:
+    """The interpreter and its options, which a fork has in common with its zygote."""
+    words = sys.orig_argv
+    return words[: next(index for index, word in enumerate(words) if word in ("-m", "-c"))]
 
 
 def _forget_folders() -> None:

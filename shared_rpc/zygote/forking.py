@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -66,8 +67,8 @@ def _fork_between(writing: int) -> bool:
     between = os.pidfd_open(os.getpid())
     try:
         pid = fork()
-    except OSError as error:
-        os.write(writing, f"- {error.errno}".encode())
+    except (OSError, MemoryError) as error:
+        os.write(writing, f"- {getattr(error, 'errno', errno.ENOMEM)}".encode())
         return False
     if pid:
         os.write(writing, str(pid).encode())

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 
 from shared_rpc.zygote.forking import fork
 
@@ -20,6 +21,10 @@ HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/de
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
 #: Seconds that the trial fork has to compute something.
 _PATIENCE = 10.0
+#: Seconds in which a thread begins to run.
+_BEGINNING = 0.02
+#: How many threads there were at the last check.
+_seen = [1]
 
 
 def unsafe(known: frozenset[int]) -> str:
@@ -31,12 +36,22 @@ def unsafe(known: frozenset[int]) -> str:
 
     :param known: descriptors that are meant to be open.
     """
+    if _native_threads() != _seen[0]:
+        # A thread of the module _thread is counted when it begins to run; that of a library is there from its first moment.
+        time.sleep(_BEGINNING)
+        _seen[0] = _native_threads()
     if threading.active_count() > 1 or _thread._count() > 0:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"it has threads: {names or 'of no name'}"
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "CUDA has been initialised"
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        pass
+    else:
+        return "it has child processes"
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             name = os.readlink(f"/proc/self/fd/{fd}")
@@ -46,11 +61,11 @@ def unsafe(known: frozenset[int]) -> str:
             return "CUDA has been initialised"
         if fd not in known and name not in HARMLESS and not name.startswith(_NVIDIA):
             return f"{name} is open"
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return ""
-    return "it has child processes"
+    return ""
+
+
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def try_fork() -> str:

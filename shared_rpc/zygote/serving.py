@@ -87,7 +87,7 @@ class Zygote:
         gc.collect()
         # A collection in a fork would touch every object, and so copy it.
         gc.freeze()
-        if why := try_fork():
+        if why := try_fork() or unsafe(self._fds):
             return Unfit(why)
         self._kept = sorted(_open_fds() - self._fds)
         self._files = Files()
