@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import msgspec
 
-from shared_rpc.settings import environment
 from shared_rpc.wire.worker import Imports
 from shared_rpc.worker.imports import Learner
+from shared_rpc.zygote.child import inherited_environment
 
 __all__ = ["Beginning", "Supposed"]
 
@@ -44,7 +44,6 @@ class Beginning:
         self._words = list(words)
         self._known = dict.fromkeys(sys.modules) if supposed is not None else {}
         self._learner = Learner()
-        self._environ = environment()
         self._folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._seen: set[str] = set()
 
@@ -95,4 +94,4 @@ class Beginning:
         sys.stdout.flush()
         sys.stderr.flush()
         os.set_inheritable(int(words[words.index("--fd") + 1]), True)
-        os.execve(sys.executable, [sys.executable, "-m", "shared_rpc.worker", *words], self._environ)
+        os.execve(sys.executable, [sys.executable, "-m", "shared_rpc.worker", *words], inherited_environment())

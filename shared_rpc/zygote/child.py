@@ -21,7 +21,7 @@ import msgspec
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.title import set_title
 
-__all__ = ["Identity", "become", "run_module"]
+__all__ = ["Identity", "become", "inherited_environment", "run_module"]
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -29,6 +29,7 @@ class Identity(msgspec.Struct, frozen=True):
 
     :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
     :param variables: the environment.
+    :param inherited: the environment without what imports have changed of it, for a process that takes the place of the fork.
     :param argv: ``sys.argv``, and what other programs see as its command line, behind the interpreter's name.
     :param path: ``sys.path``.
     :param umask: None for the zygote's, as for the others.
@@ -46,6 +47,7 @@ class Identity(msgspec.Struct, frozen=True):
     ignored: Sequence[int] = ()
     group: bool = True
     title: Sequence[str] = ()
+    inherited: Mapping[str, str] | None = None
 
 
 def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: Iterable[int]) -> None:
@@ -73,6 +75,7 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     _place_descriptors(dict(zip(identity.fds, fds, strict=True)), kept)
     if identity.group:
         os.setpgid(0, 0)
+    _inherited.update(identity.inherited if identity.inherited is not None else identity.variables)
     before = environment()
     change_environment({**dict.fromkeys(before), **identity.variables})
     if before.get("TZ") != identity.variables.get("TZ"):
@@ -98,6 +101,15 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     for number in identity.ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+#: See :func:`inherited_environment`.
+_inherited: dict[str, str] = {}
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment that a new process would have begun with in place of this fork."""
+    return dict(_inherited)
 
 
 def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:

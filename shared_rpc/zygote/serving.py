@@ -51,6 +51,7 @@ class Zygote:
 
     def __init__(self, path: list[str]) -> None:
         self._path = path
+        self._inherited = environment()
         self._environ = environment()
         self._fds = _open_fds()
         self._mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
@@ -139,6 +140,7 @@ class Zygote:
             variables=self._environ,
             path=self._path,
             title=["-m", request.module, *request.words],
+            inherited=self._inherited,
         )
         return Born(request, identity, fds, self._kept, self._mask)
 
