@@ -13,7 +13,6 @@ from shared_rpc import Client
 from tests.brokers import BrokerApp, another_worker, is_running, worker_pids
 from tests.processes import PYTHONPATH, Child, eventually
 
-
 #: Several zygotes, one after the other, import torch each.
 pytestmark = pytest.mark.timeout(240)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -91,6 +91,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
+    if "zygote" in facts:
+        shown["zygote"] = _zygote(facts["zygote"])
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
@@ -108,6 +110,14 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
             for name, spec in endpoints.items()
         ],
     )
+
+
+def _zygote(facts: dict[str, Any]) -> str:
+    """What workers are forks of, or why they are new processes."""
+    if facts["state"] != "ready":
+        return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")
+    left_out = f", without {', '.join(facts['dropped'])}" if facts["dropped"] else ""
+    return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
 
 
 @app.command()
