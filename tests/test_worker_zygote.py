@@ -133,16 +133,29 @@ def test_without(app: BrokerApp) -> None:
 
 
 def test_a_zygote_that_is_killed(app: BrokerApp) -> None:
-    """The workers stay, the next one is a new process, and there is another zygote."""
+    """The workers stay, a worker that is needed now is a new process, and there is another zygote."""
     app.start()
     client = app.connect()
     zygote = zygote_ready(client)
     worker = replaced(client)
     os.kill(zygote, signal.SIGKILL)
-    assert not is_fork(replaced(client))
-    assert not is_running(worker)
+    eventually(lambda: zygote_of(client)["state"] != "ready")
+    assert f"the zygote (pid {zygote}) was killed by signal 9" in zygote_of(client)["why"]
+    assert worker_pids(client) == [worker]
+    assert client.call("model").weight[0, 0] == 4
     zygote_ready(client, zygote)
     assert is_fork(replaced(client))
+
+
+def test_a_zygote_that_is_killed_when_it_is_needed(app: BrokerApp) -> None:
+    """The worker is a new process."""
+    app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    earlier = worker_pids(client)[0]
+    os.kill(zygote, signal.SIGKILL)
+    os.kill(earlier, signal.SIGKILL)
+    assert not is_fork(another_worker(client, earlier))
 
 
 def test_a_zygote_that_is_stopped(app: BrokerApp) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ class _Running:
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._socket, self._stream = ours, Stream(ours)
@@ -104,7 +105,7 @@ class _Running:
                 while True:
                     part = await self._loop.sock_recv(self._socket, 1 << 16)
                     if not part:
-                        raise _Failed(self._ended())
+                        raise _Failed(self.ended())
                     answer = self._stream.feed(part)
                     if answer is not None:
                         return answer
@@ -112,13 +113,14 @@ class _Running:
             self.end()
             raise _Failed(f"the zygote (pid {self.process.pid}) has not answered for {seconds:g} s") from None
         except OSError as error:
-            why = self._ended()
+            why = self.ended()
             raise _Failed(f"{why}: {error}") from error
         except BaseException:
             self.end()
             raise
 
-    def _ended(self) -> str:
+    def ended(self) -> str:
+        """How the process has ended, or is made to."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)
         code = self.process.returncode
@@ -128,8 +130,25 @@ class _Running:
         how = "has hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
 
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Have it told when the process ends, unless :meth:`end` ends it."""
+
+        def tell() -> None:
+            self._unwatch()
+            ended()
+
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, tell)
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
     def end(self) -> None:
         """End it. Forks of it live on."""
+        self._unwatch()
         self._socket.close()
         self._errors.close()
         self.process.kill()
@@ -206,6 +225,8 @@ class WorkerZygote:
         if imports is None or not self.wanted:
             return
         before = self._imports
+        if forked and not imports.whole:
+            self._failures = 0
         if imports.whole or before is None:
             if before is not None and forked:
                 self._vary(_early(before), _early(imports))
@@ -225,11 +246,22 @@ class WorkerZygote:
     def ended(self, loaded: bool, by_signal: bool) -> None:
         """A fork has ended. One that had not loaded the app may have failed because it was a fork: the next one is not."""
         if loaded:
-            self._failures = 0
             return
         self._plain_next = True
         if by_signal:
             self._fail("a fork of the zygote was killed by a signal while it loaded the app")
+
+    def _lost(self) -> None:
+        """The zygote has ended. Whoever is asking it for something finds that out as well."""
+        if self._running is not None and not self._asking.locked():
+            self._replace(self._running.ended())
+
+    def _replace(self, why: str) -> None:
+        """It is of no use any more: another one is to be made, if not too many have failed."""
+        self._end()
+        self._state, self._why = "waiting", why
+        self._due.set()
+        self._fail(why)
 
     def _fail(self, why: str) -> None:
         self._failures += 1
@@ -257,15 +289,19 @@ class WorkerZygote:
                 running = _Running(imports)
                 answer = await running.ask(self._preload(imports), _PREPARATION)
             except (_Failed, OSError) as error:
-                self._state, self._why = "waiting", str(error)
-                self._fail(f"no zygote could be made: {error}")
-                self._due.set()
+                if running is not None:
+                    running.end()
+                if self._running is None:
+                    self._replace(f"no zygote could be made: {error}")
+                else:  # the one that there is has less, and is no worse for it
+                    self._fail(f"no zygote with all that the app imports could be made: {error}")
                 return
             if isinstance(answer, Ready):
                 async with self._asking:
                     self._end()
                     running.modules, running.dropped = frozenset(answer.modules), answer.dropped
                     self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
+                    running.watch(self._lost)
                 took = time.monotonic() - begin
                 _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.process.pid, len(answer.modules), took)
                 for name, why in answer.dropped.items():
@@ -300,10 +336,7 @@ class WorkerZygote:
             try:
                 begun = await self._fork(running, number)
             except (_Failed, OSError) as error:
-                self._end()
-                self._state, self._why = "waiting", str(error)
-                self._fail(str(error))
-                self._due.set()
+                self._replace(str(error))
                 return None
             return begun
 
