@@ -31,7 +31,6 @@ class FakeWorker:
         caught_up: Callable[[], None],
         restarts: int = 0,
         begun: Begun | None = None,
-        tell_imports: bool = False,
     ) -> None:
         self.number, self.restarts, self.pid = number, restarts, 0
         self.state, self.started = "starting", time.monotonic()
@@ -73,10 +72,10 @@ async def turns(condition: Callable[[], bool]) -> None:
 class Stage:
     """A supervisor, all workers that it has made so far, and what there is to watch them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.supervisor = Supervisor(WorkerCommand("app"), 1, self, WorkerZygote(WorkerCommand("app"), wanted=False))
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self, WorkerZygote(WorkerCommand("app")))
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""
@@ -104,14 +103,15 @@ class Stage:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutine[Any, Any, None]]], None]:
     """Runs a story with a supervisor whose worker has loaded the app."""
 
-    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
-        stage = Stage()
+    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]], count: int) -> None:
+        stage = Stage(count)
         monkeypatch.setattr(supervisor_module, "Worker", stage.make)
         await stage.supervisor.start(stage.spawn, wait=False)  # type: ignore[arg-type]
-        stage.workers[0].load()
+        for worker in tuple(stage.workers):
+            worker.load()
         await story(stage)
 
-    return lambda story: asyncio.run(asyncio.wait_for(begin(story), 20))
+    return lambda story, count=1: asyncio.run(asyncio.wait_for(begin(story, count), 20))
 
 
 def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., None]) -> None:
@@ -131,6 +131,35 @@ def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., 
         await turns(lambda: stage.supervisor.all == [new])  # the one that was replaced ends
 
     run(story)
+
+
+def test_a_worker_that_has_loaded_before_the_next_one_is_made(run: Callable[..., None]) -> None:
+    """Forks come one after the other, and each is quick."""
+
+    async def story(stage: Stage) -> None:
+        reload = asyncio.create_task(stage.supervisor.reload())
+        first = await stage.made(3)
+        first.load()
+        second = await stage.made(4)
+        second.load()
+        assert await reload == [first, second] == stage.supervisor.workers
+
+    run(story, 2)
+
+
+def test_a_later_reload_while_workers_of_an_earlier_one_are_made(run: Callable[..., None]) -> None:
+    """Those that the earlier one makes from then on end too: it gives way, however its code hangs."""
+
+    async def story(stage: Stage) -> None:
+        earlier = asyncio.create_task(stage.supervisor.reload())
+        await stage.made(3)
+        later = asyncio.create_task(stage.supervisor.reload())
+        await turns(lambda: len(stage.workers) == 6)
+        for worker in stage.workers[4:]:
+            worker.load()
+        assert await later == await earlier == stage.workers[4:]
+
+    run(story, 2)
 
 
 def test_workers_that_end_as_soon_as_they_have_loaded(run: Callable[..., None]) -> None:

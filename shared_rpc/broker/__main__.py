@@ -45,6 +45,7 @@ def main() -> int:
         options.quota,
         options.log_format,
         options.log_level,
+        tell_imports=not options.no_preload,
     )
     if options.log_format is not None or options.log_level is not None:
         configure(options.log_format or "text", options.log_level or "info", LogHandler())
@@ -71,7 +72,6 @@ def main() -> int:
         on_end=end,
         inherited=inherited,
         exporter=exporter,
-        preload=not options.no_preload,
     )
 
     def begin() -> Broker:

@@ -57,7 +57,6 @@ class Broker:
     :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
 
     :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
-    :param preload: whether workers may be forks of a process that has imported what the app imports.
     :param exporter: what serves metrics, None for nothing; it is closed in the end.
     :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
 
@@ -79,9 +78,7 @@ class Broker:
         on_end: Callable[[str], None] = lambda why: None,
         inherited: Inherited | None = None,
         exporter: Exporter | None = None,
-        preload: bool = True,
     ) -> None:
-        self._preload = preload
         self._command = command
         self._count = workers
         self._build_timeout = build_timeout
@@ -166,7 +163,7 @@ class Broker:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._zygote = WorkerZygote(self._command, self._preload)
+        self._zygote = WorkerZygote(self._command)
         self._supervisor = Supervisor(self._command, self._count, self, self._zygote)
         self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
         self._memory = MemoryRequests(self._current)

@@ -105,10 +105,12 @@ class Supervisor:
         """
         self._spawn = spawn
         async with self._reloading:
+            loaded = []
             for number in range(self._count):
                 self.workers.append(await self._new(number))
+                loaded.append(self._loaded[self.workers[-1]])
             if wait:
-                await self._all_loaded(self.workers)
+                await _all_done(loaded)
             for worker in self.workers:
                 self._settle(worker, None)  # nobody waits for it
 
@@ -120,17 +122,12 @@ class Supervisor:
         try:
             begun = await self._zygote.begin(number)
             told = (self._take, self._ended, self._watcher.caught_up)
-            worker = Worker(self._command, number, *told, self.restarts[number], begun, self._zygote.wanted)
+            worker = Worker(self._command, number, *told, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
         self._loaded[worker].add_done_callback(_seen)
         return worker
-
-    async def _all_loaded(self, workers: list[Worker]) -> None:
-        done, _ = await asyncio.wait([self._loaded[worker] for worker in workers], return_when=asyncio.FIRST_EXCEPTION)
-        for loaded in done:
-            loaded.result()
 
     def refusal(self) -> SharedRPCError | None:
         """Why no worker will come soon; None where one is there, or may come."""
@@ -284,14 +281,16 @@ class Supervisor:
         if self._stopping:
             return ConfigurationError("the broker is stopping")
         mine: list[Worker] = []
+        loaded: list[asyncio.Future[None]] = []
         self._next = []
         try:
             for number in range(self._count):
                 mine.append(await self._new(number))
                 self._next.append(mine[-1])
+                loaded.append(self._loaded[mine[-1]])  # before another one is made: by then this one may have loaded it
                 if asked != self._asked:
                     mine[-1].kill("a later reload took its place")
-            await self._all_loaded(mine)
+            await _all_done(loaded)
         except BaseException as error:
             for worker in mine:
                 self._loaded.pop(worker, None)
@@ -323,6 +322,13 @@ class Supervisor:
         until = time.monotonic() + _GRACE
         for worker in self.all:
             worker.end(until)
+
+
+async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
+    """Wait until all have loaded the app, or one has failed to; and raise why."""
+    done, _ = await asyncio.wait(loaded, return_when=asyncio.FIRST_EXCEPTION)
+    for one in done:
+        one.result()
 
 
 def _seen(future: asyncio.Future[None]) -> None:

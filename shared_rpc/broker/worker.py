@@ -37,7 +37,6 @@ class Worker:
 
     :param number: which of the broker's workers it is, from 0.
     :param begun: its process, where that is a fork; else a new one is started.
-    :param tell_imports: whether a new one is to say what it imports.
     :param restarts: how many of that number were started again before it, after crashes.
     :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
     :param caught_up: called when it has read what it had left unread.
@@ -52,7 +51,6 @@ class Worker:
         caught_up: Callable[[], None],
         restarts: int = 0,
         begun: Begun | None = None,
-        tell_imports: bool = False,
     ) -> None:
         self.number = number
         self.restarts = restarts
@@ -85,7 +83,7 @@ class Worker:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self.process = command.start(number, theirs.fileno(), tell_imports)
+                    self.process = command.start(number, theirs.fileno())
                 except BaseException:
                     ours.close()
                     raise

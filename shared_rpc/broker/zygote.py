@@ -159,10 +159,11 @@ class _Running:
 class WorkerZygote:
     """Starts workers as forks, where that can be done. On the broker's loop only.
 
-    :param wanted: False to have every worker be a new process.
+    :param command: has workers tell what they import, or there is no zygote: every worker is a new process.
     """
 
-    def __init__(self, command: WorkerCommand, wanted: bool) -> None:
+    def __init__(self, command: WorkerCommand) -> None:
+        wanted = command.tell_imports
         self._command = command
         self._state = "waiting" if wanted else "off"
         self._why = "no worker has loaded the app yet" if wanted else "--no-preload"
@@ -181,7 +182,7 @@ class WorkerZygote:
 
     @property
     def wanted(self) -> bool:
-        """Whether workers are to tell what they import."""
+        """Whether there may be one yet."""
         return self._state != "off"
 
     def facts(self) -> dict[str, Any]:
@@ -342,7 +343,7 @@ class WorkerZygote:
 
     async def _fork(self, running: _Running, number: int) -> Begun | None:
         supposed = msgspec.json.encode(_supposed(running.imports)).decode()
-        words = [*self._command.words(number, 3), "--tell-imports", "--forked", supposed]
+        words = [*self._command.words(number, 3), "--forked", supposed]
         request = Fork("shared_rpc.worker", words, [0, 1, 2, 3], running.imports.first)
         ends = _Ends()
         try:
