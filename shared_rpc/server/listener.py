@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.transport import peer_of
+from shared_rpc.peers import peer_of
 
 __all__ = ["bind_socket", "check_directory", "remove_socket"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import fcntl
 import importlib
 import io
@@ -11,8 +12,10 @@ import random
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import BuiltinImporter
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -21,7 +24,7 @@ import msgspec
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.title import set_title
 
-__all__ = ["Identity", "become", "inherited_environment", "run_module"]
+__all__ = ["Identity", "become", "inherited_environment", "new_main", "run_module"]
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -97,6 +100,8 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     title = identity.title or identity.argv
     set_title([sys.executable, *title])
     sys.orig_argv[:] = [*_interpreter_words(), *title]
+    # 3.11 to 3.13 leave the zygote's; private, and what a thread itself calls when it begins: 3.8 to 3.14 have it.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
     for number in identity.ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -185,15 +190,36 @@ def _forget_folders() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         vars(tempfile)["tempdir"] = None
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        # Children that are not forked look there for the main module, where its path is relative.
+        try:
+            vars(process)["ORIGINAL_DIR"] = os.path.abspath(os.getcwd())
+        except OSError:  # it has been removed
+            vars(process)["ORIGINAL_DIR"] = None
 
 
-def run_module(name: str) -> NoReturn:
-    """Run a module as ``python -m`` does, to the end of the process."""
-    main = ModuleType("__main__")
-    sys.modules["__main__"] = main
+def run_module(name: str, alter_argv: bool = True) -> NoReturn:
+    """Run a module as ``python -m`` does, to the end of the process.
+
+    :param alter_argv: False for the ``__main__`` of a directory or archive, whose own path stays ``sys.argv[0]``.
+    """
+    new_main()
     # Private, and what "python -m" itself calls: 3.4 to 3.14 have it. It also sets sys.argv[0].
-    finish(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
+    finish(lambda: runpy._run_module_as_main(name, alter_argv))  # type: ignore[attr-defined]
     raise SystemExit(0)
+
+
+def new_main() -> None:
+    """Make a main module with what the interpreter puts there before the program.
+
+    Not the zygote's own one made empty, which is frozen: what a program leaves there would not be collected at its end.
+    """
+    earlier, main = sys.modules["__main__"], ModuleType("__main__")
+    vars(main).update(__loader__=BuiltinImporter, __builtins__=builtins)
+    if "__annotations__" in vars(earlier):  # up to 3.13
+        vars(main)["__annotations__"] = {}
+    sys.modules["__main__"] = main
 
 
 def finish(main: Callable[[], object]) -> None:

@@ -50,14 +50,16 @@ class Zygote:
     """
 
     def __init__(self, path: list[str]) -> None:
-        self._path = path
-        self._inherited = environment()
-        self._environ = environment()
+        #: What forks begin with: ``sys.path``; descriptors that imports have opened.
+        self.path = path
+        self.kept: list[int] = []
+        #: The environment at the beginning; and with what imports have changed of it.
+        self.inherited = environment()
+        self.variables = environment()
         self._fds = _open_fds()
         self._mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
         self._files: Files
         self._names: list[str] = []
-        self._kept: list[int] = []
 
     @property
     def ready(self) -> bool:
@@ -76,10 +78,10 @@ class Zygote:
             return Unfit(why, done.module)
         for name, value in done.variables.items():
             if value is None:
-                self._environ.pop(name, None)
+                self.variables.pop(name, None)
             else:
-                self._environ[name] = value
-        self._path += [entry for entry in sys.path if entry not in begin]
+                self.variables[name] = value
+        self.path += [entry for entry in sys.path if entry not in begin]
         for name in request.own:
             if name in sys.modules:
                 return Unfit(f"what it imports has a module {name!r}, and the app has one of its own")
@@ -90,7 +92,7 @@ class Zygote:
         gc.freeze()
         if why := try_fork() or unsafe(self._fds):
             return Unfit(why)
-        self._kept = sorted(_open_fds() - self._fds)
+        self.kept = sorted(_open_fds() - self._fds)
         self._files = Files()
         self._names = [name for name, imported in sys.modules.items() if imported is not None]
         return Ready(self._names, done.dropped)
@@ -102,11 +104,15 @@ class Zygote:
         """
         if not self.ready:
             return Refused("it has not been told what to import")
-        if name := self._files.changed():
+        if name := self.changed():
             return Refused(f"{name} has changed", stale=True)
         if name := shadowed(folders):
             return Refused(f"{name} would be imported in place of a module that has been imported already", stale=True)
         return None
+
+    def changed(self) -> str:
+        """A file of what was imported that is no longer what it was; empty for none."""
+        return self._files.changed()
 
     def serve(self, stream: Stream) -> Born | None:
         """Answer requests until the other side hangs up. Returns in each fork; and None in the zygote, at the end."""
@@ -137,12 +143,12 @@ class Zygote:
         identity = Identity(
             fds=request.fds,
             argv=["-m", *request.words],
-            variables=self._environ,
-            path=self._path,
+            variables=self.variables,
+            path=self.path,
             title=["-m", request.module, *request.words],
-            inherited=self._inherited,
+            inherited=self.inherited,
         )
-        return Born(request, identity, fds, self._kept, self._mask)
+        return Born(request, identity, fds, self.kept, self._mask)
 
 
 def _open_fds() -> frozenset[int]:
