@@ -18,7 +18,10 @@ PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH
 
 
 class Child:
-    """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`."""
+    """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
+
+    :param options: of the interpreter.
+    """
 
     def __init__(
         self,
@@ -26,9 +29,10 @@ class Child:
         environ: dict[str, str] | None = None,
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        options: Sequence[str] = ("-u",),
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-u", *arguments],
+            [sys.executable, *options, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
