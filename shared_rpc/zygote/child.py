@@ -143,13 +143,15 @@ def _standard_streams() -> None:
 
 
 def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
+    unbuffered = getattr(earlier, "write_through", False)
     try:
-        raw = io.FileIO(number, "rb" if number == 0 else "wb", closefd=False)
+        # As the interpreter does: open() chooses the size of the buffer by the kind of file. It stays open.
+        buffering = 0 if unbuffered and number != 0 else -1
+        buffer: Any = open(number, "rb" if number == 0 else "wb", buffering, closefd=False)  # noqa: SIM115
     except OSError:
         return None
+    raw = getattr(buffer, "raw", buffer)
     raw.name = f"<{name}>"
-    unbuffered = getattr(earlier, "write_through", False)
-    buffer: Any = io.BufferedReader(raw) if number == 0 else raw if unbuffered else io.BufferedWriter(raw)
     stream = io.TextIOWrapper(
         buffer,
         encoding=earlier.encoding if earlier is not None else "utf-8",
