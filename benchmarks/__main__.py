@@ -139,6 +139,19 @@ def recovery(
 
 
 @app.command()
+def starts(
+    device: Device = "auto",
+    shape: Shape = None,
+    starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 10,
+    json: Json = None,
+) -> None:
+    """A script that is started again: python beside 'shared-rpc run', until it has its model in hand."""
+    from benchmarks.starts import run
+
+    run(device=device, shape=shape, starts=starts, path=json)
+
+
+@app.command()
 def clients(
     device: Device = "auto",
     clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",

@@ -75,25 +75,30 @@ def run(
         for process in attaching:
             process.read()
         before = attaching[0].ask(used=True)["used"]
-        with _broker(servers) as broker, Client(socket_path=config["socket"], timeout=_PATIENCE) as client:
+        plain = f"{servers.base_path}-plain.sock"
+        with (
+            _broker(servers, config["socket"]) as broker,
+            Client(socket_path=config["socket"], timeout=_PATIENCE) as client,
+        ):
             with client.call(*call) as handle:
                 nbytes = handle.get_object_info()["nbytes"]
             killer = _Killer(client)
             _kill_rows(report, killer, attaching, attaches, rate, kills)
             _digest_rows(report, servers, killer, config, attaching, before, nbytes, chosen)
-            _ready_rows(report, servers, killer, restarts)
+            with _broker(servers, plain, "--no-preload"), Client(socket_path=plain, timeout=_PATIENCE) as other:
+                _ready_rows(report, servers, killer, _Killer(other), restarts)
             _broker_rows(report, client, broker, chosen)
     report.finish(path)
 
 
 @contextmanager
-def _broker(servers: Servers) -> Iterator[subprocess.Popen[str]]:
+def _broker(servers: Servers, socket: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """``shared-rpc serve``, where the servers of a run are."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, servers.server_cores)
     try:
         broker = subprocess.Popen(
-            [sys.executable, "-m", "shared_rpc.cli", "serve", "app.py", "--socket", f"{servers.base_path}-bench.sock"],
+            [sys.executable, "-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket, *options],
             cwd=servers.folder,
             env=environ(),
             stdout=subprocess.PIPE,
@@ -131,6 +136,18 @@ class _Killer:
         self._earlier = self._client.get_server_info()["workers"][0]["pid"]
         self._last = time.monotonic()
         os.kill(self._earlier, signal.SIGKILL)
+
+    def wait_for_zygote(self) -> int:
+        """Wait until the next worker is a fork: bytes of what it is a fork of."""
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            facts = self._client.get_server_info()["zygote"]
+            if facts["state"] == "ready":
+                return int(facts["pss"])
+            if facts["state"] == "off":
+                break
+            time.sleep(0.1)
+        raise RuntimeError(f"the broker has no zygote: {facts}")
 
     def wait_for_another(self) -> None:
         """Wait for a worker that is ready and not the one that was killed."""
@@ -237,27 +254,67 @@ def _digest_rows(
         report.add(Row("… the model", {OURS: float(nbytes)}, unit="bytes"))
 
 
-def _ready_rows(report: Report, servers: Servers, killer: _Killer, restarts: int) -> None:
-    """How soon there is another worker, beside what importing the app takes in a new process."""
-    words = [sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='app')"]
-    imports, ready = [], []
+#: Prints the seconds that the app's own modules take to be imported, where all that they import from packages is there.
+_OWN_IMPORTS = """
+import importlib, json, os, runpy, sys, sysconfig, time
+reading, writing = os.pipe()
+if not os.fork():
+    runpy.run_path("app.py", run_name="app")
+    installed = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    named = [name for name, one in sys.modules.items() if getattr(getattr(one, "__spec__", None), "name", "") == name]
+    names = [name for name in named if str(getattr(sys.modules[name], "__file__", "")).startswith(installed)]
+    with open(writing, "w") as output:
+        json.dump([name for name in names if name != "__main__"], output)
+    os._exit(0)
+os.close(writing)
+for name in json.load(open(reading)):
+    importlib.import_module(name)
+begin = time.perf_counter()
+runpy.run_path("app.py", run_name="app")
+print(time.perf_counter() - begin)
+"""
+
+
+def _ready_rows(report: Report, servers: Servers, killer: _Killer, plain: _Killer, restarts: int) -> None:
+    """How soon there is another worker, as a fork and as a new process, beside what importing the app takes.
+
+    :param plain: of a broker whose workers are new processes.
+    """
+    whole = [sys.executable, "-c", "import runpy; runpy.run_path('app.py', run_name='app')"]
+    own_imports = [sys.executable, "-c", _OWN_IMPORTS]
+    imports: list[float] = []
+    own: list[float] = []
+    forked: list[float] = []
+    new: list[float] = []
+    nbytes = killer.wait_for_zygote()
     for _ in range(restarts):
         begin = time.perf_counter()
-        own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, servers.server_cores)
-        subprocess.run(words, cwd=servers.folder, env=environ(), check=True)
-        os.sched_setaffinity(0, own)
+        _on_server_cores(servers, whole)
         imports.append(time.perf_counter() - begin)
-        killer.pause(_LONG_PACE)
-        begin = time.perf_counter()
-        killer.kill()
-        killer.wait_for_another()
-        ready.append(time.perf_counter() - begin)
+        own.append(float(_on_server_cores(servers, own_imports)))
+        for one, times in ((killer, forked), (plain, new)):
+            one.pause(_LONG_PACE)
+            begin = time.perf_counter()
+            one.kill()
+            one.wait_for_another()
+            times.append(time.perf_counter() - begin)
     report.add(Row("a process that imports the app, from start to end", {OURS: statistics.median(imports)}))
-    beyond = statistics.median(ready) - statistics.median(imports)
-    report.add(
-        Row("from SIGKILL to a new worker that is ready", {OURS: statistics.median(ready)}, goal=GOALS["worker"], judged=beyond)
-    )
+    report.add(Row("… of that the app's own modules", {OURS: statistics.median(own)}))
+    beyond = statistics.median(forked) - statistics.median(own)
+    name = "from SIGKILL to a new worker that is ready"
+    report.add(Row(name, {OURS: statistics.median(forked)}, goal=GOALS["worker"], judged=beyond))
+    report.add(Row("… with --no-preload", {OURS: statistics.median(new)}))
+    report.add(Row("memory of the zygote (PSS)", {OURS: float(nbytes)}, unit="bytes"))
+
+
+def _on_server_cores(servers: Servers, words: list[str]) -> str:
+    """What a process prints that runs where the servers do."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, servers.server_cores)
+    try:
+        return subprocess.run(words, cwd=servers.folder, env=environ(), check=True, stdout=subprocess.PIPE, text=True).stdout
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _broker_rows(report: Report, client: Client, broker: subprocess.Popen[str], device: str) -> None:

@@ -90,6 +90,8 @@ class Provider(Operations, Refreshing):
     :param timeout: seconds a call of a client may take.
     :param server_startup_timeout: seconds a client waits for a server that is not there yet; in the spawn role from its start.
     :param idle_exit: seconds after which a server that was started in the spawn role ends when nobody uses it; None for never.
+    :param preload: whether the workers of a server that was started in the spawn role may be forks of a process that has
+        imported what the file imports from packages; see ``docs/explanation/crashes.md``.
     :param pool: how much memory each session may have for arguments, and for results that are not kept.
     """
 
@@ -104,6 +106,7 @@ class Provider(Operations, Refreshing):
         timeout: float | None = 600.0,
         server_startup_timeout: float = 30.0,
         idle_exit: float | None = 3600.0,
+        preload: bool = True,
         pool: PoolOptions | None = None,
     ) -> None:
         self.base_path = base_path
@@ -112,6 +115,7 @@ class Provider(Operations, Refreshing):
         self.timeout = timeout
         self.server_startup_timeout = server_startup_timeout
         self.idle_exit = idle_exit
+        self.preload = preload
         if idle_exit is not None and idle_exit <= 0:
             raise ConfigurationError(f"idle_exit={idle_exit!r}: seconds above 0, or None for never")
         self.pool = pool or PoolOptions()
@@ -292,7 +296,7 @@ class Provider(Operations, Refreshing):
         if role == "spawn":
             from shared_rpc.spawn import SpawnRuntime
 
-            return SpawnRuntime(self, self.idle_exit)
+            return SpawnRuntime(self, self.idle_exit, self.preload)
         if role == "local":
             return LocalRuntime(self, self._inherited)
         worker = host()

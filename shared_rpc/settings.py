@@ -19,24 +19,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import site
 import sys
-import sysconfig
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
 
 __all__ = [
     "Role",
+    "ScriptSettings",
+    "change_environment",
+    "environment",
     "is_child",
     "is_socket_of",
     "resolve_base_path",
     "resolve_role",
+    "script_settings",
     "server_environment",
     "socket_path",
     "take_service_variables",
+    "watched_environment",
 ]
 
 Role = Literal["local", "server", "client", "spawn"]
@@ -44,6 +47,8 @@ Role = Literal["local", "server", "client", "spawn"]
 _ENABLED = "SHARED_TENSOR_ENABLED"
 _ROLE = "SHARED_TENSOR_ROLE"
 _BASE_PATH = "SHARED_TENSOR_BASE_PATH"
+_RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
+_RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
@@ -111,6 +116,9 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     What comes with the interpreter is left out: a server's functions may start another one. What the server's workers print is
     to be in its log at once.
     """
+    import site
+    import sysconfig
+
     environ = os.environ if environ is None else environ
     standard = {*sysconfig.get_paths().values(), *site.getsitepackages(), *sysconfig.get_config_vars("DESTSHARED")}
     standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
@@ -132,8 +140,8 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
         return os.path.abspath(os.path.expanduser(chosen))
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     # A variable that points nowhere is common under sudo and in containers.
-    if runtime and Path(runtime).is_dir():
-        return str(Path(runtime) / "shared-tensor")
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "shared-tensor")
     return f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
 
 
@@ -164,3 +172,72 @@ def take_service_variables(environ: MutableMapping[str, str] | None = None) -> d
     """What a service manager tells this process, taken out of the environment: it is not meant for processes started here."""
     environ = os.environ if environ is None else environ
     return {name: environ.pop(name) for name in _SERVICE if name in environ}
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process; those whose value is None are removed."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@contextmanager
+def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterator[None]:
+    """Have every change of a variable told, before it is made: its name, and its value or None where it is removed."""
+    kind: Any = type(os.environ)
+    set_item, delete_item = kind.__setitem__, kind.__delitem__
+
+    def set_and_tell(self: object, name: str, value: str) -> None:
+        if self is os.environ:
+            on_change(name, value)
+        set_item(self, name, value)
+
+    def delete_and_tell(self: object, name: str) -> None:
+        if self is os.environ:
+            on_change(name, None)
+        delete_item(self, name)
+
+    # The one place that all of os.environ's methods go through; os.putenv() itself is used by nothing that reads it again.
+    kind.__setitem__, kind.__delitem__ = set_and_tell, delete_and_tell
+    try:
+        yield
+    finally:
+        kind.__setitem__, kind.__delitem__ = set_item, delete_item
+
+
+class ScriptSettings(NamedTuple):
+    """What ``shared-rpc run`` begins with.
+
+    :param preload: names of modules that are imported beforehand, besides those that always are.
+    :param idle_exit: seconds without a script after which what has imported them ends.
+    """
+
+    preload: tuple[str, ...] = ()
+    idle_exit: float = 1800.0
+
+
+def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
+    """What the environment says of scripts: ``SHARED_TENSOR_RUN_PRELOAD``, names with commas between them, and
+    ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
+
+    :raises ConfigurationError: for what is no number of seconds.
+    """
+    environ = os.environ if environ is None else environ
+    names = tuple(name.strip() for name in environ.get(_RUN_PRELOAD, "").split(",") if name.strip())
+    text = environ.get(_RUN_IDLE_EXIT, "").strip()
+    if not text:
+        return ScriptSettings(names)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ConfigurationError(f"{_RUN_IDLE_EXIT}={text!r}: use a number of seconds, or leave it unset")
+    return ScriptSettings(names, seconds)

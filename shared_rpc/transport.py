@@ -15,14 +15,13 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.wire.catalogue import encode_message
 from shared_rpc.wire.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, encode_frame
 from shared_rpc.wire.messages import Message
 
-__all__ = ["FrameSocket", "Peer", "peer_of"]
+__all__ = ["FrameSocket"]
 
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
@@ -31,23 +30,9 @@ _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
 _BUFFERS = 256
 #: Bytes of one write, and writes of one flush: however slowly they are read, the deadline is looked at in between.
 _WRITE, _WRITES = 128 * 1024, 16
-_UCRED = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are dear on this path.
 _CLOEXEC, _NOSIGNAL, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL), int(socket.MSG_CTRUNC)
-
-
-class Peer(NamedTuple):
-    """The other side, as the kernel vouches for it. ``pid`` is 0 where it lives in a pid namespace unknown here."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def peer_of(sock: socket.socket) -> Peer:
-    """SO_PEERCRED: who called connect(2), or listen(2) on the server's side. See unix(7)."""
-    return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
 def _refuse_sockets(fds: Iterable[int]) -> None:

@@ -20,7 +20,10 @@ NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 
 class Child:
-    """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`."""
+    """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
+
+    :param options: of the interpreter.
+    """
 
     def __init__(
         self,
@@ -28,9 +31,10 @@ class Child:
         environ: dict[str, str] | None = None,
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
+        options: Sequence[str] = ("-u",),
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-u", *arguments],
+            [sys.executable, *options, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

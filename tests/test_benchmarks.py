@@ -39,6 +39,7 @@ SMALL = {
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1",
+    "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
@@ -204,6 +205,17 @@ def test_recovery_finds_every_attach_well(results: Callable[[str], Run]) -> None
     assert run.row("forward pass")["met"]
     assert run.row("… libraries")["met"]
     assert run.row("from SIGKILL")["values"]["shared_rpc"] > 0
+
+
+def test_starts_has_python_beside_run(results: Callable[[str], Run]) -> None:
+    """Both have the model in hand before they end; what is judged is beyond an interpreter that does nothing."""
+    run = results("starts")
+    hand, end = run.row("a start, until the model"), run.row("… until the process")
+    assert hand["values"].keys() == end["values"].keys() == {"python", "shared-rpc run"}
+    assert all(0 < hand["values"][way] < end["values"][way] for way in hand["values"])
+    nothing = run.row("python -c")["values"]["python"]
+    assert hand["measured"] == pytest.approx(hand["values"]["shared-rpc run"] - nothing)
+    assert run.row("memory of the zygote")["values"]["shared-rpc run"] > 1 << 20
 
 
 def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[str], Run]) -> None:

@@ -213,7 +213,7 @@ def test_killed_between_publish_and_reply(app: BrokerApp, tmp_path: Path) -> Non
             crash="os.kill(os.getpid(), 9)",
         )
     )
-    broker = app.start()
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
     client = app.connect()
     client.call("model")
     client.ping()  # what the last answer left open for a moment is closed
@@ -256,7 +256,7 @@ def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -
             self.sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         """,
     )
-    broker = app.start()
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
     client = app.connect()
     for number in range(300):
         client.call("one", number)
@@ -389,7 +389,7 @@ def test_a_broker_that_is_asked_to_stop(
 @pytest.fixture
 def counted(app: BrokerApp) -> Callable[[], tuple[int, int]]:
     """Descriptors of the broker and of its worker."""
-    broker = app.start()
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
     client = app.connect()
     return lambda: (fds_of(broker.pid), fds_of(worker_pids(client)[0]))
 
@@ -415,7 +415,8 @@ def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: lis
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
     code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
-    broker = Child("-c", code, str(python), str(app.file), cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
+    words = ["-c", code, str(python), str(app.file), "--no-preload"]  # a fork needs no interpreter's file
+    broker = Child(*words, cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(broker)
     broker.expect("serving")
     client = app.connect()

@@ -56,7 +56,7 @@ class Setting:
     def __init__(self) -> None:
         self.peers = [Peer()]
         self.dispatcher = Dispatcher(self.workers, lambda: None, None)
-        self.executor = WorkerExecutor(KEY, self.dispatcher, self.workers)
+        self.executor = WorkerExecutor(KEY, self.dispatcher, self.workers, dict)
         self.lane = self.executor.lanes.of(SESSION)
         self.outcomes: list[Produced | Failure] = []
         self.begun = 0

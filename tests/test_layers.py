@@ -17,8 +17,9 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
-    ["errors", "reaper", "by_value", "instrumentation"],
+    ["errors", "reaper", "by_value", "instrumentation", "peers"],
     ["settings", "memory", "own_files", "sharding"],
+    ["zygote"],
     ["records"],
     ["wire"],
     ["revised", "ticket"],
@@ -35,6 +36,7 @@ LAYERS = [
     ["loading", "amounts"],
     ["worker"],
     ["verification"],
+    ["scripts"],
     ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -131,7 +133,7 @@ def test_a_module_imports_only_what_is_below(module: str) -> None:
 def test_only_the_top_imports_the_package_itself() -> None:
     """The package imports all others, when their names are asked for; below it that would be a circle."""
     users = {found.module.partition(".")[0] for found in all_imports() if found.target == "shared_rpc"}
-    assert users <= {"cli", "verification"}
+    assert users <= {"cli", "verification", "scripts"}
 
 
 def test_the_package_itself_imports_nothing_at_once() -> None:

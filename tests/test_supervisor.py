@@ -12,6 +12,7 @@ import pytest
 from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.zygote import Begun, WorkerZygote
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
@@ -29,6 +30,7 @@ class FakeWorker:
         ended: Callable[[FakeWorker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
+        begun: Begun | None = None,
     ) -> None:
         self.number, self.restarts, self.pid = number, restarts, 0
         self.state, self.started = "starting", time.monotonic()
@@ -36,6 +38,7 @@ class FakeWorker:
         self.endpoints: dict[str, Any] = {}
         self.runs: dict[int, Any] = {}
         self.refusal: Exception | None = None
+        self.forked = self.loaded = False
         self._take, self._ended = take, ended
 
     def load(self) -> None:
@@ -69,10 +72,10 @@ async def turns(condition: Callable[[], bool]) -> None:
 class Stage:
     """A supervisor, all workers that it has made so far, and what there is to watch them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.supervisor = Supervisor(WorkerCommand("app"), 1, self)
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self, WorkerZygote(WorkerCommand("app")))
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""
@@ -100,14 +103,15 @@ class Stage:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutine[Any, Any, None]]], None]:
     """Runs a story with a supervisor whose worker has loaded the app."""
 
-    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
-        stage = Stage()
+    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]], count: int) -> None:
+        stage = Stage(count)
         monkeypatch.setattr(supervisor_module, "Worker", stage.make)
         await stage.supervisor.start(stage.spawn, wait=False)  # type: ignore[arg-type]
-        stage.workers[0].load()
+        for worker in tuple(stage.workers):
+            worker.load()
         await story(stage)
 
-    return lambda story: asyncio.run(asyncio.wait_for(begin(story), 20))
+    return lambda story, count=1: asyncio.run(asyncio.wait_for(begin(story, count), 20))
 
 
 def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., None]) -> None:
@@ -125,6 +129,37 @@ def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., 
         assert await first == [new] == stage.supervisor.workers
         stage.supervisor.retire_old()
         await turns(lambda: stage.supervisor.all == [new])  # the one that was replaced ends
+
+    run(story)
+
+
+def test_a_worker_that_has_loaded_before_the_next_one_is_made(run: Callable[..., None]) -> None:
+    """Forks come one after the other, and each is quick."""
+
+    async def story(stage: Stage) -> None:
+        reload = asyncio.create_task(stage.supervisor.reload())
+        first = await stage.made(3)
+        first.load()
+        second = await stage.made(4)
+        second.load()
+        assert await reload == [first, second] == stage.supervisor.workers
+
+    run(story, 2)
+
+
+def test_a_later_reload_before_an_earlier_one_has_made_a_worker(run: Callable[..., None]) -> None:
+    """The one that it makes then ends: it gives way, however its code hangs."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.supervisor._zygote._asking:  # where the earlier one waits
+            earlier = asyncio.create_task(stage.supervisor.reload())
+            await turns(stage.supervisor._reloading.locked)
+            later = asyncio.create_task(stage.supervisor.reload())
+            await turns(lambda: stage.supervisor._asked == 2)
+        new = await stage.made(3)
+        new.load()
+        assert await later == await earlier == [new]
+        assert stage.workers[1].state == "ended"
 
     run(story)
 

@@ -45,6 +45,7 @@ def main() -> int:
         options.quota,
         options.log_format,
         options.log_level,
+        tell_imports=not options.no_preload,
     )
     if options.log_format is not None or options.log_level is not None:
         configure(options.log_format or "text", options.log_level or "info", LogHandler())
@@ -121,6 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hook", action="append", default=[])
     parser.add_argument("--metrics-port", type=int)
     parser.add_argument("--metrics-host", default="127.0.0.1")
+    parser.add_argument("--no-preload", action="store_true")
     #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
     parser.add_argument("--detach", type=int)
     return parser.parse_args()

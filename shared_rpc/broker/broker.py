@@ -27,6 +27,7 @@ from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.endpoints import Registry
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.memory.segments import BOUND
@@ -103,6 +104,7 @@ class Broker:
         self._scope: anyio.CancelScope
         self._spawn: Spawner
         self._supervisor: Supervisor
+        self._zygote: WorkerZygote
         self._dispatcher: Dispatcher
         self._memory: MemoryRequests
 
@@ -163,7 +165,8 @@ class Broker:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor(self._command, self._count, self)
+        self._zygote = WorkerZygote(self._command)
+        self._supervisor = Supervisor(self._command, self._count, self, self._zygote)
         self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
@@ -171,6 +174,7 @@ class Broker:
                 self._measuring.start(self._loop.call_soon_threadsafe, lambda: tuple(self._services.values()), self._supervisor)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
+                    self._spawn(self._zygote.run)
                     self._earlier.restore()
                     await self._supervisor.start(self._spawn, wait=not self._services)
                     self._keeping.check(self.served(), loaded=not self._earlier.pending)
@@ -202,7 +206,7 @@ class Broker:
 
         :param server_id: of an earlier broker's server.
         """
-        executor = WorkerExecutor(message.key, self._dispatcher, self._current)
+        executor = WorkerExecutor(message.key, self._dispatcher, self._current, self._zygote.facts)
         core = Core(
             Registry(message.endpoints),
             executor,

@@ -17,6 +17,7 @@ class WorkerCommand:
 
     :param target: ``app.py``, ``package.module``, or either with ``:provider``.
     :param devices: the device of each worker, in turn.
+    :param tell_imports: whether workers say what they import, for a zygote.
     :param quotas: as ``--quota`` has them: what they mean is resolved by a worker, which knows the devices.
     """
 
@@ -28,18 +29,19 @@ class WorkerCommand:
     quotas: Sequence[str] = ()
     log_format: str | None = None
     log_level: str | None = None
+    tell_imports: bool = False
 
     def device_of(self, number: int) -> str | None:
         """The device of a worker, None where the app decides."""
         return self.devices[number % len(self.devices)] if self.devices else None
 
-    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker.
+    def words(self, number: int, fd: int) -> list[str]:
+        """The words for a worker's command line, behind the module's name.
 
         :param number: which of the workers it is, from 0.
         :param fd: its end of the socket pair.
         """
-        words = [sys.executable, "-m", "shared_rpc.worker", self.target, "--fd", str(fd), "--parent", str(os.getpid())]
+        words = [self.target, "--fd", str(fd), "--parent", str(os.getpid())]
         options = {
             "--base-path": self.base_path,
             "--socket": self.socket,
@@ -55,6 +57,13 @@ class WorkerCommand:
             words += ["--listen-device", self.devices[0]]
         for quota in self.quotas:
             words += ["--quota", quota]
+        if self.tell_imports:
+            words.append("--tell-imports")
+        return words
+
+    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
+        words = [sys.executable, "-m", "shared_rpc.worker", *self.words(number, fd)]
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
         )

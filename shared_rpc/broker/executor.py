@@ -22,13 +22,17 @@ class WorkerExecutor:
     """Runs the endpoints of one provider in the broker's workers.
 
     :param key: the provider's.
+    :param zygote: tells of what workers are forks of.
     """
 
-    def __init__(self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]]) -> None:
+    def __init__(
+        self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], dict[str, Any]]
+    ) -> None:
         self.key = key
         self.lanes: Lanes[RelayedLane] = Lanes(lambda session: RelayedLane(key, session))
         self._dispatcher = dispatcher
         self._workers = workers
+        self._zygote = zygote
 
     @property
     def busy(self) -> int:
@@ -44,7 +48,7 @@ class WorkerExecutor:
 
     def facts(self) -> dict[str, Any]:
         """See :class:`Executor`."""
-        return {"workers": [worker.facts() for worker in self._workers()]}
+        return {"workers": [worker.facts() for worker in self._workers()], "zygote": self._zygote()}
 
     def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
         """A worker has done with chunks of the client whose run it is."""

@@ -14,6 +14,7 @@ import anyio.to_thread
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.instrumentation import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.wire import worker as w
@@ -57,10 +58,12 @@ class Supervisor:
     """The workers of a broker. On its loop only.
 
     :param count: how many there are to be.
+    :param zygote: starts those that are forks.
     """
 
-    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher) -> None:
+    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher, zygote: WorkerZygote) -> None:
         self._command = command
+        self._zygote = zygote
         self._count = count
         self._watcher = watcher
         #: Those that get new runs.
@@ -102,30 +105,29 @@ class Supervisor:
         """
         self._spawn = spawn
         async with self._reloading:
+            loaded = []
             for number in range(self._count):
-                self.workers.append(self._new(number))
+                self.workers.append(await self._new(number))
+                loaded.append(self._loaded[self.workers[-1]])
             if wait:
-                await self._all_loaded(self.workers)
+                await _all_done(loaded)
             for worker in self.workers:
                 self._settle(worker, None)  # nobody waits for it
 
-    def _new(self, number: int) -> Worker:
+    async def _new(self, number: int) -> Worker:
         """Start a worker.
 
         :raises WorkerCrashed: if the system lets no process begin.
         """
         try:
-            worker = Worker(self._command, number, self._take, self._ended, self._watcher.caught_up, self.restarts[number])
+            begun = await self._zygote.begin(number)
+            told = (self._take, self._ended, self._watcher.caught_up)
+            worker = Worker(self._command, number, *told, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
         self._loaded[worker].add_done_callback(_seen)
         return worker
-
-    async def _all_loaded(self, workers: list[Worker]) -> None:
-        done, _ = await asyncio.wait([self._loaded[worker] for worker in workers], return_when=asyncio.FIRST_EXCEPTION)
-        for loaded in done:
-            loaded.result()
 
     def refusal(self) -> SharedRPCError | None:
         """Why no worker will come soon; None where one is there, or may come."""
@@ -148,6 +150,8 @@ class Supervisor:
             # Shared by another thread, it may come before the provider does.
             worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         elif isinstance(message, w.Loaded):
+            worker.loaded = True
+            self._zygote.learn(message.imports, worker.forked)
             if worker.state == "starting":  # else it was replaced meanwhile
                 worker.state = "ready"
                 if HOOKS.registered:
@@ -185,6 +189,8 @@ class Supervisor:
 
     async def _bury(self, worker: Worker) -> None:
         crash = await anyio.to_thread.run_sync(worker.crash)
+        if worker.forked:
+            self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         #: Else somebody waits for it to load the app, and is told.
         crashed = worker in self.workers and worker not in self._loaded
         for group in (self.workers, self._next, self._old):
@@ -230,13 +236,17 @@ class Supervisor:
                 return
             self.restarts[number] += 1
             try:
-                self.workers.append(self._new(number))
+                new = await self._new(number)
             except WorkerCrashed as crash:
                 _log.error("%s", crash)
                 self._count_crash(crash, 0.0)
                 self._watcher.changed()
             else:
-                self._settle(self.workers[-1], None)  # nobody waits for it
+                self._settle(new, None)  # nobody waits for it
+                if number in {worker.number for worker in self.workers}:  # a reload came first
+                    new.kill("a reload took its place")
+                else:
+                    self.workers.append(new)
                 return
 
     async def reload(self) -> list[Worker]:
@@ -255,7 +265,7 @@ class Supervisor:
         while True:
             async with self._reloading:  # first come, first served: an earlier one that has to wait is behind the later ones
                 if self._answered < number == self._asked:
-                    self._refused = await self._load_next()
+                    self._refused = await self._load_next(number)
                     if self._refused is None or number == self._asked:
                         self._answered = number
                 if self._answered >= number:
@@ -263,17 +273,24 @@ class Supervisor:
                         raise self._refused
                     return self._loaded_last
 
-    async def _load_next(self) -> Exception | None:
-        """Replace the workers by new ones; what kept them from loading the app."""
+    async def _load_next(self, asked: int) -> Exception | None:
+        """Replace the workers by new ones; what kept them from loading the app.
+
+        :param asked: the number of the reload that this is for.
+        """
         if self._stopping:
             return ConfigurationError("the broker is stopping")
         mine: list[Worker] = []
+        loaded: list[asyncio.Future[None]] = []
         self._next = []
         try:
             for number in range(self._count):
-                mine.append(self._new(number))
+                mine.append(await self._new(number))
                 self._next.append(mine[-1])
-            await self._all_loaded(mine)
+                loaded.append(self._loaded[mine[-1]])  # before another one is made: by then this one may have loaded it
+                if asked != self._asked:
+                    mine[-1].kill("a later reload took its place")
+            await _all_done(loaded)
         except BaseException as error:
             for worker in mine:
                 self._loaded.pop(worker, None)
@@ -305,6 +322,13 @@ class Supervisor:
         until = time.monotonic() + _GRACE
         for worker in self.all:
             worker.end(until)
+
+
+async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
+    """Wait until all have loaded the app, or one has failed to; and raise why."""
+    done, _ = await asyncio.wait(loaded, return_when=asyncio.FIRST_EXCEPTION)
+    for one in done:
+        one.result()
 
 
 def _seen(future: asyncio.Future[None]) -> None:

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.stderr import Tail
+from shared_rpc.broker.zygote import Begun
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.server.link import Link
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
 from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.zygote.process import ForkedProcess
 
 __all__ = ["Worker"]
 
@@ -34,6 +36,7 @@ class Worker:
     """On the broker's loop only.
 
     :param number: which of the broker's workers it is, from 0.
+    :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
     :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
     :param caught_up: called when it has read what it had left unread.
@@ -47,6 +50,7 @@ class Worker:
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
+        begun: Begun | None = None,
     ) -> None:
         self.number = number
         self.restarts = restarts
@@ -69,13 +73,20 @@ class Worker:
         #: Whether it is to hear of dropped objects when it reads again.
         self._to_reclaim = False
         self._loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self.process: subprocess.Popen[bytes] = command.start(number, theirs.fileno())
-            except BaseException:
-                ours.close()
-                raise
+        self.forked = begun is not None
+        #: Whether it has said that the app is loaded.
+        self.loaded = False
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if begun is not None:
+            self.process, ours = begun.process, begun.link
+        else:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self.process = command.start(number, theirs.fileno())
+                except BaseException:
+                    ours.close()
+                    raise
         try:
             assert self.process.stderr is not None, "it is a pipe"
             self._tail = Tail(self.process.stderr)
@@ -179,6 +190,7 @@ class Worker:
     def crash(self) -> WorkerCrashed:
         """How it ended."""
         code = self.process.returncode
+        assert code is not None, "it has been waited for"
         name = _signal_name(-code) if code < 0 else None
         how = f"was killed by {name}" if name else f"exited with code {code}"
         why = f" ({self.condemned})" if self.condemned else ""

@@ -1,5 +1,5 @@
 """``python -m shared_rpc.cli``."""
 
-from shared_rpc.cli.app import main
+from shared_rpc.cli import main
 
 main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,12 +14,14 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, size, table
+from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.scripts.listing import live_zygotes
 
 __all__ = ["main"]
 
@@ -46,15 +48,22 @@ def main() -> None:
 
 @app.command("ls")
 def list_servers(base_path: BasePath = None, json: Json = False) -> None:
-    """List the live servers of this user."""
+    """List the live servers of this user, and the zygotes of 'shared-rpc run'."""
     with live_servers(base_path) as clients:
         infos = [client.get_server_info() for client in clients]
+    zygotes = live_zygotes(base_path, lambda reason: complain(f"passed over: {reason}"))
     if json:
-        as_json(infos)
+        as_json([*({"kind": "server", **info} for info in infos), *zygotes])
         return
-    if not infos:
+    if infos:
+        _server_table(infos)
+    else:
         print("no server is alive")
-        return
+    if zygotes:
+        zygote_table(zygotes, "\nzygotes")
+
+
+def _server_table(infos: list[dict[str, Any]]) -> None:
     table(
         "",
         ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "clients>", "up"],
@@ -91,6 +100,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
+    if "zygote" in facts:
+        shown["zygote"] = _zygote(facts["zygote"])
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
@@ -108,6 +119,14 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
             for name, spec in endpoints.items()
         ],
     )
+
+
+def _zygote(facts: dict[str, Any]) -> str:
+    """What workers are forks of, or why they are new processes."""
+    if facts["state"] != "ready":
+        return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")
+    left_out = f", without {', '.join(facts['dropped'])}" if facts["dropped"] else ""
+    return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
 
 
 @app.command()
@@ -160,6 +179,8 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
+# What stands behind the script's name is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 for command in (serve, reload, stop, top, devices, call, tasks, wait, cancel, verify):
     app.command()(command)
 

@@ -35,6 +35,9 @@ def serve(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="A run that takes longer costs its worker its life; none by default."),
     ] = None,
+    no_preload: Annotated[
+        bool, typer.Option("--no-preload", help="Start every worker anew, and none as a fork of a process with its imports.")
+    ] = False,
     in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
     max_workers: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
@@ -87,6 +90,8 @@ def serve(
             )
         if workers != 1 or worker_device or build_timeout is not None:
             raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
+        if no_preload:
+            raise ConfigurationError("--in-process and --no-preload contradict each other: there are no workers to be forked")
         if idle_exit is not None:
             raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
         if log_format is not None or log_level is not None:
@@ -99,6 +104,7 @@ def serve(
     devices = worker_device or ([device] if device is not None else [])
     _become_broker(
         target,
+        ["--no-preload"] if no_preload else [],
         {"device": devices, "quota": quota or [], "hook": hook or []},
         options
         | {"base_path": base_path, "socket": socket}
@@ -109,11 +115,11 @@ def serve(
     )
 
 
-def _become_broker(target: str, lists: dict[str, list[str]], options: dict[str, Any]) -> None:
+def _become_broker(target: str, flags: list[str], lists: dict[str, list[str]], options: dict[str, Any]) -> None:
     """The broker takes this process over: it lives for long, and needs nothing of what parses and prints here."""
     import os
 
-    words = [sys.executable, "-m", "shared_rpc.broker", target]
+    words = [sys.executable, "-m", "shared_rpc.broker", target, *flags]
     for name, values in lists.items():
         for value in values:
             words += [f"--{name}", value]

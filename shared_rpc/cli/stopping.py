@@ -11,6 +11,7 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json, complain, size
 from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.scripts.listing import stop_zygotes
 
 __all__ = ["stop"]
 
@@ -18,7 +19,7 @@ __all__ = ["stop"]
 def stop(
     socket: Socket = None,
     base_path: BasePath = None,
-    every: Annotated[bool, typer.Option("--all", help="All live servers of this user.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All live servers of this user, and all zygotes.")] = False,
     if_idle: Annotated[
         bool, typer.Option("--if-idle", help="Only if nobody else has a connection, a lease or a task.")
     ] = False,
@@ -38,6 +39,10 @@ def stop(
                 except SharedRPCError as error:
                     failed = True
                     complain(f"{client.socket_path}: {error}")
+        for zygote in stop_zygotes(base_path):
+            ended.append(zygote)
+            if not json:
+                print(f"stopped the zygote at {zygote['socket_path']} (pid {zygote['pid']})")
     else:
         with the_server(socket, base_path) as client:
             ended.append(_stop(client, if_idle, json))

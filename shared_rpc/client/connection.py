@@ -14,7 +14,8 @@ from contextlib import suppress
 from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
-from shared_rpc.transport import FrameSocket, peer_of
+from shared_rpc.peers import peer_of
+from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 

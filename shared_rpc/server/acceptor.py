@@ -15,11 +15,11 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
+from shared_rpc.peers import peer_of
 from shared_rpc.server.connection import Connection
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.server.sessions import Sessions
-from shared_rpc.transport import peer_of
 
 __all__ = ["Acceptor", "Usage"]
 

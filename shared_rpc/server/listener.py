@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.own_files import open_own
-from shared_rpc.transport import Peer, peer_of
+from shared_rpc.peers import Peer, peer_of
 
 __all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]
 

@@ -19,13 +19,16 @@ class SpawnRuntime(ClientRuntime):
     """A client that starts a server where none listens, whenever it connects.
 
     :param idle_exit: seconds after which that server ends when nobody uses it; None for never.
+    :param preload: whether its workers may be forks.
     """
 
     role: Role = "spawn"
 
-    def __init__(self, provider: Provider, idle_exit: float | None) -> None:
+    def __init__(self, provider: Provider, idle_exit: float | None, preload: bool) -> None:
         super().__init__(provider)
         options = ["--idle-exit", str(idle_exit)] if idle_exit is not None else []
+        if not preload:
+            options.append("--no-preload")
         self.client._pool.summon = ServerStarter(lambda: target_of(provider), options)
 
     def info(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Stage:
     # The server.
 
     def _start_server(self) -> subprocess.Popen[str]:
-        words = ["serve", "shared_rpc.verification.app", "--device", self._device, "--socket", self.socket_path]
+        words = ["serve", "shared_rpc.verification.app", "--no-preload", "--device", self._device, "--socket", self.socket_path]
         return self._start("server", "-m", "shared_rpc.cli", *words, "--idle-exit", str(_ORPHANED))
 
     @property

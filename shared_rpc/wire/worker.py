@@ -26,6 +26,7 @@ __all__ = [
     "FreeBytes",
     "Give",
     "Hungry",
+    "Imports",
     "Loaded",
     "Ran",
     "Reclaim",
@@ -73,8 +74,30 @@ class Shared(Message):
     endpoint: EndpointSpec
 
 
+class Imports(msgspec.Struct, frozen=True):
+    """What a worker imported with the app, so that the next one can begin with that.
+
+    :param steps: names of modules that lie in the interpreter's directories for packages, and of this library's, in the order
+        in which their imports began; between them the variables of the environment that the app set, None where it removed one.
+    :param own: names of the modules that are the person's own.
+    :param folders: directories of the person's in which Python looks for modules.
+    :param first: those that it looks through before its own.
+    :param whole: whether ``steps`` are all, and not only those that a fork's zygote had not taken.
+    :param used: packages of ``steps`` that the person's own modules use.
+    """
+
+    steps: list[str | dict[str, str | None]]
+    own: list[str]
+    folders: list[str]
+    first: list[str]
+    used: list[str]
+    whole: bool = True
+
+
 class Loaded(Message):
     """The app's module has been imported."""
+
+    imports: Imports | None = None
 
 
 class Refused(Message):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.exits import close_all
 from shared_rpc.hosting import set_host
 from shared_rpc.loading import load_providers
 from shared_rpc.logs import configure
+from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost
 from shared_rpc.worker.overrides import Overrides
-from shared_rpc.worker.parent import die_with_parent
+from shared_rpc.zygote.parent import die_with_parent
 
 
 def main() -> None:
@@ -28,8 +30,11 @@ def main() -> None:
     parser.add_argument("--listen-device")
     parser.add_argument("--log-format")
     parser.add_argument("--log-level")
+    parser.add_argument("--tell-imports", action="store_true", help="With what the app imports, another worker can begin.")
+    parser.add_argument("--forked", help="What this fork's imports suppose of the app; see Supposed.")
     options = parser.parse_args()
     die_with_parent(options.parent)
+    beginning = Beginning(options.forked, sys.argv[1:])
     if options.log_format is not None or options.log_level is not None:
         # Events are the broker's to tell: here it is the app's own logging, with the ids of requests.
         configure(options.log_format or "text", options.log_level or "info", events=False)
@@ -40,14 +45,15 @@ def main() -> None:
     set_host(host)
     host.start()
     try:
-        providers = load_providers(options.target)
+        with beginning.watching(may_restart=lambda: not host.hosts):
+            providers = load_providers(options.target)
         if options.socket is not None and len(providers) > 1:
             raise ConfigurationError(
                 f"{options.target} has {len(providers)} providers for one --socket: name one with {options.target}:name"
             )
         for provider in providers:
             host.adopt(provider)
-        host.loaded()
+        host.loaded(beginning.imports() if options.tell_imports else None)
         host.wait()
     except SharedRPCError as error:
         host.refuse(error)

@@ -117,9 +117,14 @@ class WorkerHost:
     def _shared(self, key: str, spec: EndpointSpec) -> None:
         self._tell(w.Shared(key, spec))
 
-    def loaded(self) -> None:
+    @property
+    def hosts(self) -> bool:
+        """Whether the broker has been told of a provider."""
+        return bool(self._hosted)
+
+    def loaded(self, imports: w.Imports | None = None) -> None:
         """The app has been imported."""
-        self._tell(w.Loaded())
+        self._tell(w.Loaded(imports))
 
     def wait(self) -> None:
         """Until the broker hangs up."""

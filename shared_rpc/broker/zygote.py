@@ -1,0 +1,458 @@
+"""The zygote of a broker's workers: made when a first worker has told what the app imports, and made anew when that changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+import msgspec
+
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.wire.worker import Imports
+from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Refused, Request, Step, Stream, Unfit, packed
+from shared_rpc.zygote.process import ForkedProcess, adopting
+from shared_rpc.zygote.title import ROOM
+
+__all__ = ["Begun", "WorkerZygote"]
+
+_log = logging.getLogger("shared_rpc.broker")
+
+#: Seconds between a worker's word on its imports and the start of a zygote with them: several workers come one after the other,
+#: and a broker that lives for a moment needs none.
+_SETTLE = 2.0
+#: Seconds for all its imports.
+_PREPARATION = 600.0
+#: Seconds without an answer after which a zygote is taken for stuck. A fork takes 0.02 to 0.1 s.
+_PATIENCE = 2.0
+#: Zygotes that are tried one after the other, each without a package that the one before could not be forked with.
+_ATTEMPTS = 8
+#: Zygotes or forks that fail one after the other, until no more are made.
+_FAILURES = 3
+#: So many times a variable of the environment differs from one import of the app to the next, until a zygote leaves out what is
+#: imported after the app has set it.
+_VARIES = 2
+#: Seconds for which the size of its memory is remembered: the kernel walks all of it.
+_GAUGE = 5.0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A worker's process, and this end of its socket pair."""
+
+    process: ForkedProcess
+    link: socket.socket
+
+
+class _Failed(Exception):
+    """A zygote is of no use any more; the text says why."""
+
+
+class _Running:
+    """A zygote's process.
+
+    :param imports: what it was made with.
+    """
+
+    def __init__(self, imports: Imports) -> None:
+        self.imports = imports
+        self.modules: frozenset[str] = frozenset()
+        self.dropped: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = -1
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._socket, self._stream = ours, Stream(ours)
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        words = [sys.executable, "-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    words,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._errors,
+                    process_group=0,
+                )
+        except BaseException:
+            ours.close()
+            self._errors.close()
+            raise
+
+    async def ask(self, request: Request, seconds: float, fds: Sequence[int] = ()) -> Answer:
+        """Ask for something. One at a time.
+
+        :raises _Failed: if there is no answer; then it has been ended.
+        """
+        try:
+            with anyio.fail_after(seconds):
+                data = packed(request)
+                sent = socket.send_fds(self._socket, [data], fds) if fds else 0
+                await self._loop.sock_sendall(self._socket, data[sent:])
+                while True:
+                    part = await self._loop.sock_recv(self._socket, 1 << 16)
+                    if not part:
+                        raise _Failed(self.ended())
+                    answer = self._stream.feed(part)
+                    if answer is not None:
+                        return answer
+        except TimeoutError:
+            self.end()
+            raise _Failed(f"the zygote (pid {self.process.pid}) has not answered for {seconds:g} s") from None
+        except OSError as error:
+            why = self.ended()
+            raise _Failed(f"{why}: {error}") from error
+        except BaseException:
+            self.end()
+            raise
+
+    def ended(self) -> str:
+        """How the process has ended, or is made to."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.5)
+        code = self.process.returncode
+        self._errors.seek(0)
+        text = self._errors.read()[-2000:].decode(errors="replace").strip()
+        self.end()
+        how = "has hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Have it told when the process ends, unless :meth:`end` ends it."""
+
+        def tell() -> None:
+            self._unwatch()
+            ended()
+
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, tell)
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def end(self) -> None:
+        """End it. Forks of it live on."""
+        self._unwatch()
+        self._socket.close()
+        self._errors.close()
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it is in the middle of something in the kernel, and ends after that
+            self.process.wait(0.5)
+
+
+class WorkerZygote:
+    """Starts workers as forks, where that can be done. On the broker's loop only.
+
+    :param command: has workers tell what they import, or there is no zygote: every worker is a new process.
+    """
+
+    def __init__(self, command: WorkerCommand) -> None:
+        wanted = command.tell_imports
+        self._command = command
+        self._state = "waiting" if wanted else "off"
+        self._why = "no worker has loaded the app yet" if wanted else "--no-preload"
+        self._imports: Imports | None = None
+        #: Packages that a zygote cannot be forked with, and why.
+        self._left_out: dict[str, str] = {}
+        self._running: _Running | None = None
+        #: Variables of the environment that the app has set to different values, and how often.
+        self._varying: Counter[str] = Counter()
+        self._due = asyncio.Event()
+        self._asking = anyio.Lock()
+        self._failures = 0
+        #: Whether the next worker is a new process, as a fork ended before it had loaded the app.
+        self._plain_next = False
+        self._gauged = 0.0, 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there may be one yet."""
+        return self._state != "off"
+
+    def facts(self) -> dict[str, Any]:
+        """For people. ``pss`` are bytes: its private memory and its share of what workers have in common with it."""
+        facts: dict[str, Any] = {"state": self._state}
+        if self._why:
+            facts["why"] = self._why
+        if self._running is not None and self._state == "ready":
+            facts |= {"pid": self._running.process.pid, "modules": len(self._running.modules), "pss": self._pss()}
+            facts["dropped"] = self._running.dropped | self._left_out
+        return facts
+
+    def _pss(self) -> int:
+        now = time.monotonic()
+        if self._running is not None and (not self._gauged[1] or now - self._gauged[0] > _GAUGE):
+            self._gauged = now, _pss_of(self._running.process.pid)
+        return self._gauged[1]
+
+    async def run(self) -> None:
+        """Make a zygote whenever another one is needed, until this is cancelled."""
+        try:
+            while self.wanted:
+                await self._due.wait()
+                await anyio.sleep(_SETTLE)
+                self._due = asyncio.Event()
+                await self._make()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+
+    def learn(self, imports: Imports | None, forked: bool) -> None:
+        """A worker has loaded the app.
+
+        :param forked: whether it began as a fork. If it tells of all its imports nevertheless, it has begun anew, as those of
+            its zygote were made with other variables.
+        """
+        if imports is None or not self.wanted:
+            return
+        before = self._imports
+        if forked and not imports.whole:
+            self._failures = 0
+        if imports.whole or before is None:
+            if before is not None and forked:
+                self._vary(_early(before), _early(imports))
+            self._imports = imports
+        elif not self._varying.total():  # else what is imported after the first that varies is left to the forks
+            self._imports = _merged(before, imports, self._unwanted())
+        if self._imports != before or self._running is None:
+            self._due.set()
+
+    def _vary(self, before: dict[str, str | None], now: dict[str, str | None]) -> None:
+        """Count the variables that an app has set to something else than the time before."""
+        self._varying.update(name for name in before.keys() & now.keys() if before[name] != now[name])
+
+    def _unwanted(self) -> set[str]:
+        return {*self._left_out, *(self._running.dropped if self._running is not None else ())}
+
+    def ended(self, loaded: bool, by_signal: bool) -> None:
+        """A fork has ended. One that had not loaded the app may have failed because it was a fork: the next one is not."""
+        if loaded:
+            return
+        self._plain_next = True
+        if by_signal:
+            self._fail("a fork of the zygote was killed by a signal while it loaded the app")
+
+    def _lost(self) -> None:
+        """The zygote has ended. Whoever is asking it for something finds that out as well."""
+        if self._running is not None and not self._asking.locked():
+            self._replace(self._running.ended())
+
+    def _replace(self, why: str) -> None:
+        """It is of no use any more: another one is to be made, if not too many have failed."""
+        self._end()
+        self._state, self._why = "waiting", why
+        self._due.set()
+        self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            self._give_up(f"{why}; that was the {self._failures}th failure in a row")
+        else:
+            _log.warning("%s; the next worker is a new process", why)
+
+    def _give_up(self, why: str) -> None:
+        self._end()
+        self._state, self._why = "off", why
+        _log.warning("workers are new processes from now on, and not forks of a zygote: %s", why)
+
+    async def _make(self) -> None:
+        """Start a zygote with what the app imports, and have it take over when it is ready."""
+        if self._imports is None:
+            return
+        imports = _cut(self._imports, {name for name, times in self._varying.items() if times >= _VARIES})
+        if self._running is None:
+            self._state, self._why = "starting", ""
+        begin = time.monotonic()
+        for _ in range(_ATTEMPTS):
+            running: _Running | None = None
+            try:
+                running = _Running(imports)
+                answer = await running.ask(self._preload(imports), _PREPARATION)
+            except (_Failed, OSError) as error:
+                if running is not None:
+                    running.end()
+                if self._running is None:
+                    self._replace(f"no zygote could be made: {error}")
+                else:  # the one that there is has less, and is no worse for it
+                    self._fail(f"no zygote with all that the app imports could be made: {error}")
+                return
+            if isinstance(answer, Ready):
+                async with self._asking:
+                    self._end()
+                    running.modules, running.dropped = frozenset(answer.modules), answer.dropped
+                    self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
+                    running.watch(self._lost)
+                took = time.monotonic() - begin
+                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.process.pid, len(answer.modules), took)
+                for name, why in answer.dropped.items():
+                    _log.warning("the zygote has no %s, which workers import: %s", name, why)
+                return
+            running.end()
+            assert isinstance(answer, Unfit), "what a zygote says to a preload"
+            top = answer.module.partition(".")[0]
+            if not top or top in self._left_out or top == "shared_rpc":
+                self._give_up(answer.why)
+                return
+            self._left_out[top] = answer.why
+            _log.warning("the zygote has no %s, which workers import: %s", top, answer.why)
+        self._give_up(f"{_ATTEMPTS} packages cannot be imported by a process that is to be forked: {', '.join(self._left_out)}")
+
+    def _preload(self, imports: Imports) -> Preload:
+        steps: list[Step] = []
+        for step in imports.steps:
+            if isinstance(step, dict) or step.partition(".")[0] not in self._left_out:
+                steps.append(step)
+        return Preload(steps, imports.own, imports.folders)
+
+    async def begin(self, number: int) -> Begun | None:
+        """A worker that is a fork; None where it has to be a new process."""
+        if self._plain_next:
+            self._plain_next = False
+            return None
+        async with self._asking:
+            running = self._running
+            if running is None:
+                return None
+            try:
+                begun = await self._fork(running, number)
+            except (_Failed, OSError) as error:
+                self._replace(str(error))
+                return None
+            return begun
+
+    async def _fork(self, running: _Running, number: int) -> Begun | None:
+        supposed = msgspec.json.encode(_supposed(running.imports)).decode()
+        words = [*self._command.words(number, 3), "--forked", supposed]
+        request = Fork("shared_rpc.worker", words, [0, 1, 2, 3], running.imports.first)
+        ends = _Ends()
+        try:
+            with adopting():
+                answer = await running.ask(request, _PATIENCE, ends.theirs)
+            if isinstance(answer, Forked):
+                _check_child(answer.pid)
+                return ends.begun(answer.pid)
+            assert isinstance(answer, Refused), "what a zygote says to a request for a fork"
+            if answer.stale:
+                _log.info("the zygote (pid %d) is made anew: %s", running.process.pid, answer.why)
+                self._end()
+                self._left_out.clear()
+                self._state, self._why = "waiting", answer.why
+                self._due.set()
+            else:
+                _log.warning("a worker is a new process, and no fork: %s", answer.why)
+            return None
+        finally:
+            ends.close()
+
+
+class _Ends:
+    """The pipes between a fork and its broker."""
+
+    def __init__(self) -> None:
+        with ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            self._link = opened.enter_context(ours)
+            self._errors = opened.enter_context(open(reading, "rb", 0))
+            nothing = opened.enter_context(open(os.devnull, "rb"))
+            opened.callback(os.close, writing)
+            opened.enter_context(theirs)
+            #: Standard input, output and error, and the socket.
+            self.theirs = [nothing.fileno(), 1, writing, theirs.fileno()]
+            self._opened = opened.pop_all()
+
+    def begun(self, pid: int) -> Begun:
+        """The fork, with this side's ends."""
+        errors = os.fdopen(os.dup(self._errors.fileno()), "rb", 0)
+        return Begun(ForkedProcess(pid, errors), self._link.dup())
+
+    def close(self) -> None:
+        """Close what has not been given away."""
+        self._opened.close()
+
+
+def _check_child(pid: int) -> None:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        raise _Failed(
+            f"the fork (pid {pid}) is no child of the broker: something between them takes them for its own"
+        ) from None
+
+
+def _supposed(imports: Imports) -> dict[str, Any]:
+    """See :class:`shared_rpc.worker.beginning.Supposed`."""
+    early = _early(imports)
+    changed = {name for step in imports.steps if isinstance(step, dict) for name in step}
+    return {"early": early, "late": sorted(changed - set(early))}
+
+
+def _early(imports: Imports) -> dict[str, str | None]:
+    """The variables that are set before something is imported."""
+    last = max((index for index, step in enumerate(imports.steps) if isinstance(step, str)), default=-1)
+    early: dict[str, str | None] = {}
+    for step in imports.steps[:last]:
+        if isinstance(step, dict):
+            early |= step
+    return early
+
+
+def _cut(imports: Imports, varying: set[str]) -> Imports:
+    """Without the modules that are imported after one of these variables is set."""
+    steps: list[Step] = []
+    cut = False
+    for step in imports.steps:
+        if isinstance(step, dict):
+            cut = cut or not varying.isdisjoint(step)
+            steps.append(step)
+        elif not cut:
+            steps.append(step)
+    return msgspec.structs.replace(imports, steps=steps)
+
+
+def _merged(before: Imports, fork: Imports, unwanted: set[str]) -> Imports:
+    """What the next zygote is to import: what the last one had, and what a fork of it imported besides; without packages that
+    the app's modules have ceased to use.
+    """
+    new = [step for step in fork.steps if isinstance(step, str) and not _is_in(step, unwanted)]
+    gone = set(before.used) - set(fork.used) - {"shared_rpc"}
+    kept = (
+        [step for step in before.steps if isinstance(step, dict) or step.partition(".")[0] not in gone]
+        if gone
+        else before.steps
+    )
+    known = {step for step in before.steps if isinstance(step, str)}
+    return Imports([*kept, *(step for step in new if step not in known)], fork.own, fork.folders, fork.first, fork.used)
+
+
+def _is_in(name: str, unwanted: set[str]) -> bool:
+    return name in unwanted or name.partition(".")[0] in unwanted
+
+
+def _pss_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)

@@ -1,0 +1,161 @@
+"""What stands for a script towards whoever started the command: a shell, and the terminal.
+
+A process cannot join the session of another one, so the script is in no group that the shell or the terminal knows. The command
+is: it gets the signals that are meant for the script and passes them on, stops when the script has stopped, and ends as the
+script has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+from typing import NoReturn
+
+__all__ = ["GO", "Signals", "ended", "is_in_background", "stand_for", "stopped"]
+
+#: Messages of the command to the watcher: the number of a signal, and whether it is for the script's whole process group. 0 is
+#: none, and lets the script begin.
+GO = bytes([0, 0])
+#: Messages of the watcher: the script has ended with a code, was ended by a signal, was stopped by one.
+_CODE, _SIGNAL, _STOP = b"EST"
+
+#: si_code of what the kernel itself sends, such as the signals of a terminal; kill(2) has 0. See sigaction(2).
+_SI_KERNEL = 0x80
+
+
+def ended(status: int) -> bytes:
+    """The watcher's message: the script has ended with this status of wait(2)."""
+    if os.WIFSIGNALED(status):
+        return bytes([_SIGNAL, os.WTERMSIG(status)])
+    return bytes([_CODE, os.WEXITSTATUS(status)])
+
+
+def stopped(number: int) -> bytes:
+    """The watcher's message: the script was stopped by a signal."""
+    return bytes([_STOP, number])
+
+
+class Signals:
+    """The signals of this process, held back from now on: those that come are looked at when there is time."""
+
+    def __init__(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._all = signal.valid_signals()
+        #: What the script is to begin with, as a process that this one became would: signals that it ignores, or holds back.
+        self.ignored = [int(number) for number in self._all if signal.getsignal(number) is signal.SIG_IGN]
+        # The interpreter ignores these by itself.
+        self.ignored = [number for number in self.ignored if number not in (signal.SIGPIPE, signal.SIGXFSZ)]
+        self.blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, self._all)]
+
+    def restore(self) -> None:
+        """Let them come again."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+    def attend(self, seconds: float = 0.0) -> None:
+        """Wait for this long, or for a signal; have it do to this process what it does by default."""
+        info = signal.sigtimedwait(self._all, seconds)
+        if info is not None:
+            self.suffer(info.si_signo)
+
+    def wait(self) -> signal.struct_siginfo:
+        """Wait for a signal."""
+        return signal.sigwaitinfo(self._all)
+
+    def suffer(self, number: int) -> None:
+        """Have a signal do what it does by default. Returns if that is nothing, or when a stop is over."""
+        if number in self.blocked:
+            return
+        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+
+
+def is_in_background() -> bool:
+    """Whether standard input is the terminal of this process's session, and another process group has it now.
+
+    Who reads there is stopped by the kernel; a script in another session would not be.
+    """
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:
+        return False
+
+
+def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> NoReturn:
+    """Pass signals on to the script behind a connection, until it has ended; end as it has.
+
+    :param fds: descriptors that the script has now, and this process must not: who waits for their end waits for the script's.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in fds:
+        os.dup2(null, fd, inheritable=fd <= 2)
+    # Only signals have to be waited for, where a signal tells that there is something to read; see fcntl(2).
+    connection.setblocking(False)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | fcntl.FASYNC)
+    received = bytearray()
+    while True:
+        _receive(connection, received)
+        while len(received) >= 2:
+            kind, number = received[:2]
+            del received[:2]
+            if kind == _STOP:
+                _stop(connection, signals, number)
+            elif kind == _SIGNAL:
+                _die(signals, number)
+            else:
+                os._exit(number)
+        info = signals.wait()
+        if info.si_signo == signal.SIGIO and info.si_code != 0:
+            continue
+        # What a terminal sends, it sends to a whole group. A group that was stopped as one goes on as one.
+        group = info.si_code == _SI_KERNEL or info.si_signo == signal.SIGCONT
+        _send(connection, info.si_signo, group)
+
+
+def _receive(connection: socket.socket, received: bytearray) -> None:
+    while True:
+        try:
+            data = connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            if not received:
+                # The watcher was killed, and the script with it.
+                received += bytes([_SIGNAL, signal.SIGKILL])
+            return
+        received += data
+
+
+def _send(connection: socket.socket, number: int, group: bool) -> None:
+    try:
+        connection.send(bytes([number, group]))
+    except OSError:  # it has ended just now
+        return
+
+
+def _stop(connection: socket.socket, signals: Signals, number: int) -> None:
+    """Stop as the script has, and have it go on when this process does."""
+    signals.suffer(number)
+    # Where this process cannot be stopped, as one whose shell is gone, nobody continues it either.
+    if signal.SIGCONT not in signal.sigpending():
+        _send(connection, signal.SIGCONT, True)
+
+
+def _die(signals: Signals, number: int) -> NoReturn:
+    """End by a signal, without leaving an image of this process beside that of the script."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    # Not 0, which programs that take images from a pipe do not respect; see core(5).
+    resource.setrlimit(resource.RLIMIT_CORE, (min(soft, 1) if soft >= 0 else 1, hard))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    # The first process of a system, or of a container, is not ended by its own signals.
+    os._exit(128 + number)

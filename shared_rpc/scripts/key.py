@@ -1,0 +1,132 @@
+"""Which zygote a script may be a fork of.
+
+A fork cannot change what its zygote took from its own beginning: the interpreter and its options, the variables that it, the
+loader and libraries read when they begin, credentials and namespaces, and limits that can only be lowered. All of that is put
+into a key, and each key has a zygote of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from _blake2 import blake2b  # that of hashlib, which loads OpenSSL before it; 3.6 to 3.14 have it
+from collections.abc import Iterable, Mapping
+
+import shared_rpc
+
+__all__ = ["interpreter_options", "is_relative", "key_of", "limits"]
+
+#: What variables begin with that are read when the interpreter begins or a library is loaded: by Python, the loader and the C
+#: library, the pools of threads of OpenMP and BLAS, torch and what it loads, CUDA, numpy, and libraries of Hugging Face.
+_PREFIXES = (
+    *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "LOCPATH", "COVERAGE_"),
+    *(
+        "OMP_",
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "GOTO_",
+        "BLIS_",
+        "NUMEXPR_",
+        "VECLIB_",
+        "DNNL_",
+        "ONEDNN_",
+        "NPY_",
+        "NUMPY_",
+    ),
+    *("TORCH", "PYTORCH_", "ATEN_", "C10_", "KINETO_", "TRITON_", "NCCL_", "GLOO_", "TP_"),
+    *("CUDA_", "CUBLAS", "CUDNN_", "CUSOLVER_", "NVIDIA_", "HIP_", "HSA_", "ROCM_", "ROCR_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_"),
+)
+#: Those that are read so by their whole names: HOME leads to the user's own site-packages.
+_NAMES = frozenset({"HOME"})
+#: Lines of /proc/self/status: credentials, what may never be gained again, and processors, for which pools of threads are made.
+_STATUS = frozenset({"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed"})
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "user", "uts")
+
+
+def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
+    """The key of this process, for scripts that it runs: sixteen hexadecimal digits."""
+    preload = sorted(set(preload))
+    prefixes = (*_PREFIXES, *(f"{name.partition('.')[0].upper()}_" for name in preload))
+    facts: list[object] = [
+        # The package itself: a zygote speaks with its own version only.
+        (shared_rpc.__version__, os.path.dirname(shared_rpc.__file__)),
+        (sys.executable, sys.version, sys.prefix, sys.base_prefix, _identity(os.path.realpath(sys.executable))),
+        (tuple(sys.flags), _is_unbuffered(), sorted(sys._xoptions.items(), key=str), sys.warnoptions),
+        preload,
+        sorted((name, value) for name, value in environ.items() if name in _NAMES or name.startswith(prefixes)),
+        # The module site makes relative entries of the path absolute when the interpreter begins.
+        _folder() if is_relative(environ.get("PYTHONPATH", "")) else None,
+        _status(),
+        [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
+        _identity("/"),
+        [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current")],
+        (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
+        # The C library takes the size of stacks of threads from the soft limit when a program begins.
+        ([resource.getrlimit(limit)[1] for limit in limits()], resource.getrlimit(resource.RLIMIT_STACK)[0]),
+    ]
+    return blake2b(repr(facts).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def interpreter_options() -> list[str]:
+    """The options that this interpreter was started with, as they stood before the program and its arguments."""
+    before, behind = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) + 1 :]
+    if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed them
+        return []
+    return before[:-1] if before[-1:] == ["-m"] else before
+
+
+def _is_unbuffered() -> bool:
+    """Whether the interpreter has been told not to buffer what it writes, which is in none of its flags."""
+    return any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))
+
+
+def limits() -> list[int]:
+    """The resource limits that this system has."""
+    return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+
+def is_relative(path: str) -> bool:
+    """Whether a variable such as PYTHONPATH has entries that depend on the working directory."""
+    return bool(path) and any(not os.path.isabs(entry) for entry in path.split(os.pathsep))
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _status() -> list[str]:
+    return [
+        line
+        for line in _content("/proc/self/status").splitlines()
+        if line.startswith("Cap") or line.partition(":")[0] in _STATUS
+    ]
+
+
+def _content(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino

@@ -1,0 +1,103 @@
+"""The zygotes of a user: which there are, and their end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shared_rpc.peers import peer_of
+from shared_rpc.scripts.wire import Incoming, Lost, packed
+from shared_rpc.settings import resolve_base_path
+
+__all__ = ["live_zygotes", "stop_zygotes"]
+
+#: Seconds that a zygote has to answer, or to end.
+_PATIENCE = 2.0
+
+
+def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What the zygotes tell of themselves that listen in the directory of the base path.
+
+    :param passed_over: called with the reason where one does not answer.
+    """
+    found = []
+    for path in _paths(base_path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            if not _connect(sock, path):
+                continue
+            try:
+                found.append(_asked(sock, "tell"))
+            except (OSError, Lost, ValueError) as error:
+                passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) does not answer: {error}")
+    return found
+
+
+def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
+    """End the zygotes, and return when they have ended. Scripts go on: they need them no more."""
+    ended = []
+    for path in _paths(base_path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            if not _connect(sock, path):
+                continue
+            pid = peer_of(sock).pid
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # it has just ended
+                continue
+            try:
+                facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": str(path)}
+                with suppress(OSError, Lost, ValueError):
+                    facts = _asked(sock, "stop")
+                gone = select.poll()
+                gone.register(pidfd, select.POLLIN)
+                if not gone.poll(_PATIENCE * 1000):
+                    # It holds nothing that anybody could miss.
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    gone.poll()
+                ended.append(facts)
+            finally:
+                os.close(pidfd)
+    return ended
+
+
+def _paths(base_path: str | None) -> list[Path]:
+    return sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))
+
+
+def _connect(sock: socket.socket, path: Path) -> bool:
+    """Connect to a zygote of this user's; False if nobody listens there, or somebody else does."""
+    sock.settimeout(_PATIENCE)
+    try:
+        sock.connect(str(path))
+    except OSError:
+        return False
+    return peer_of(sock).uid == os.geteuid()
+
+
+def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
+    """The answer to one word.
+
+    :raises OSError: in time, or if there is none.
+    """
+    incoming = Incoming()
+    asked = False
+    until = time.monotonic() + _PATIENCE
+    try:
+        while True:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+            received = incoming.receive(sock)
+            if received is None:
+                continue
+            if asked:
+                return received[0]
+            sock.sendall(packed({"do": what}))  # it has greeted
+            asked = True
+    finally:
+        incoming.close()

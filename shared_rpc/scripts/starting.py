@@ -1,0 +1,168 @@
+"""Starting a zygote: once for all who want it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.scripts.key import interpreter_options, is_relative
+from shared_rpc.server.listener import check_directory
+from shared_rpc.settings import ScriptSettings
+from shared_rpc.spawn.election import Election
+from shared_rpc.zygote.title import ROOM
+
+__all__ = ["Unfit", "log_path", "start"]
+
+#: Seconds for which a reason why a zygote must not be forked is believed: nobody waits for its imports again.
+_BELIEVED = 600.0
+
+#: The working directory is no place for modules of a zygote, and comes first where Python looks for them, if it is not told
+#: otherwise. Nothing but this is below a script that a fork runs.
+_CODE = """\
+import sys
+if not sys.flags.safe_path:
+    del sys.path[0]
+from shared_rpc.scripts.zygote import main
+script = main()
+if script is not None:
+    script.run()
+"""
+
+
+class Unfit(Exception):
+    """There is no zygote, and why."""
+
+
+def log_path(path: str) -> str:
+    """Where a zygote writes that listens at ``path``."""
+    return f"{path}.log"
+
+
+def start(
+    path: str,
+    settings: ScriptSettings,
+    environ: Mapping[str, str],
+    fds: list[int],
+    connect: Callable[[], socket.socket | None],
+    pause: Callable[[], None],
+    deadline: float,
+) -> socket.socket:
+    """Return a connection to a zygote: one that was started here, or by whoever else wanted one.
+
+    :param fds: descriptors of this process that a new one would inherit, and the zygote must not.
+    :param pause: waits for a moment.
+    :raises Unfit: if there is none.
+    """
+    try:
+        check_directory(os.path.dirname(path))
+        election = Election(path)
+    except (ConfigurationError, OSError) as error:
+        raise Unfit(str(error)) from None
+    try:
+        while time.monotonic() < deadline:
+            if election.win():
+                connection = connect()
+                if connection is None:
+                    _start(path, settings, environ, fds, election, pause, deadline)
+                    connection = connect()
+                if connection is not None:
+                    return connection
+                raise Unfit(f"the zygote ended at once; see {log_path(path)}")
+            pause()
+            connection = connect()
+            if connection is not None:
+                return connection
+        raise Unfit(f"another process began to start a zygote at {path}, and it has not come up in time; see {log_path(path)}")
+    finally:
+        election.close()
+
+
+def _start(
+    path: str,
+    settings: ScriptSettings,
+    environ: Mapping[str, str],
+    fds: list[int],
+    election: Election,
+    pause: Callable[[], None],
+    deadline: float,
+) -> None:
+    if reason := election.failure() or _believed(path):
+        raise Unfit(reason)
+    reading, writing = os.pipe()
+    try:
+        options = {"path": path, "lock": election.fd, "told": writing, **settings._asdict()}
+        options["stay"] = is_relative(environ.get("PYTHONPATH", ""))
+        _spawn(path, [*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], environ, fds, election.fd, writing)
+    except OSError as error:
+        os.close(reading)
+        raise Unfit(f"cannot start a zygote: {error}") from None
+    finally:
+        os.close(writing)
+    try:
+        told = _told(reading, pause, deadline)
+    finally:
+        os.close(reading)
+    if told != "listens":
+        reason = told or f"the zygote ended before it listened; see {log_path(path)}"
+        election.record_failure(reason)
+        raise Unfit(reason)
+
+
+def _spawn(path: str, words: list[str], environ: Mapping[str, str], fds: list[int], lock: int, told: int) -> None:
+    """Start a process that has of this one's descriptors two, and its signals as by default."""
+    log = os.open(log_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.set_inheritable(lock, True)
+            os.set_inheritable(told, True)
+            actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in fds if fd > 2]
+            actions += [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in ((0, null), (1, log), (2, log))]
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, *words],
+                dict(environ),
+                file_actions=actions,
+                # Out of the job of this process: what the terminal sends is not meant for it, from its first moment on.
+                setpgroup=0,
+                setsigmask=(),
+                setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
+            )
+        finally:
+            os.set_inheritable(lock, False)
+            os.close(null)
+    finally:
+        os.close(log)
+    os.waitpid(pid, 0)  # it goes on in a child
+
+
+def _told(reading: int, pause: Callable[[], None], deadline: float) -> str:
+    """What the zygote tells; empty if it ends without a word."""
+    os.set_blocking(reading, False)
+    text = b""
+    while time.monotonic() < deadline:
+        with suppress(BlockingIOError):
+            data = os.read(reading, 4096)
+            if not data:
+                return text.decode(errors="replace")
+            text += data
+            continue
+        pause()
+    return "the zygote has not begun to listen in time"
+
+
+def _believed(path: str) -> str:
+    """Why a zygote of this key must not be forked, as was found out not long ago."""
+    try:
+        with open(f"{path}.unfit", encoding="utf-8", errors="replace") as file:
+            recent = time.time() - os.fstat(file.fileno()).st_mtime < _BELIEVED
+            return file.read() if recent else ""
+    except OSError:
+        return ""

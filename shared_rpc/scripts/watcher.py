@@ -1,0 +1,173 @@
+"""The parent of a script: it tells the command how the script goes, and ends it when the command is gone.
+
+It is a fork of the zygote too, so that a script needs its zygote no more once it has begun.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from shared_rpc.scripts.front import ended, stopped
+from shared_rpc.scripts.main_module import Fork, Refusal
+from shared_rpc.scripts.wire import packed
+from shared_rpc.zygote.forking import fork
+from shared_rpc.zygote.title import set_title
+
+__all__ = ["begin_script"]
+
+#: What the script tells its watcher when it can begin; anything else is why it cannot.
+_READY = b"+"
+_BEGIN = b"!"
+
+
+def begin_script(script: Fork, connection: socket.socket, fds: list[int]) -> Fork:
+    """Fork the script: returns there, and nowhere else. In a fork of the zygote.
+
+    :param fds: descriptors for the script.
+    """
+    # A session of its own: no terminal; and a script that is in another process group of it can be stopped, see setpgid(2).
+    os.setsid()
+    watcher = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ours, theirs = socket.socketpair()
+    try:
+        pid = fork()
+    except OSError as error:
+        connection.sendall(packed({"refused": f"the zygote cannot be forked: {error}"}))
+        os._exit(1)
+    if pid:
+        theirs.close()
+        try:
+            _watch(pid, ours, connection)
+        finally:
+            os._exit(1)
+    ours.close()
+    # Out of the way of the numbers that the script's own descriptors have.
+    moved = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, script.highest + 1)
+    theirs.close()
+    theirs = socket.socket(fileno=moved)
+    try:
+        script.become(watcher, moved, fds)
+    except Refusal as refusal:
+        _refuse(theirs, str(refusal))
+    except BaseException as error:
+        _refuse(theirs, f"{type(error).__name__}: {error}")
+    theirs.sendall(_READY)
+    if theirs.recv(1) != _BEGIN:
+        os._exit(1)
+    theirs.close()
+    return script
+
+
+def _refuse(watcher: socket.socket, why: str) -> NoReturn:
+    with suppress(OSError):
+        watcher.sendall(why.encode(errors="replace")[:4096] or b"?")
+    os._exit(1)
+
+
+def _watch(pid: int, script: socket.socket, connection: socket.socket) -> NoReturn:
+    """Watch a script, to its end and this process's."""
+    gc.disable()  # a collection would touch every object, and so copy it
+    _close_all_but(script, connection)
+    set_title([sys.executable, "-m", "shared_rpc.scripts.watcher", str(pid)])
+    # The zygote's limits are not the command's; and no image of this process is worth anything.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    os.set_blocking(reading, False)
+    connection.setblocking(False)
+    script.setblocking(False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    poll = select.poll()
+    for watched in (script.fileno(), connection.fileno(), reading):
+        poll.register(watched, select.POLLIN)
+    begun = False
+    while True:
+        for fd, _ in poll.poll():
+            if fd == reading:
+                with suppress(BlockingIOError):
+                    os.read(reading, 4096)
+            elif fd == script.fileno():
+                if not _relay(script, connection, pid):
+                    poll.unregister(fd)
+            elif not _obey(connection, pid, script, begun):
+                os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            else:
+                begun = True
+        _look(connection, pid, script, begun)
+
+
+def _relay(script: socket.socket, connection: socket.socket, pid: int) -> bool:
+    """Tell the command whether the script can begin; False if there is nothing more to be told."""
+    try:
+        word = script.recv(4096)
+    except BlockingIOError:
+        return True
+    if word == _READY:
+        _tell(connection, packed({"pid": pid}))
+    elif word:
+        _tell(connection, packed({"refused": word.decode(errors="replace")}))
+    return bool(word)
+
+
+def _obey(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> bool:
+    """Do what the command says; False if it is gone."""
+    try:
+        data = connection.recv(4096)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    if not data:
+        return False
+    if not begun:
+        data = data[2:]
+        with suppress(OSError):
+            script.sendall(_BEGIN)
+    # Two bytes are sent at once, and so come at once; see unix(7).
+    for number, group in zip(data[::2], data[1::2], strict=False):
+        with suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(pid, number)
+    return True
+
+
+def _look(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> None:
+    """Tell what has become of the script."""
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+        if not found:
+            return
+        if os.WIFSTOPPED(status):
+            _tell(connection, stopped(os.WSTOPSIG(status)))
+            continue
+        if begun:
+            _tell(connection, ended(status))
+        else:  # the command becomes the script itself
+            _relay(script, connection, pid)
+        os._exit(0)
+
+
+def _tell(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # gone: the next look at it says so
+        connection.send(data)
+
+
+def _close_all_but(*kept: socket.socket) -> None:
+    stay = sorted(sock.fileno() for sock in kept)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    for first, last in zip([2, *stay], [*stay, highest + 1], strict=True):
+        if first + 1 < last:
+            os.closerange(first + 1, last)

@@ -1,0 +1,275 @@
+"""The process that scripts are forks of: one for each user and key."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import shared_rpc
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.peers import peer_of
+from shared_rpc.scripts.main_module import Fork, Request
+from shared_rpc.scripts.watcher import begin_script
+from shared_rpc.scripts.wire import GREETING, Incoming, Lost, packed
+from shared_rpc.server.listener import bind_socket, remove_socket
+from shared_rpc.zygote.forking import fork
+from shared_rpc.zygote.messages import Preload, Unfit
+from shared_rpc.zygote.serving import Zygote
+from shared_rpc.zygote.title import set_title
+
+__all__ = ["main"]
+
+#: What every zygote imports: torch, numpy, and what a client of a server needs. What else scripts import is for people to name:
+#: what a script imported last time differs from script to script, and some libraries start threads, or CUDA, when imported.
+_MODULES = (
+    *("numpy", "torch"),
+    *("shared_rpc.provider", "shared_rpc.client", "shared_rpc.client.aio", "shared_rpc.codec", "shared_rpc.building"),
+    *("shared_rpc.in_process", "shared_rpc.exits", "shared_rpc.spawn", "shared_rpc.safetensors", "shared_rpc.ticket"),
+    *("shared_rpc.memory.memfd", "shared_rpc.server"),
+)
+#: Seconds that a message has to come whole.
+_PATIENCE = 10.0
+#: Seconds from look to look whether the socket is still there.
+_LOOK = 2.0
+
+
+def main() -> Fork | None:
+    """Be a zygote, until nobody wants a script for long enough. Returns in every script, with what it is to run."""
+    options = json.loads(sys.argv[1])
+    if os.fork():  # before there is anything that could be in its way
+        os._exit(0)
+    os.setsid()
+    if not options["stay"]:
+        os.chdir("/")
+    set_title([sys.executable, "-m", "shared_rpc.scripts.zygote", options["path"], *options["preload"]])
+    for fd in (options["lock"], options["told"]):
+        os.set_inheritable(fd, False)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    zygote = Zygote(sys.path[:])
+    reason = _prepare(zygote, options["preload"])
+    if reason:
+        reason = f"one that has imported {', '.join(['torch', *options['preload']])} cannot be forked: {reason}"
+        Path(f"{options['path']}.unfit").write_text(reason, encoding="utf-8")
+    else:
+        try:
+            listener = bind_socket(options["path"])
+        except ConfigurationError as error:
+            reason = str(error)
+    with suppress(BrokenPipeError):  # who started it has not waited
+        os.write(options["told"], (reason or "listens").encode(errors="replace"))
+    os.close(options["told"])
+    if reason:
+        return None
+    Path(f"{options['path']}.unfit").unlink(missing_ok=True)
+    # Watchers that have ended are nobody's business.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    script = _Serving(zygote, listener, options).serve()
+    if script is None:
+        os._exit(0)  # what imports have registered for the end is for the scripts
+    return script
+
+
+def _prepare(zygote: Zygote, preload: list[str]) -> str:
+    """Import what is to be imported: why this process is not one to be forked; empty if it is."""
+    folders = [entry for entry in sys.path if not _is_installed(entry)]
+    answer = zygote.prepare(Preload([*_MODULES, *preload], folders=folders))
+    if isinstance(answer, Unfit):
+        return answer.why
+    for name in ("torch", *preload):
+        if name in answer.dropped:
+            return f"{name} cannot be imported: {answer.dropped[name]}"
+    own = os.path.dirname(shared_rpc.__file__)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(own + os.sep) and not _is_installed(file):
+            return f"the module {name} is no installed package, and may change at any time: {file}"
+    return ""
+
+
+def _is_installed(path: str) -> bool:
+    """Whether a path is one of the interpreter's own, or one that packages are installed to."""
+    if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
+        return True
+    paths = sysconfig.get_paths()
+    standard = {paths["stdlib"], paths["platstdlib"], *filter(None, sysconfig.get_config_vars("DESTSHARED"))}
+    standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
+    return any(path == place or path.startswith(place + os.sep) for place in standard)
+
+
+@dataclass
+class _Connection:
+    """Somebody who has not yet said what is wanted."""
+
+    socket: socket.socket
+    until: float
+    incoming: Incoming = field(default_factory=Incoming)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.incoming.close()
+        self.socket.close()
+
+
+class _Serving:
+    """The loop."""
+
+    def __init__(self, zygote: Zygote, listener: socket.socket, options: dict[str, Any]) -> None:
+        self._zygote = zygote
+        self._listener = listener
+        self._path: str = options["path"]
+        self._lock: int = options["lock"]
+        self._preload: list[str] = options["preload"]
+        self._idle_exit: float = options["idle_exit"]
+        self._inode = os.lstat(self._path).st_ino
+        self._begun = time.monotonic()
+        #: Until when it waits for the next script: for the first one at least as long as whoever started it needs to ask.
+        self._until = self._begun + max(self._idle_exit, _PATIENCE)
+        self._last = self._begun
+        self._runs = 0
+        self._connections: dict[int, _Connection] = {}
+
+    def serve(self) -> Fork | None:
+        """Begin scripts. Returns in each of them; and None in the zygote, at its end."""
+        while self._listener.fileno() >= 0:
+            poll = select.poll()
+            poll.register(self._listener, select.POLLIN)
+            for fd in self._connections:
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(self._timeout() * 1000):
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._connections:
+                    script = self._hear(self._connections[fd])
+                    if script is not None:
+                        return script
+            self._look()
+        return None
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        due = min([self._until, now + _LOOK, *(one.until for one in self._connections.values())])
+        return float(max(due - now, 0.0))
+
+    def _look(self) -> None:
+        """End what waits for nothing: connections, and this process."""
+        now = time.monotonic()
+        for fd, connection in list(self._connections.items()):
+            if now >= connection.until:
+                self._connections.pop(fd).close()
+        try:
+            replaced = os.lstat(self._path).st_ino != self._inode
+        except OSError:
+            replaced = True
+        if replaced or (now >= self._until and not self._connections):
+            self._end()
+
+    def _end(self) -> None:
+        """Listen no more, so that another one may."""
+        if self._listener.fileno() >= 0:
+            remove_socket(self._path, self._inode)
+            self._listener.close()
+            os.close(self._lock)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock = self._listener.accept()[0]
+            if peer_of(sock).uid != os.geteuid():
+                sock.close()
+                return
+            sock.setblocking(False)
+            sock.send(GREETING)
+            self._connections[sock.fileno()] = _Connection(sock, time.monotonic() + _PATIENCE)
+
+    def _hear(self, connection: _Connection) -> Fork | None:
+        try:
+            received = connection.incoming.receive(connection.socket)
+        except BlockingIOError:
+            return None
+        except (Lost, OSError, ValueError):
+            received = {}, []
+        if received is None:
+            return None
+        del self._connections[connection.socket.fileno()]
+        message, fds = received
+        script = None
+        try:
+            with suppress(OSError, msgspec.ValidationError):
+                match message.get("do"):
+                    case "run":
+                        script = self._run(connection.socket, message, fds)
+                    case "tell":
+                        connection.socket.send(packed(self._facts()))
+                    case "stop":
+                        self._end()
+                        connection.socket.send(packed(self._facts()))
+                        # Who waits for the end sees this connection end, with the process.
+                        connection.socket.detach()
+        finally:
+            if script is None:
+                connection.close()
+                for fd in fds:
+                    os.close(fd)
+        return script
+
+    def _run(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Fork | None:
+        request = msgspec.convert(message, Request, strict=False)  # keys are texts in JSON
+        if name := self._zygote.changed():
+            self._end()
+            sock.send(packed({"refused": f"{name} has changed", "stale": True}))
+            return None
+        self._idle_exit = request.idle_exit
+        self._last = time.monotonic()
+        self._until = self._last + self._idle_exit
+        if taken := set(self._zygote.kept) & set(request.fds):
+            sock.send(packed({"refused": f"the zygote itself has descriptor {min(taken)} open"}))
+            return None
+        try:
+            pid = fork()
+        except (OSError, MemoryError) as error:
+            sock.send(packed({"refused": f"the zygote (pid {os.getpid()}) cannot be forked: {str(error) or 'out of memory'}"}))
+            return None
+        if pid:
+            self._runs += 1
+            return None
+        script = begin_script(Fork(self._zygote, request), sock, fds)
+        # Their descriptors have been closed with all others.
+        for other in (self._listener, sock, *(connection.socket for connection in self._connections.values())):
+            other.detach()
+        return script
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "kind": "zygote",
+            "pid": os.getpid(),
+            "socket_path": self._path,
+            "key": Path(self._path).stem.rpartition("-")[2],
+            "preload": ["torch", *self._preload],
+            "runs": self._runs,
+            "idle": time.monotonic() - self._last,
+            "idle_exit": self._idle_exit,
+            "uptime": time.monotonic() - self._begun,
+            "pss": _pss(),
+        }
+
+
+def _pss() -> int:
+    """The memory of this process in bytes, with its part of what it shares with its forks; see proc(5)."""
+    with suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,121 @@
+"""What a worker imports with its app, for the next one that is to begin with that."""
+
+from __future__ import annotations
+
+import functools
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+
+from shared_rpc.settings import watched_environment
+from shared_rpc.wire.worker import Imports
+
+__all__ = ["Learner"]
+
+_PACKAGE = "shared_rpc"
+
+
+class Learner:
+    """Watches the app while it is loaded."""
+
+    def __init__(self) -> None:
+        #: The modules that there were, and the variable that the app then set.
+        self._changes: list[tuple[set[str], str, str | None]] = []
+
+    @contextmanager
+    def watching(self, on_change: Callable[[str, str | None], None] = lambda name, value: None) -> Iterator[None]:
+        """While the app is loaded.
+
+        :param on_change: called before the app changes a variable of the environment.
+        """
+
+        def changes(name: str, value: str | None) -> None:
+            if not _while_installed_is_imported(sys._getframe(2)):
+                on_change(name, value)
+                self._changes.append((set(sys.modules), name, value))
+
+        with watched_environment(changes):
+            yield
+
+    def imports(self, known: Mapping[str, object]) -> Imports:
+        """What there is now.
+
+        :param known: modules that were there when this process began, and are not told of.
+        """
+        modules = [(name, module) for name, module in list(sys.modules.items()) if _is_real(name, module)]
+        installed = {name: None for name, module in modules if _is_installed(name, module)}
+        own = [name for name, module in modules if name not in installed and _file(module)]
+        steps: list[str | dict[str, str | None]] = []
+        told = set(known)
+        for there, variable, value in self._changes:
+            steps += [name for name in installed if name in there and name not in told]
+            told |= there
+            steps.append({variable: value})
+        steps += [name for name in installed if name not in told]
+        folders, first = _folders()
+        used = sorted(_used_by(own) & {_top(name) for name in installed})
+        return Imports(steps, own, folders, first, used, whole=not known)
+
+
+def _while_installed_is_imported(frame: FrameType | None) -> bool:
+    """Whether a module that is not the person's is being imported, by itself and not because it is called."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return _lies_in_installed(frame.f_code.co_filename)
+        frame = frame.f_back
+    return False
+
+
+def _is_real(name: str, module: object) -> bool:
+    """Whether importing a name gives that module: some are entered under further names, or made by others."""
+    return getattr(getattr(module, "__spec__", None), "name", None) == name and name not in ("__main__", "__mp_main__")
+
+
+def _file(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    return file if isinstance(file, str) else ""
+
+
+def _is_installed(name: str, module: ModuleType) -> bool:
+    # This library's own are imported by every worker, wherever they lie.
+    return _top(name) == _PACKAGE or _lies_in_installed(_file(module))
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _lies_in_installed(file: str) -> bool:
+    return file.startswith(_installed())
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    paths |= {entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")}
+    return tuple(sorted({form for path in paths for form in (f"{path}/", f"{os.path.realpath(path)}/")}))
+
+
+def _folders() -> tuple[list[str], list[str]]:
+    """Directories in which Python looks for modules, and that are the person's: all, and those before the interpreter's."""
+    path = [os.path.abspath(entry) for entry in sys.path]
+    installed = [_lies_in_installed(f"{entry}/") for entry in path]
+    own = [entry for entry, is_installed in zip(path, installed, strict=True) if not is_installed and os.path.isdir(entry)]
+    front = path[: installed.index(True)] if True in installed else path
+    return own, [entry for entry in own if entry in front]
+
+
+def _used_by(own: list[str]) -> set[str]:
+    """The packages of modules, classes and functions that are global names of modules."""
+    used = set()
+    for name in own:
+        for value in list(vars(sys.modules[name]).values()):
+            module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(module, str):
+                used.add(_top(module))
+    return used

@@ -1,0 +1,243 @@
+"""What a fork of a zygote undoes, to be a process like any other."""
+
+from __future__ import annotations
+
+import builtins
+import fcntl
+import importlib
+import io
+import linecache
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import BuiltinImporter
+from types import ModuleType
+from typing import Any, NoReturn
+
+import msgspec
+
+from shared_rpc.settings import change_environment, environment
+from shared_rpc.zygote.title import set_title
+
+__all__ = ["Identity", "become", "inherited_environment", "new_main", "run_module"]
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a fork has of its own, where that is not what its zygote had when it began.
+
+    :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
+    :param variables: the environment.
+    :param inherited: the environment without what imports have changed of it, for a process that takes the place of the fork.
+    :param argv: ``sys.argv``, and what other programs see as its command line, behind the interpreter's name.
+    :param path: ``sys.path``.
+    :param umask: None for the zygote's, as for the others.
+    :param ignored: signals that it ignores, as it would have inherited that.
+    :param group: whether it leads a process group of its own.
+    """
+
+    fds: Sequence[int]
+    argv: Sequence[str]
+    variables: Mapping[str, str]
+    path: Sequence[str]
+    cwd: str | None = None
+    umask: int | None = None
+    limits: Mapping[int, tuple[int, int]] = {}
+    ignored: Sequence[int] = ()
+    group: bool = True
+    title: Sequence[str] = ()
+    inherited: Mapping[str, str] | None = None
+
+
+def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: Iterable[int]) -> None:
+    """Make a process of its own of a fork. Once, in the fork, before anything else, while signals are held back.
+
+    The rule: *what a new process would have made for itself is made anew; what it would have inherited from whoever asked for
+    it is taken from there; what its imports would have made is kept.* So:
+
+    - made anew: the state of random number generators (``random`` does that itself, as ``tempfile`` does; numpy's and torch's
+      global ones do not), the key of :mod:`multiprocessing`, standard streams with their buffers, caches of directories and of
+      sources, the names of its main module and its command line;
+    - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, umask,
+      resource limits, ignored signals, a process group;
+    - kept: modules, atexit callbacks and logging handlers that imports registered (this process runs them, and its zygote,
+      which ends without, does not), signal handlers that imports set, descriptors of devices without state. Objects of the
+      imports stay frozen, see :func:`gc.freeze`: a collection that touched them would copy their memory.
+
+    Locks need nothing here: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have
+    hooks for forks of their own. The hash seed is the zygote's, as in any fork.
+
+    :param fds: descriptors that came with the request, in the order of ``identity.fds``.
+    :param kept: further descriptors that stay open.
+    :param mask: signals that are blocked when all is done.
+    """
+    _place_descriptors(dict(zip(identity.fds, fds, strict=True)), kept)
+    if identity.group:
+        os.setpgid(0, 0)
+    _inherited.update(identity.inherited if identity.inherited is not None else identity.variables)
+    before = environment()
+    change_environment({**dict.fromkeys(before), **identity.variables})
+    if before.get("TZ") != identity.variables.get("TZ"):
+        time.tzset()
+    if identity.umask is not None:
+        os.umask(identity.umask)
+    if identity.limits:
+        import resource
+
+        for limit, values in identity.limits.items():
+            resource.setrlimit(limit, values)
+    if identity.cwd is not None:
+        os.chdir(identity.cwd)
+    _standard_streams()
+    _seed()
+    _forget_folders()
+    sys.argv[:] = identity.argv
+    sys.path[:] = identity.path
+    title = identity.title or identity.argv
+    set_title([sys.executable, *title])
+    sys.orig_argv[:] = [*_interpreter_words(), *title]
+    # 3.11 to 3.13 leave the zygote's; private, and what a thread itself calls when it begins: 3.8 to 3.14 have it.
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    signal.set_wakeup_fd(-1)
+    for number in identity.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+#: See :func:`inherited_environment`.
+_inherited: dict[str, str] = {}
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment that a new process would have begun with in place of this fork."""
+    return dict(_inherited)
+
+
+def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
+    """Give descriptors their numbers, and close all others but those that are kept."""
+    above = max([*wanted, *kept, 2]) + 1
+    # Out of the way first: one may have the number that another is to have.
+    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
+    for number, fd in moved.items():
+        os.dup2(fd, number, inheritable=True)
+    stay = sorted({*wanted, *kept})
+    for first, last in zip([-1, *stay], [*stay, _highest() + 1], strict=True):
+        if first + 1 < last:
+            os.closerange(first + 1, last)
+
+
+def _highest() -> int:
+    return max(map(int, os.listdir("/proc/self/fd")))
+
+
+def _standard_streams() -> None:
+    """Make new ones, as the interpreter does when it starts: with buffers of their own, and terminals by the line."""
+    for number, name, earlier in ((0, "stdin", sys.stdin), (1, "stdout", sys.stdout), (2, "stderr", sys.stderr)):
+        stream = _stream(number, name, earlier)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
+    unbuffered = getattr(earlier, "write_through", False)
+    try:
+        # As the interpreter does: open() chooses the size of the buffer by the kind of file. It stays open.
+        buffering = 0 if unbuffered and number != 0 else -1
+        buffer: Any = open(number, "rb" if number == 0 else "wb", buffering, closefd=False)  # noqa: SIM115
+    except OSError:
+        return None
+    raw = getattr(buffer, "raw", buffer)
+    raw.name = f"<{name}>"
+    stream = io.TextIOWrapper(
+        buffer,
+        encoding=earlier.encoding if earlier is not None else "utf-8",
+        errors=earlier.errors if earlier is not None else "strict",
+        newline="\n",
+        line_buffering=not unbuffered and (number == 2 or raw.isatty()),
+        write_through=unbuffered,
+    )
+    stream.mode = "r" if number == 0 else "w"  # type: ignore[misc]
+    return stream
+
+
+def _seed() -> None:
+    """Seed the global generators of random numbers anew. Those of modules that are imported later are seeded then."""
+    random.seed()
+    legacy = sys.modules.get("numpy.random")
+    if legacy is not None:
+        legacy.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Not torch.seed(), which would have CUDA's generators seeded too when they come, and they seed themselves.
+        torch.default_generator.seed()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process().authkey = os.urandom(32)
+
+
+def _interpreter_words() -> list[str]:
+    """The interpreter and its options, which a fork has in common with its zygote."""
+    words = sys.orig_argv
+    return words[: next(index for index, word in enumerate(words) if word in ("-m", "-c"))]
+
+
+def _forget_folders() -> None:
+    """Have directories and sources be read anew: the zygote may be hours old."""
+    importlib.invalidate_caches()
+    linecache.clearcache()
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        vars(tempfile)["tempdir"] = None
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        # Children that are not forked look there for the main module, where its path is relative.
+        try:
+            vars(process)["ORIGINAL_DIR"] = os.path.abspath(os.getcwd())
+        except OSError:  # it has been removed
+            vars(process)["ORIGINAL_DIR"] = None
+
+
+def run_module(name: str, alter_argv: bool = True) -> NoReturn:
+    """Run a module as ``python -m`` does, to the end of the process.
+
+    :param alter_argv: False for the ``__main__`` of a directory or archive, whose own path stays ``sys.argv[0]``.
+    """
+    new_main()
+    # Private, and what "python -m" itself calls: 3.4 to 3.14 have it. It also sets sys.argv[0].
+    finish(lambda: runpy._run_module_as_main(name, alter_argv))  # type: ignore[attr-defined]
+    raise SystemExit(0)
+
+
+def new_main() -> None:
+    """Make a main module with what the interpreter puts there before the program.
+
+    Not the zygote's own one made empty, which is frozen: what a program leaves there would not be collected at its end.
+    """
+    earlier, main = sys.modules["__main__"], ModuleType("__main__")
+    vars(main).update(__loader__=BuiltinImporter, __builtins__=builtins)
+    if "__annotations__" in vars(earlier):  # up to 3.13
+        vars(main)["__annotations__"] = {}
+    sys.modules["__main__"] = main
+
+
+def finish(main: Callable[[], object]) -> None:
+    """Call what a process is for; an error that comes out of it is shown as if nothing were below it, and ends the process."""
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error = error.with_traceback(trace)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        vars(sys)["last_exc"] = error  # from 3.12 on
+        sys.excepthook(type(error), error, trace)
+        # The interpreter shows it too, and finds out how to end: with SIGINT for a KeyboardInterrupt.
+        sys.excepthook = lambda *_: None
+        raise

@@ -1,0 +1,80 @@
+"""Forks of this process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import warnings
+
+__all__ = ["fork", "fork_for_reaper"]
+
+
+def fork() -> int:
+    """Fork: the process id in the parent, 0 in the child.
+
+    :raises OSError: if the system has no room for another process.
+    """
+    with warnings.catch_warnings():
+        # From 3.12 on Python warns where a process has native threads too; see safety.unsafe() for why those are no harm.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def fork_for_reaper() -> int:
+    """Fork a process that is a child of the nearest ancestor that is a subreaper; without one, of the system's first process.
+
+    That is how a program gets a child which it can wait for, whose exit status reaches it whatever becomes of the zygote, and
+    that can be made to end with it; see PR_SET_CHILD_SUBREAPER of prctl(2). A process between the two ends at once. (clone(2)
+    with CLONE_PARENT would need none, but passes by the hooks that Python and native libraries have for forks.)
+
+    Signals are held back meanwhile, and in the new process until it lets them come.
+
+    :returns: its process id; 0 in the process itself.
+    :raises OSError: if there is no room for another process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    reading, writing = os.pipe()
+    born = False
+    try:
+        between = fork()
+        if between == 0:
+            try:
+                born = _fork_between(writing)
+            finally:
+                if not born:
+                    os._exit(1)
+            return 0
+        os.close(writing)
+        writing = -1
+        told = os.read(reading, 64)
+        os.waitpid(between, 0)  # from here on the new process has its parent
+    finally:
+        if not born:
+            os.close(reading)
+            if writing >= 0:
+                os.close(writing)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    pid, _, error = told.partition(b" ")
+    if not pid.isdigit():
+        raise OSError(int(error) if error.isdigit() else 0, os.strerror(int(error)) if error.isdigit() else "the fork ended")
+    return int(pid)
+
+
+def _fork_between(writing: int) -> bool:
+    """Fork again, and end; returns True in the new process, when its parent is the one it keeps."""
+    between = os.pidfd_open(os.getpid())
+    try:
+        pid = fork()
+    except (OSError, MemoryError) as error:
+        os.write(writing, f"- {getattr(error, 'errno', errno.ENOMEM)}".encode())
+        return False
+    if pid:
+        os.write(writing, str(pid).encode())
+        return os._exit(0)
+    # It is told when that process has ended, and children are given away before that.
+    ended = select.poll()
+    ended.register(between, select.POLLIN)
+    ended.poll()
+    return True

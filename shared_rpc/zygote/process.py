@@ -1,0 +1,73 @@
+"""A process that a zygote forked, as the one sees it that asked for it and is its parent now."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO
+
+__all__ = ["ForkedProcess", "adopting"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkedProcess:
+    """What a worker's broker needs of :class:`subprocess.Popen`, for a child that was started otherwise.
+
+    :param stderr: the reading end of a pipe.
+    """
+
+    def __init__(self, pid: int, stderr: IO[bytes]) -> None:
+        self.pid = pid
+        self.stderr = stderr
+        #: As that of :class:`subprocess.Popen`; None until it was waited for.
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        """Send SIGKILL, if it was not waited for: until then nobody else can have its id."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        :raises subprocess.TimeoutExpired: if it has not ended within so many seconds.
+        """
+        if self.returncode is None:
+            if timeout is not None and not self._ended(timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            try:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:  # somebody else has waited for all children: as Popen has it
+                self.returncode = 0
+        return self.returncode
+
+    def _ended(self, seconds: float) -> bool:
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)
+            return bool(ended.poll(seconds * 1000))
+        finally:
+            os.close(pidfd)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Have this process become the parent of processes below it whose parent ends meanwhile; see prctl(2).
+
+    Not for longer than needed: whoever adopts a process has to wait for its end.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "this process cannot adopt others (PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

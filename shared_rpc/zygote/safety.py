@@ -1,0 +1,115 @@
+"""Whether this process may be forked."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+from shared_rpc.zygote.forking import fork
+
+__all__ = ["HARMLESS", "try_fork", "unsafe"]
+
+#: Devices that may be shared between processes: they have no state.
+HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
+#: Devices of the NVIDIA driver that its management library opens, and that say nothing of CUDA. What CUDA cannot do without is
+#: /dev/nvidia-uvm: a process that has it open has initialised CUDA, which does not work in its forks.
+_NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
+#: Seconds that the trial fork has to compute something.
+_PATIENCE = 10.0
+#: Seconds in which a thread begins to run.
+_BEGINNING = 0.02
+#: How many threads there were at the last check.
+_seen = [1]
+
+
+def unsafe(known: frozenset[int]) -> str:
+    """Why this process must not be forked; empty if it may be.
+
+    Python threads would be missing in a fork, with whatever they had locked. CUDA does not survive a fork. A child process, or
+    an open file or socket, would be shared by forks that know nothing of each other. Threads of native libraries (OpenBLAS,
+    OpenMP) are no reason: those libraries start theirs anew in a fork.
+
+    :param known: descriptors that are meant to be open.
+    """
+    if _native_threads() != _seen[0]:
+        # A thread of the module _thread is counted when it begins to run; that of a library is there from its first moment.
+        time.sleep(_BEGINNING)
+        _seen[0] = _native_threads()
+    if threading.active_count() > 1 or _thread._count() > 0:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"it has threads: {names or 'of no name'}"
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+        return "CUDA has been initialised"
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        pass
+    else:
+        return "it has child processes"
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the directory that has just been listed
+            continue
+        if name.startswith(_CUDA):
+            return "CUDA has been initialised"
+        if fd not in known and name not in HARMLESS and not name.startswith(_NVIDIA):
+            return f"{name} is open"
+    return ""
+
+
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def try_fork() -> str:
+    """Fork, and have the fork compute: why that does not work; empty if it does.
+
+    A parallel region of OpenMP that ran before a fork leaves the library waiting, in the fork, for threads that are not there.
+    """
+    pid = fork()
+    if pid == 0:
+        try:
+            os._exit(_compute())
+        finally:
+            os._exit(1)
+    pidfd = os.pidfd_open(pid)
+    try:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        hangs = not ended.poll(_PATIENCE * 1000)
+        if hangs:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        os.close(pidfd)
+    if hangs:
+        return f"a fork of it cannot compute: it hangs for {_PATIENCE:g} s, as where OpenMP has been used before"
+    if code == _POISONED:
+        return "CUDA has been initialised: torch refuses to use it in a fork"
+    return "" if code == 0 else f"a fork of it cannot compute: it ended with {code}"
+
+
+_POISONED = 3
+
+
+def _compute() -> int:
+    """Use the thread pools of torch and numpy, as far as they have been imported."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "ones"):
+        matrix = numpy.ones((256, 256), numpy.float32)
+        if (matrix @ matrix)[0, 0] != 256:
+            return 2
+    if torch is not None and hasattr(torch, "ones"):
+        matrix = torch.ones(512, 512)
+        if (matrix @ matrix).add_(1).sum().item() != 512 * 512 * 513:
+            return 2
+        if torch.cuda._is_in_bad_fork():
+            return _POISONED
+    return 0

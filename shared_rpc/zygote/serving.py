@@ -1,0 +1,162 @@
+"""The loop of a zygote."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from shared_rpc.settings import change_environment, environment
+from shared_rpc.zygote.child import Identity, become, run_module
+from shared_rpc.zygote.forking import fork_for_reaper
+from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Refused, Stream, Unfit
+from shared_rpc.zygote.preloading import Files, preload, shadowed
+from shared_rpc.zygote.safety import try_fork, unsafe
+
+__all__ = ["Born", "Zygote"]
+
+#: Has torch ask the management library, and not CUDA, whether there is a GPU: several libraries ask when they are imported.
+_ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+@dataclass(frozen=True)
+class Born:
+    """A fork that is no process of its own yet.
+
+    :param kept: descriptors that stay open though the request did not bring them.
+    :param mask: signals that are to be blocked in it.
+    """
+
+    request: Fork
+    identity: Identity
+    fds: list[int]
+    kept: list[int]
+    mask: list[int]
+
+    def run(self) -> None:
+        """Be the process that was asked for, to its end."""
+        become(self.identity, self.fds, self.kept, self.mask)
+        run_module(self.request.module)
+
+
+class Zygote:
+    """A process that is forked. In the main thread of a process that has no other, and nothing open that it need not.
+
+    The steps of a :class:`Preload` that change the environment are for what is imported after them, and undone in the forks.
+
+    :param path: ``sys.path`` as a new process would have it.
+    """
+
+    def __init__(self, path: list[str]) -> None:
+        #: What forks begin with: ``sys.path``; descriptors that imports have opened.
+        self.path = path
+        self.kept: list[int] = []
+        #: The environment at the beginning; and with what imports have changed of it.
+        self.inherited = environment()
+        self.variables = environment()
+        self._fds = _open_fds()
+        self._mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+        self._files: Files
+        self._names: list[str] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been prepared, and can be forked."""
+        return bool(self._names)
+
+    def prepare(self, request: Preload) -> Ready | Unfit:
+        """Import what is asked for, and find out whether this process can be forked then."""
+        change_environment(_ASK_NVML)
+        if why := unsafe(self._fds):
+            return Unfit(why)
+        begin = sys.path[:]
+        done = preload(request.steps, request.folders, lambda: unsafe(self._fds))
+        if done.spoiled:
+            why = f"importing {done.module} leaves a process that must not be forked: {done.spoiled}"
+            return Unfit(why, done.module)
+        for name, value in done.variables.items():
+            if value is None:
+                self.variables.pop(name, None)
+            else:
+                self.variables[name] = value
+        self.path += [entry for entry in sys.path if entry not in begin]
+        for name in request.own:
+            if name in sys.modules:
+                return Unfit(f"what it imports has a module {name!r}, and the app has one of its own")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.collect()
+        # A collection in a fork would touch every object, and so copy it.
+        gc.freeze()
+        if why := try_fork() or unsafe(self._fds):
+            return Unfit(why)
+        self.kept = sorted(_open_fds() - self._fds)
+        self._files = Files()
+        self._names = [name for name, imported in sys.modules.items() if imported is not None]
+        return Ready(self._names, done.dropped)
+
+    def refusal(self, folders: list[str]) -> Refused | None:
+        """Why what was imported is not what a new process would import; None if it is.
+
+        :param folders: where that one looks first.
+        """
+        if not self.ready:
+            return Refused("it has not been told what to import")
+        if name := self.changed():
+            return Refused(f"{name} has changed", stale=True)
+        if name := shadowed(folders):
+            return Refused(f"{name} would be imported in place of a module that has been imported already", stale=True)
+        return None
+
+    def changed(self) -> str:
+        """A file of what was imported that is no longer what it was; empty for none."""
+        return self._files.changed()
+
+    def serve(self, stream: Stream) -> Born | None:
+        """Answer requests until the other side hangs up. Returns in each fork; and None in the zygote, at the end."""
+        while (received := stream.request()) is not None:
+            request, fds = received
+            result = self.prepare(request) if isinstance(request, Preload) else self._begin(request, fds)
+            if isinstance(result, Born):
+                stream.socket.detach()  # its descriptor is closed with all others
+                return result
+            for fd in fds:
+                os.close(fd)
+            stream.send(result)
+            if isinstance(result, Unfit):
+                return None
+        return None
+
+    def _begin(self, request: Fork, fds: list[int]) -> Answer | Born:
+        if len(fds) != len(request.fds):
+            return Refused(f"{len(request.fds)} descriptors were announced, and {len(fds)} came")
+        if refused := self.refusal(request.folders):
+            return refused
+        try:
+            pid = fork_for_reaper()
+        except (OSError, MemoryError) as error:
+            return Refused(f"it cannot be forked: {str(error) or 'out of memory'}")
+        if pid:
+            return Forked(pid)
+        identity = Identity(
+            fds=request.fds,
+            argv=["-m", *request.words],
+            variables=self.variables,
+            path=self.path,
+            title=["-m", request.module, *request.words],
+            inherited=self.inherited,
+        )
+        return Born(request, identity, fds, self.kept, self._mask)
+
+
+def _open_fds() -> frozenset[int]:
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            os.fstat(fd)
+        except OSError:  # the directory that has just been listed
+            continue
+        found.add(fd)
+    return frozenset(found)

@@ -1,0 +1,25 @@
+"""What other programs see as the command line of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["ROOM", "set_title"]
+
+#: A last word for the command line of a process that is to change it: the memory of its words is all there is for new ones.
+ROOM = "x" * 2000
+
+
+def set_title(words: Sequence[str]) -> None:
+    """Write other words over those that this process was started with, as far as there is room; see proc_pid_cmdline(5)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
+    room = end - start
+    if room < 2:
+        return
+    title = b" ".join(map(os.fsencode, words))[: room - 2]
+    # A last byte that is not zero tells the kernel that this is one text, up to the first zero; see setproctitle(3).
+    ctypes.memmove(start, title.ljust(room - 1, b"\0") + b".", room)
