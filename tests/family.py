@@ -130,6 +130,11 @@ def first(kept: list[Any]) -> Any:
     return kept[0]
 
 
+def listed(kept: list[Any]) -> Any:
+    """The elements of the first tensor that it has."""
+    return kept[0].tolist()
+
+
 def same(kept: list[Any], value: Any) -> Any:
     """What came, sent back."""
     return value

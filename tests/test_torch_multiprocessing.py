@@ -453,7 +453,7 @@ def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Callable[..., Ser
         value, own = client.call("get"), torch.ones(3, device=device)
         with peer("forkserver", own, value, torch.empty(0, device=device)) as child:
             child.call(family.write, 0, 5)
-            answer = [own.tolist(), own.is_shared(), child.call(family.first).tolist()]
+            answer = [own.tolist(), own.is_shared(), child.call(family.listed)]
         """
     )
     assert answer == [[5, 5, 5], True, [5, 5, 5]]

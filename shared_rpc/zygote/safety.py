@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from shared_rpc.zygote.forking import fork
 
@@ -19,6 +20,8 @@ HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/de
 #: Devices of the NVIDIA driver that its management library opens, and that say nothing of CUDA. What CUDA cannot do without is
 #: /dev/nvidia-uvm: a process that has it open has initialised CUDA, which does not work in its forks.
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
+#: What that library waits for events by (seen with driver 580). Forks have it as they have the devices, and wait for none.
+_EVENTS = "anon_inode:[eventfd]"
 #: Seconds that the trial fork has to compute something.
 _PATIENCE = 10.0
 #: Seconds in which a thread begins to run.
@@ -52,16 +55,15 @@ def unsafe(known: frozenset[int]) -> str:
         pass
     else:
         return "it has child processes"
+    opened: dict[int, str] = {}
     for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            name = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # the directory that has just been listed
-            continue
-        if name.startswith(_CUDA):
-            return "CUDA has been initialised"
-        if fd not in known and name not in HARMLESS and not name.startswith(_NVIDIA):
-            return f"{name} is open"
-    return ""
+        with suppress(FileNotFoundError):  # the directory that has just been listed
+            opened[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
+    if any(name.startswith(_CUDA) for name in devices):
+        return "CUDA has been initialised"
+    harmless = {*HARMLESS, *devices, *([_EVENTS] if devices else [])}
+    return next((f"{name} is open" for fd, name in opened.items() if fd not in known and name not in harmless), "")
 
 
 def _native_threads() -> int:
