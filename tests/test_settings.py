@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.settings import Role, resolve_base_path, resolve_role, server_environment, socket_path
+from shared_rpc.settings import Role, is_socket_of, resolve_base_path, resolve_role, server_environment, socket_path
 
 TRUE = ["1", "true", "yes", "on", "TRUE", " On "]
 FALSE = ["0", "false", "no", "off", "False", " OFF "]
@@ -172,3 +172,21 @@ def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyP
         "HOME": "/home/ada",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/run/a/s-cpu.sock", True),
+        ("/run/a/s-0f1e2d3c.sock", True),
+        ("/run/a/s-2-cpu.sock", False),
+        ("/run/a/s-0f1e2d3c-cpu.sock", False),
+        ("/run/a/s-cpu.sock.lock", False),
+        ("/run/a/s-other.sock", False),
+        ("/run/a/scpu.sock", False),
+        ("/run/a/ss-cpu.sock", False),
+    ],
+)
+def test_whose_socket_it_is(path: str, expected: bool) -> None:
+    """A base path's own sockets, and not those of one that begins with it."""
+    assert is_socket_of("/run/a/s", path) is expected

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.cli.discovery import live_servers
 from shared_rpc.cli.doctor import examine
 from shared_rpc.client import connection as connection_module
 from shared_rpc.errors import ConfigurationError, ConnectError
@@ -300,6 +301,19 @@ def test_a_starter_of_servers_meets_a_squatter(path: str, stranger: Callable[...
         with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
             mine.ping()
     assert not started
+
+
+@needs_root
+def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Callable[..., Child]) -> None:
+    """They are nobody's business, but where ours would be: that one is told."""
+    elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
+    for code in (elsewhere, LISTENING.format(backlog=5)):
+        stranger(code).expect("listening")
+    Path(f"{sticky}/theirs-cpu.sock.lock").touch()
+    told: list[str] = []
+    with live_servers(None, told.append) as found:
+        assert found == []
+    assert len(told) == 1 and f"the server at {path} belongs to uid {NOBODY}" in told[0]
 
 
 # Files that are in the way.
