@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.processes import environ
@@ -16,6 +17,8 @@ from benchmarks.servers import Servers
 from benchmarks.stats import Sample
 from benchmarks.targets import GOALS, Goal
 from shared_rpc import Client
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 
 __all__ = ["run"]
 
@@ -51,7 +54,6 @@ def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> No
         os.sched_setaffinity(0, servers.cores)
         (servers.folder / "app.py").write_text(APP.format(device=chosen, shape=shape))
         variables = {**environ(), "SHARED_TENSOR_BASE_PATH": servers.base_path}
-        command = [sys.executable, "-m", "shared_rpc.cli", "stop", "--all"]
         try:
             empty = Sample([[_start(["-c", "print('in hand')"], servers.folder, variables)[0] for _ in range(starts)]])
             # The first ones find no server, and no zygote.
@@ -67,7 +69,9 @@ def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> No
             _rows(report, empty, first, samples, ends, GOALS["start_gpu" if chosen == "cuda" else "start"])
             _memory_rows(report, servers.base_path, chosen)
         finally:
-            subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
+            stop_zygotes(servers.base_path)
+            with suppress(SharedRPCError), Client(servers.base_path, device=chosen, connect_timeout=0) as client:
+                client.stop_server()
     report.finish(path)
 
 
@@ -107,8 +111,6 @@ def _rows(
 
 def _memory_rows(report: Report, base_path: str, device: str) -> None:
     """What the zygote takes, and that the server's memory is there once."""
-    from shared_rpc.scripts.listing import live_zygotes
-
     (zygote,) = live_zygotes(base_path, lambda reason: None)
     report.add(Row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, unit="bytes"))
     with Client(base_path, device=device, timeout=_PATIENCE) as client:
