@@ -82,6 +82,23 @@ class Marked(torch.Tensor):
     label: str = "none"
 
 
+class Labelled(nn.Parameter):
+    """A parameter of a class of its own that refers to its module, as those of 8-bit and 4-bit layers do."""
+
+    __slots__ = ("note",)
+    label: str
+    scale: torch.Tensor
+    module: nn.Module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What such classes have for ``copy.deepcopy``: it is not all of the object."""
+        return {"label": self.label, "data": self.data, "requires_grad": self.requires_grad}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The other half of it."""
+        self.label, self.data, self.requires_grad = state["label"], state["data"], state["requires_grad"]
+
+
 class Scaled(torch.Tensor):
     """A wrapper subclass: two inner tensors that read as their product, as quantisation libraries have."""
 

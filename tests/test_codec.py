@@ -29,7 +29,7 @@ from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import Record
 from tests.interpreter import bits
-from tests.models import Everything, Locked, Marked, Scaled, State, Tied
+from tests.models import Everything, Labelled, Locked, Marked, Scaled, State, Tied
 
 Rebuilt = Callable[..., Any]
 
@@ -242,6 +242,26 @@ def test_what_is_rebuilt_by_code_is_no_inference_tensor(device: str, published: 
     weight = torch.ones(1, device=device, requires_grad=True)
     (table * weight).sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_of_a_class_of_their_own(device: str, rebuilt: Rebuilt, requires_grad: bool) -> None:
+    """They come back of that class, with all that they had, in shared memory; torch's own pickling makes plain ones of them."""
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    weight = Labelled(torch.arange(4.0, device=device).reshape(2, 2).T, requires_grad)
+    weight.label, weight.scale, weight.module, weight.note = "4 bit", torch.ones(1, device=device), layer, [1]  # type: ignore[attr-defined]
+    layer.weight = layer.tied = weight
+    theirs = rebuilt(layer)
+    assert type(theirs.weight) is Labelled
+    assert theirs.weight is theirs.tied
+    assert (theirs.weight.label, theirs.weight.note, theirs.weight.requires_grad) == ("4 bit", [1], requires_grad)
+    assert theirs.weight.module is theirs
+    assert theirs.weight.stride() == (1, 2)
+    assert theirs.weight.tolist() == [[0, 2], [1, 3]]
+    with torch.no_grad():
+        theirs.weight[0, 1] = 9
+        theirs.weight.scale.fill_(7)
+    assert (weight[0, 1].item(), weight.scale.item()) == (9, 7)
 
 
 def test_classes_of_remote_code_travel_as_code(

@@ -22,6 +22,7 @@ from shared_rpc.codec.buffers import Buffers
 from shared_rpc.codec.devices import wrong_device
 from shared_rpc.codec.hosted import host_tensors
 from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
+from shared_rpc.codec.parameters import reduce_parameter
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.refusals import Refused, refuse_kind, refuse_tensor
 from shared_rpc.codec.remote_code import reduce_remote_class
@@ -201,6 +202,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._scan.module = True
             self._scan.next_hook = max(self._scan.next_hook, next_hook(obj))
             return reduce_module(obj)
+        if issubclass(type(obj), torch.nn.Parameter) and not _wraps(obj):
+            return reduce_parameter(obj)
         if type(obj) is RemovableHandle:
             return reduce_handle(obj)
         reduced = super().reducer_override(obj)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -46,9 +47,10 @@ def digest_there(library: str, name: str) -> torch.Tensor:
 def compute_there(library: str, name: str) -> Any:
     """What it computes in that process."""
     with shared(library, name) as handle, torch.no_grad():
-        run = cases_of(library)[name].run
-        assert run is not None
-        return [tensor.clone() for _, tensor in strided_tensors(run(handle.value, DEVICE))]
+        case = cases_of(library)[name]
+        assert case.run is not None
+        value = copy.deepcopy(handle.value) if case.remembers else handle.value
+        return [tensor.clone() for _, tensor in strided_tensors(case.run(value, DEVICE))]
 
 
 @provider.share(cache=False)

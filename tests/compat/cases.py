@@ -48,6 +48,10 @@ class Case:
     besides: dict[str, Callable[[Any, Any, str], None]] = field(default_factory=dict)
     #: Whether its class has a pickling of its own that makes another object of it, with which the attached one is compared.
     as_pickled: bool = False
+    #: Whether computing changes it: its attributes, which are each process's own, and are not as they were.
+    remembers: bool = False
+    #: Whether computing writes to its memory, so that it cannot be done under ``access="read"``.
+    writes: bool = False
     #: A pattern of attribute paths that differ between two objects that were built alike.
     ignored: str | None = None
     #: The kinds of device that the library runs it on.

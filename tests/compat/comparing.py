@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bits", "differences", "digest", "memories", "strided_tensors"]
+__all__ = ["bits", "differences", "digest", "is_memory", "memories", "strided_tensors"]
 
 _ATOMS = (
     bool,
@@ -116,8 +116,7 @@ def _own(value: Any) -> list[tuple[str, Any]]:
                 found.append((f".{name}", list(item.values())))
             else:
                 found.append((f".{name}", item))
-        if isinstance(value, torch.nn.Module):
-            found.sort(key=lambda part: part[0])
+        found.sort(key=lambda part: part[0])
     found.extend(_slots(value))
     return found
 
@@ -141,7 +140,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         if value.is_leaf and value.grad is not None:
             found.append((".grad", value.grad))
         attributes = {} if found and _is_wrapper(value) else getattr(value, "__dict__", {})
-        found.extend((f".{name}", item) for name, item in attributes.items())
+        # The compiler leaves marks on tensors that it has met.
+        found.extend((f".{name}", item) for name, item in sorted(attributes.items()) if not name.startswith("_dynamo_"))
         return found
     if isinstance(value, functools.partial):
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
@@ -302,9 +302,9 @@ def digest(value: Any) -> str:
 
 def memories(value: Any) -> dict[int, str]:
     """The addresses of the memory that an object's tensors lie in, each with the path of a tensor there."""
-    tensors = [(path, tensor) for path, tensor in strided_tensors(value) if not path.endswith(_COPIES)]
-    return {tensor.untyped_storage().data_ptr(): path for path, tensor in tensors}
+    return {tensor.untyped_storage().data_ptr(): path for path, tensor in strided_tensors(value) if is_memory(path)}
 
 
-#: Parts that torch copies for whoever asks.
-_COPIES = ("int_repr", " state")
+def is_memory(path: str) -> bool:
+    """Whether the tensor at a path is memory of the object, and not a copy made for whoever asks, or by a reduction."""
+    return not path.endswith(("int_repr", " state")) and " reduction" not in path

@@ -38,6 +38,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
         "HF_HOME": str(folder / "hub"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Libraries keep what they took from a set, in its order.
+        "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),

@@ -40,8 +40,8 @@ def _run(model: Any, device: str) -> Any:
 
 
 CASES = {
-    "Linear8bitLt": Case(_eight_bit, _run, modes=True),
-    "Linear4bit, nf4": Case(_four_bit("nf4"), _run),
-    "Linear4bit, fp4": Case(_four_bit("fp4"), _run),
+    "Linear8bitLt": Case(_eight_bit, _run, modes=True, remembers=True),
+    "Linear4bit, nf4": Case(_four_bit("nf4"), _run, remembers=True),
+    "Linear4bit, fp4": Case(_four_bit("fp4"), _run, remembers=True),
     "StableEmbedding": Case(_embedding, lambda m, d: m(torch.tensor([1, 2, 3], device=d))),
 }

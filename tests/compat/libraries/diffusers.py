@@ -157,7 +157,7 @@ CASES = {
         _unet, _run_unet, modes=True, compiled=("aot_eager",), besides={"an adapter of the client": _lora}
     ),
     "AutoencoderKL": Case(_vae, _run_vae),
-    "DDPMPipeline": Case(_ddpm, _run_ddpm),
-    "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion),
+    "DDPMPipeline": Case(_ddpm, _run_ddpm, remembers=True),
+    "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion, remembers=True),
     "the modules of a pipeline": Case(_modules, _run_modules),
 }

@@ -64,5 +64,5 @@ CASES = {
     "dynamic float16": Case(_dynamic(torch.float16), _run, devices=("cpu",)),
     "dynamic int8 LSTM": Case(_dynamic_lstm, lambda m, d: m(torch.ones(2, 1, 8))[0], devices=("cpu",)),
     "static": Case(_static, _run, devices=("cpu",)),
-    "quantisation-aware": Case(_prepared, _run, devices=("cpu",)),
+    "quantisation-aware": Case(_prepared, _run, writes=True, devices=("cpu",)),
 }

@@ -61,7 +61,7 @@ CASES = {
     "ResNet": Case(_resnet, _run, modes=True, besides={"running statistics": running_statistics}),
     "MobileNetV3": Case(_mobilenet, _run),
     "VisionTransformer": Case(_vit, _run),
-    "feature extractor": Case(_features, _run),
+    "feature extractor": Case(_features, _run, as_pickled=True),
     "FCN": Case(_segmentation, _run),
     "transforms and model": Case(_transforms, _run_transforms),
 }

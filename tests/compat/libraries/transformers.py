@@ -349,8 +349,8 @@ CASES = {
     "remote code": Case(
         _remote_code, _run_remote_code, besides={"save_pretrained": _save_remote_code}, ignored="name_or_path|auto_map"
     ),
-    "text-generation pipeline": Case(_pipeline, _run_pipeline),
-    "feature-extraction pipeline": Case(_features, _run_features),
+    "text-generation pipeline": Case(_pipeline, _run_pipeline, remembers=True),
+    "feature-extraction pipeline": Case(_features, _run_features, remembers=True),
     "ModelOutput": Case(_output),
     "DynamicCache": Case(_dynamic_cache, _continue),
     "StaticCache": Case(_static_cache, _continue),
