@@ -18,6 +18,10 @@ from tests.processes import eventually
 from tests.zygotes import Zygote
 
 
+#: torch is imported anew in each.
+pytestmark = pytest.mark.timeout(240)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Zygote]]:
     """``make(**options)`` is a zygote; it is ended at the end."""

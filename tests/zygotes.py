@@ -98,7 +98,7 @@ class Zygote:
         """Its answer."""
         self._stream.send(request, fds)
         while True:
-            assert select.select([self.socket], [], [], 50)[0], "no answer"
+            assert select.select([self.socket], [], [], 120)[0], "no answer"
             part = self.socket.recv(1 << 16)
             assert part, f"the zygote has hung up: {self.errors()}"
             answer = self._stream.feed(part)
@@ -157,7 +157,7 @@ class Zygote:
             process_group=0,
             cwd=self.folder,
             env=self.environ,
-            timeout=50,
+            timeout=120,
         )
 
     def close(self) -> None:
