@@ -17,7 +17,6 @@ from shared_rpc.zygote.messages import Preload, Refused, Unfit
 from tests.processes import eventually
 from tests.zygotes import Zygote
 
-
 #: torch is imported anew in each.
 pytestmark = pytest.mark.timeout(240)
 
