@@ -28,7 +28,10 @@ _providers: dict[Provider, None] = {}
 
 def remember(provider: Provider) -> None:
     """Ask this provider at the end."""
+    global _main_file  # noqa: PLW0603
     _providers[provider] = None
+    # Not when this module is imported: that may have been in another process, from which this one was forked to run a script.
+    _main_file = getattr(sys.modules["__main__"], "__file__", _main_file)
 
 
 def forget(provider: Provider) -> None:
@@ -61,7 +64,7 @@ def _end_of_main() -> None:
 
 _ended = threading.Event()
 #: Of the script, which Python forgets when its main code has ended.
-_main_file: str | None = getattr(sys.modules["__main__"], "__file__", None)
+_main_file: str | None = None
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
 threading._shutdown = _end_of_main  # type: ignore[attr-defined]
 

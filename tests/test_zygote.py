@@ -101,6 +101,23 @@ def test_a_fork_is_as_a_new_process(make: Callable[..., Zygote], environ: dict[s
     assert found == expected
 
 
+def test_what_serves_knows_the_main_file_of_the_fork(zygote: Zygote, tmp_path: Path) -> None:
+    """Children that are spawned at the end of a script run that, and not the zygote's."""
+    zygote.write(
+        "serves",
+        """
+        from shared_rpc import Provider
+        import shared_rpc.exits as exits
+        from tell import say
+
+        provider = Provider(device="cpu", execution_mode="local")
+        say(exits._main_file)
+        """,
+    )
+    zygote.prepare("shared_rpc.exits", "shared_rpc.provider")
+    assert zygote.fork("serves").told() == str(tmp_path / "serves.py")
+
+
 def test_its_command_line_is_seen_by_others(zygote: Zygote) -> None:
     """Tools that list processes name it by what it does, and not by the zygote's."""
     zygote.write("wait", "from tell import say; say(1); import signal; signal.pause()")
