@@ -50,8 +50,10 @@ class Case:
     as_pickled: bool = False
     #: Whether computing changes it: its attributes, which are each process's own, and are not as they were.
     remembers: bool = False
-    #: Whether computing writes to its memory, so that it cannot be done under ``access="read"``.
+    #: Whether computing writes to its memory, if only what is there already, so that it cannot be done under ``access="read"``.
     writes: bool = False
+    #: Checks that do not hold for it, each with the reason.
+    excused: dict[str, str] = field(default_factory=dict)
     #: A pattern of attribute paths that differ between two objects that were built alike.
     ignored: str | None = None
     #: The kinds of device that the library runs it on.

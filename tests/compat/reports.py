@@ -47,7 +47,7 @@ class Reports:
         self._pool.shutdown(cancel_futures=True)
 
 
-_SIGNS = {"works": "·", "refused": "R", "as alone": "a", "fails": "F"}
+_SIGNS = {"works": "·", "refused": "R", "as alone": "a", "excused": "e", "fails": "F"}
 
 
 def tables(found: dict[Visited, dict[str, Any]]) -> Iterator[str]:
@@ -63,4 +63,4 @@ def tables(found: dict[Visited, dict[str, Any]]) -> Iterator[str]:
                 if outcome != "works":
                     yield f"    {outcome}: {check}: {' '.join(words.split())[:300]}"
     if found:
-        yield "· works, R refused as it has to be, a as with an object of one's own and no sharing, F fails"
+        yield "· works, R refused as it has to be, a as with an object of one's own and no sharing, e excused, F fails"

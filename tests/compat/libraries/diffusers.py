@@ -158,6 +158,6 @@ CASES = {
     ),
     "AutoencoderKL": Case(_vae, _run_vae),
     "DDPMPipeline": Case(_ddpm, _run_ddpm, remembers=True),
-    "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion, remembers=True),
+    "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion, remembers=True, as_pickled=True),
     "the modules of a pipeline": Case(_modules, _run_modules),
 }
