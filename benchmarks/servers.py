@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.peer import socket_of
 from benchmarks.processes import Process
+from shared_rpc.settings import socket_path
 
 __all__ = ["Servers"]
 
@@ -63,7 +64,7 @@ class Servers:
 
     def ours(self, build: list[list[Any]] | None = None) -> Started:
         """Our server, with these managed calls made; it listens where ``shared-rpc ls`` looks for :attr:`base_path`."""
-        path = f"{self.base_path}-bench.sock"
+        path = socket_path(self.base_path, "cpu")
         return self._ready("ours", path, socket=path, build=build or [], **self._workload)
 
     def peer(self, build: list[list[Any]] | None = None) -> Started:

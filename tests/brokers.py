@@ -76,9 +76,12 @@ class BrokerApp:
         """The app as it is now: :data:`APP`, and other code after it."""
         self.file.write_text(APP + "".join(textwrap.dedent(piece) for piece in pieces))
 
-    def start(self, *options: str) -> Child:
-        """A broker that serves it, once it does."""
-        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent)
+    def start(self, *options: str, fresh: bool = False) -> Child:
+        """A broker that serves it, once it does.
+
+        :param fresh: for tests of what a broker imports, or how its workers start.
+        """
+        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
         self._children.append(child)
         child.expect("serving")
         return child

@@ -22,6 +22,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.records import Record
 from tests.apps import ROLES, App
 from tests.brokers import BrokerApp
+from tests.kit.forks import start_zygote, stop_zygote
 from tests.processes import Child, eventually, open_fds
 
 pytest.register_assert_rewrite("tests.conformance")
@@ -33,6 +34,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No deadline: what else the machine does is not what a property is about.
 hypothesis.settings.register_profile("shared_rpc", deadline=None)
 hypothesis.settings.load_profile("shared_rpc")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygote() -> Iterator[None]:
+    """Children of tests begin as forks of it."""
+    start_zygote()
+    yield
+    stop_zygote()
 
 
 @pytest.fixture(autouse=True)

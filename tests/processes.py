@@ -12,17 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.kit.forks import NO_FORK_WARNING, Popen
+
 ROOT = Path(__file__).parent.parent
 #: For processes that are to find this source, and what these tests find where they find it.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
-NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 
 class Child:
     """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
 
     :param options: of the interpreter.
+    :param fresh: whether it is to be a new process, and no fork, see :class:`tests.kit.forks.Popen` for this and the next one.
     """
 
     def __init__(
@@ -32,9 +33,13 @@ class Child:
         cwd: Path | None = None,
         pass_fds: Sequence[int] = (),
         options: Sequence[str] = ("-u",),
+        fresh: bool = False,
+        has_workers: bool = False,
     ) -> None:
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, *options, *arguments],
+            fresh=fresh,
+            has_workers=has_workers,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

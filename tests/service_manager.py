@@ -83,6 +83,7 @@ class ServiceManager:
                 environ=environ,
                 cwd=self.app.file.parent,
                 pass_fds=fds,
+                has_workers=True,
             )
         self._children.append(child)
         if wait_for:

@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import pyte
 
+from tests.kit.forks import Popen
 from tests.processes import PYTHONPATH, eventually
 
 #: What full-screen programs say to have a screen of their own, and to be rid of it.
@@ -46,8 +46,9 @@ class Tty:
         self.resize(columns, lines)
         self.before = termios.tcgetattr(theirs)
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, sys.executable, *arguments],
+        self.process = Popen(
+            [sys.executable, "-c", _TAKE_TERMINAL, sys.executable, *arguments],
+            has_workers=True,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -24,7 +24,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 
 def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
     """With an object, a buffer, a task and a pooled result in its hands it has mapped no library of either."""
-    broker = app.start()
+    broker = app.start(fresh=True)
     client = app.connect()
     kept = client.call("model"), client.call("echo", torch.ones(1000)), client.create_buffer(4096)
     client.wait_for_task(client.submit("model", 9))
@@ -37,7 +37,7 @@ def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
 
 def test_a_hundred_objects_are_small(app: BrokerApp) -> None:
     """They are descriptors and records: the broker's own memory is that of its Python."""
-    broker = app.start()
+    broker = app.start(fresh=True)
     client = app.connect()
     for size in range(1, 101):
         client.call("model", size)

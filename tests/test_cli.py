@@ -20,6 +20,7 @@ import torch
 from shared_rpc import Client, Provider, Server, __version__
 from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.doctor import examine
+from tests.kit.forks import run
 from tests.processes import PYTHONPATH, ROOT, Child
 
 MODULE = ("-m", "shared_rpc.cli")
@@ -29,7 +30,7 @@ class Ran:
     """A command that ended."""
 
     def __init__(self, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-        done = subprocess.run(
+        done = run(
             [sys.executable, *arguments],
             capture_output=True,
             text=True,
@@ -696,7 +697,7 @@ def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], c
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
-        process = subprocess.run(
+        process = run(
             [sys.executable, *MODULE, *command],
             stdout=output,
             stderr=subprocess.PIPE,

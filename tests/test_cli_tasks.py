@@ -24,6 +24,7 @@ import torch
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.rendering import percent, steps, task_object
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+from tests.kit.forks import Popen, run
 from tests.processes import PYTHONPATH, Child, eventually
 from tests.test_cli import MODULE, Ran, cli
 
@@ -252,7 +253,7 @@ def test_a_pipe_does_not_hold_back_what_is_told(client: Client, gate: threading.
     """What reads it sees the id and every step at once, and not when there is enough to fill a buffer."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, *MODULE, "call", "gated", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, "PYTHONPATH": PYTHONPATH}) as process:
+    with Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, "PYTHONPATH": PYTHONPATH}) as process:
         assert process.stdout is not None
         try:
             (task,) = re.findall(r"\w{16}-\d+", process.stdout.readline())
@@ -603,7 +604,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         try:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 [sys.executable, *MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=slave,
@@ -868,7 +869,7 @@ def test_a_reader_that_goes_away(client: Client, command: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:
-        process = subprocess.run(
+        process = run(
             [sys.executable, *MODULE, *command],
             stdout=output,
             stderr=subprocess.PIPE,

@@ -15,6 +15,7 @@ import pytest
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
 from tests.brokers import BrokerApp, begun, is_running, worker_pids
+from tests.kit.forks import Popen
 from tests.processes import PYTHONPATH, Child, eventually, python
 
 #: Seconds, of a server that ends by itself.
@@ -56,9 +57,7 @@ def test_a_broker_that_nobody_listens_to_ends(app: BrokerApp, reader: str) -> No
     read, write = os.pipe()
     with open(app.file.parent / "errors", "w+b") as log:
         words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(app.file), "--idle-exit", IDLE]
-        broker = subprocess.Popen(
-            words, cwd=app.file.parent, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=write, stderr=log
-        )
+        broker = Popen(words, cwd=app.file.parent, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=write, stderr=log)
         try:
             said = b""
             while b"\n" not in said:

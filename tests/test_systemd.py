@@ -516,7 +516,7 @@ def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str) -> None:
     broker = manager.start()
     client = app.connect(connect_timeout=20)
     client.call("model")
-    manager.expect(lambda: manager.was_told("READY=1"))
+    manager.expect(lambda: manager.was_told("READY=1") and len(manager.names("object-")) == 1)
     manager.told.clear()
     app.write("""
         @provider.share

@@ -1,0 +1,433 @@
+"""Python processes that begin as forks of one which has imported torch, since most tests wait for processes to begin.
+
+A process imports torch and this package for 2 seconds of a core, and a fork of one that has done so begins in 30 ms. What such
+a fork then is, :mod:`shared_rpc.zygote.child` sees to, and the tests of that are the tests of zygotes. Whoever asks for one is
+its parent. A process that is to start others of its own, as a broker does, gets a zygote of its own with them.
+
+``SHARED_RPC_TESTS=fresh`` in the environment has every process be a new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import msgspec
+
+from shared_rpc.zygote import child as forked
+from shared_rpc.zygote.child import Identity, become, new_main
+from shared_rpc.zygote.forking import fork, fork_for_reaper
+from shared_rpc.zygote.parent import die_with_parent
+from shared_rpc.zygote.process import adopting
+from shared_rpc.zygote.safety import unsafe
+from shared_rpc.zygote.title import ROOM, set_title
+
+__all__ = ["Popen", "run", "start_zygote", "stop_zygote"]
+
+#: What is imported before processes begin. Nothing that a test imports for the first time to see what that does.
+MODULES = (
+    *("torch", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
+    *("typer._adapters", "typer._click.decorators", "annotated_types"),
+    *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client", "shared_rpc.client.aio"),
+    *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server", "shared_rpc.codec"),
+    *("shared_rpc.building", "shared_rpc.in_process", "shared_rpc.exits", "shared_rpc.spawn", "shared_rpc.ticket"),
+    *("shared_rpc.memory.memfd", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
+)
+#: Variables with these beginnings are read when a process starts, or when torch is imported.
+_READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "MALLOC_", "LC_", "LANG")
+#: These are carried out in a fork.
+_CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+class _Request(msgspec.Struct):
+    """A process to begin; the descriptors with these numbers come with it, and that of the working directory.
+
+    :param words: of the command line, behind the interpreter and its options.
+    :param nested: whether it gets a zygote of its own.
+    """
+
+    words: list[str]
+    variables: dict[str, str]
+    fds: list[int]
+    unbuffered: bool
+    new_session: bool
+    group: int
+    nested: bool
+
+
+class _Zygote:
+    """The other end of a zygote's socket, in the process whose child the zygote is.
+
+    :param variables: the environment that its imports were made with.
+    """
+
+    def __init__(self, sock: socket.socket, variables: dict[str, str]) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self.variables = variables
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is this process's: one that was forked has none."""
+        return self._owner == os.getpid()
+
+    def ask(self, request: _Request, fds: Sequence[int]) -> int:
+        """The process id of a new child.
+
+        :param fds: the last one is that of its working directory.
+        """
+        data = msgspec.msgpack.encode(request)
+        with self._lock, _adopting():
+            socket.send_fds(self._socket, [struct.pack("!I", len(data))], fds)
+            self._socket.sendall(data)
+            (told,) = struct.unpack("!i", _exactly(self._socket, 4))
+        if told < 0:
+            raise OSError(-told, os.strerror(-told))
+        return int(told)
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+
+
+class _adopting:
+    """:func:`adopting`, which leaves this process a subreaper where it was one."""
+
+    def __enter__(self) -> None:
+        already = ctypes.c_int()
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(already), 0, 0, 0)
+        self._context = None if already.value else adopting()
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
+
+
+_zygote: _Zygote | None = None
+_process: subprocess.Popen[bytes] | None = None
+
+
+def start_zygote() -> None:
+    """Start one for this process, if forks are wanted; it ends with this process."""
+    global _zygote, _process  # noqa: PLW0603
+    if os.environ.get("SHARED_RPC_TESTS") == "fresh" or (_zygote is not None and _zygote.usable):
+        return
+    ours, theirs = socket.socketpair()
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
+    variables["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
+    variables["PYTHONWARNINGS"] = NO_FORK_WARNING
+    with theirs:
+        _process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kit.forks", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=variables,
+        )
+    _zygote = _Zygote(ours, variables)
+
+
+def stop_zygote() -> None:
+    """End it."""
+    global _zygote, _process  # noqa: PLW0603
+    if _zygote is not None:
+        _zygote.close()
+        _zygote = None
+    if _process is not None:
+        _process.wait()
+        _process = None
+
+
+#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
+NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
+
+
+class Popen(subprocess.Popen[Any]):
+    """:class:`subprocess.Popen`, whose process begins as a fork wherever that makes no difference.
+
+    :param fresh: has it be a new process; so are its children.
+    :param has_workers: has its own children begin as forks too, where that is not to be seen from its words: that of a broker.
+    """
+
+    def __init__(self, args: Any, *rest: Any, fresh: bool = False, has_workers: bool = False, **options: Any) -> None:
+        self._fresh, self._has_workers = fresh, has_workers
+        super().__init__(args, *rest, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        # Private, and the same from 3.11 to 3.14: the one place where a process is made, with its pipes before and after it.
+        args, executable, preexec_fn, close_fds, pass_fds, cwd, env, _, _, shell, *rest = given
+        p2cread, _, _, c2pwrite, _, errwrite, _, gid, gids, uid, umask, new_session, group = rest
+        zygote = _zygote if _zygote is not None and _zygote.usable and not self._fresh else None
+        plain = preexec_fn is None and close_fds and not shell and executable is None and umask < 0
+        words = None
+        if zygote is not None and plain and (gid, gids, uid) == (None, None, None):
+            variables = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
+            words = _words(args, variables, zygote.variables)
+        if zygote is None or words is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        streams = {number: number if fd < 0 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
+        fds = streams | {fd: fd for fd in pass_fds}
+        unbuffered, words = words
+        request = _Request(
+            words=words,
+            variables=variables,
+            fds=list(fds),
+            unbuffered=unbuffered or bool(variables.get("PYTHONUNBUFFERED")),
+            new_session=bool(new_session),
+            group=-1 if group is None else group,
+            nested=self._has_workers or _has_workers(words, variables),
+        )
+        try:
+            folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
+            try:
+                self.pid = zygote.ask(request, [*fds.values(), folder])
+            finally:
+                os.close(folder)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*rest[:6])  # type: ignore[attr-defined]
+
+
+def run(
+    args: Sequence[str], *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """:func:`subprocess.run` with such a process."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(args, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[bool, list[str]] | None:
+    """Whether output is unbuffered, and the words behind the interpreter's options; None for what only a new process can be."""
+    if isinstance(args, (str, bytes, os.PathLike)):
+        return None
+    program, *words = map(os.fsdecode, args)
+    unbuffered = words[:1] == ["-u"]
+    words = words[unbuffered:]
+    if program != sys.executable or not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
+        return None
+    if words[0] == "-m" and (len(words) < 2 or words[1].partition(".")[0] not in ("shared_rpc", "tests")):
+        return None
+    early = {name for name in {*variables, *imported_with} if name.startswith(_READ_EARLY) and name not in _CARRIED_OUT}
+    if any(variables.get(name, imported_with.get(name)) != imported_with.get(name) for name in early):
+        return None
+    return unbuffered, words
+
+
+def _has_workers(words: list[str], variables: dict[str, str]) -> bool:
+    if variables.get("SHARED_TENSOR_ROLE") == "spawn":
+        return True
+    served = words[:1] == ["-m"] and (words[1].startswith("shared_rpc.broker") or "serve" in words)
+    return served and "--in-process" not in words
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the tests' zygote has ended")
+        data += part
+    return data
+
+
+class _Serving:
+    """A zygote's side: it begins processes until the other end is closed."""
+
+    def __init__(self, sock: socket.socket, path: list[str]) -> None:
+        self._socket = sock
+        self._path = path
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def serve(self) -> _Born | None:
+        """Returns in every fork; None at the end."""
+        while True:
+            head, fds, _, _ = socket.recv_fds(self._socket, 4, 253)
+            if not head:
+                return None
+            request = msgspec.msgpack.decode(_exactly(self._socket, *struct.unpack("!I", head)), type=_Request)
+            try:
+                pid = fork_for_reaper()
+            except OSError as error:
+                pid = -(error.errno or 1)
+            if pid == 0:
+                self._socket.detach()
+                return _Born(request, fds, self._path, self._mask)
+            for fd in fds:
+                os.close(fd)
+            self._socket.sendall(struct.pack("!i", pid))
+
+
+class _Born:
+    """A fork that is no process of its own yet."""
+
+    def __init__(self, request: _Request, fds: list[int], path: list[str], mask: set[int]) -> None:
+        self._request, self._path, self._mask = request, path, mask
+        *self._fds, self._folder = fds
+
+    def run(self) -> NoReturn:
+        """Be what was asked for, to its end."""
+        request, words = self._request, self._request.words
+        if request.new_session:
+            os.setsid()
+        elif request.group >= 0:
+            os.setpgid(0, request.group)
+        os.fchdir(self._folder)
+        kept = self._nest() if request.nested else []
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=request.unbuffered) for _ in range(3)]
+        sys.stdin, sys.stdout, sys.stderr = streams
+        own = (
+            os.path.dirname(os.path.abspath(words[0]))
+            if words[0] not in ("-c", "-m")
+            else os.getcwd()
+            if words[0] == "-m"
+            else ""
+        )
+        given = request.variables.get("PYTHONPATH", "")
+        path = [own, *(os.path.abspath(entry) for entry in given.split(os.pathsep) if entry), *self._path]
+        argv = words if words[0] not in ("-c", "-m") else [words[0], *words[2:]]
+        become(
+            Identity(fds=request.fds, argv=argv, variables=request.variables, path=path, group=False, title=words),
+            self._fds,
+            kept,
+            self._mask,
+        )
+        forked.finish(lambda: _run(words))
+        raise SystemExit(0)
+
+    def _nest(self) -> list[int]:
+        """Fork a zygote for the children of this process: the descriptors that are kept for it."""
+        global _zygote  # noqa: PLW0603
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        if fork() == 0:
+            die_with_parent(parent)
+            ours.close()
+            for fd in (*self._fds, self._folder):
+                os.close(fd)
+            set_title([sys.executable, "-m", "tests.kit.forks", "nested"])
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            born = _Serving(theirs, self._path).serve()
+            if born is None:
+                os._exit(0)
+            born.run()
+        theirs.close()
+        # Where no test looks for the numbers of descriptors.
+        number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 900)
+        ours.close()
+        _zygote = _Zygote(socket.socket(fileno=number), self._request.variables)
+        subprocess.Popen = Popen  # type: ignore[misc]
+        os.execv = _exec
+        return [number]
+
+
+_execv = os.execv
+
+
+class _Exec(BaseException):
+    """Leaves the program that another one takes over from."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__()
+        self.words = words
+
+
+def _exec(program: str, words: Sequence[str]) -> NoReturn:
+    """:func:`os.execv`, as ``serve`` becomes a broker by it; the process keeps what it has imported, and its zygote."""
+    if not program == words[0] == sys.executable:
+        _execv(program, words)
+    raise _Exec(words[1:])
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run a program, and one that takes over from it."""
+    new_main()
+    following = None
+    try:
+        _run_main(words)
+    except _Exec as given:
+        following = given.words
+    if following is not None:
+        sys.argv[:] = [following[0], *following[2:]]
+        sys.orig_argv[1:] = following
+        set_title([sys.executable, *following])
+        _run(following)
+
+
+def _run_main(words: Sequence[str]) -> None:
+    main = vars(sys.modules["__main__"])
+    if words[0] == "-m":
+        runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
+    elif words[0] == "-c":
+        exec(compile(words[1], "<string>", "exec"), main)
+    else:
+        path = main["__file__"] = os.path.abspath(words[0])
+        exec(compile(Path(words[0]).read_bytes(), path, "exec"), main)
+
+
+def main() -> _Born | None:
+    """Be a zygote. Returns in every fork."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("room")
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    own = os.environ["PYTHONPATH"]
+    path = [entry for entry in sys.path if entry not in (own, os.getcwd(), "")]
+    for name in MODULES:
+        with suppress(ModuleNotFoundError):  # of another release
+            importlib.import_module(name)
+    for name in [name for name in sys.modules if name.endswith(".__main__")]:
+        del sys.modules[name]  # what is run as a program is not to be there as a module
+    # What was registered with exit(3) before, as static objects of torch's libraries are, is not taken apart in every fork:
+    # that would touch, and so copy, all of it, for 0.2 s. See on_exit(3).
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    connection = socket.socket(fileno=options.fd)
+    connection.set_inheritable(False)
+    why = unsafe(frozenset(map(int, os.listdir("/proc/self/fd"))))
+    assert not why, why
+    set_title([sys.executable, "-m", "tests.kit.forks"])
+    gc.collect()
+    gc.freeze()
+    return _Serving(connection, path).serve()
+
+
+if __name__ == "__main__":
+    begun = main()
+    if begun is None:
+        os._exit(0)
+    begun.run()
