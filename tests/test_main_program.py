@@ -248,8 +248,8 @@ class Served:
         """End it, however it is."""
         self.client.close()
         if self.child.process.poll() is None:
-            self.child.process.kill()
-        self.child.process.communicate()
+            # Not by SIGKILL, which would leave pools behind that have its pipes.
+            self.end()
 
 
 @pytest.fixture(scope="module", params=HOSTS)

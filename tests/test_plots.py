@@ -205,4 +205,4 @@ def test_the_command_names_the_file_that_it_does_not_know(tmp_path: Path) -> Non
     done = CliRunner().invoke(app, ["plot", str(tmp_path / "missing.json")])
 
     assert done.exit_code == 2
-    assert "cannot be read" in re.sub(r"\s*│\s*", " ", done.output)
+    assert "cannot be read" in re.sub(r"[\s│]+", " ", done.output)

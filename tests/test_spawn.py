@@ -476,7 +476,7 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
             from shared_rpc.spawn import SpawnRuntime
             pids = []
             for _ in range(5):
-                runtime = SpawnRuntime(provider, 0.2)
+                runtime = SpawnRuntime(provider, 0.2, preload=False)
                 found = runtime.info()
                 runtime.close()
                 pids.append(found["server"]["pid"])
