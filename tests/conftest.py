@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import multiprocessing.resource_tracker
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -20,26 +21,29 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.codec import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.records import Record
-from tests.apps import ROLES, App
-from tests.brokers import BrokerApp
+from tests.kit.apps import ROLES, App
+from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
-from tests.processes import Child, eventually, open_fds
+from tests.kit.processes import Child, eventually, open_fds
 
-pytest.register_assert_rewrite("tests.conformance")
+pytest.register_assert_rewrite("tests.kit.conformance")
 
 # A command that a shell runs in the background ignores Ctrl-C, and the children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: what else the machine does is not what a property is about.
-hypothesis.settings.register_profile("shared_rpc", deadline=None)
-hypothesis.settings.load_profile("shared_rpc")
+# No deadline: what else the machine does is not what a property is about. HYPOTHESIS_PROFILE=deep looks longer.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def zygote() -> Iterator[None]:
-    """Children of tests begin as forks of it."""
-    start_zygote()
+def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Children of tests begin as forks of it, in the rooms whose tests have any."""
+    rooms = {item.path.parent.name for item in request.session.items}
+    if rooms - {"unit", "compat"}:
+        start_zygote()
     yield
     stop_zygote()
 

@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class Backend(Protocol):
     """Where bytes live: host memory or one GPU. Addresses are valid in this process only.
 
-    Every implementation passes the conformance kit in ``tests/conformance.py``.
+    Every implementation passes the conformance kit in ``tests/kit/conformance.py``.
     """
 
     @property

@@ -21,7 +21,7 @@ from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
 from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode
-from tests.processes import eventually
+from tests.kit.processes import eventually
 
 __all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
 

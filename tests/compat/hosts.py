@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.processes import PYTHONPATH, ROOT
+from tests.kit.processes import PYTHONPATH, ROOT
 
 __all__ = ["HOSTS", "report_of"]
 

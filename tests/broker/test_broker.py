@@ -1,0 +1,520 @@
+"""A server whose endpoints run in worker processes behaves as one whose endpoints run in its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Client, PoolOptions, errors
+from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
+from tests.kit.processes import ROOT, Child, eventually
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
+def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
+    """With an object, a buffer, a task and a pooled result in its hands it has mapped no library of either."""
+    broker = app.start(fresh=True)
+    client = app.connect()
+    kept = client.call("model"), client.call("echo", torch.ones(1000)), client.create_buffer(4096)
+    client.wait_for_task(client.submit("model", 9))
+    with open(f"/proc/{broker.pid}/maps", encoding="utf-8") as maps:
+        libraries = maps.read()
+    for name in ("libtorch", "libcuda", "libnvidia", "numpy", "/memfd:"):
+        assert name not in libraries
+    assert len(kept) == 3
+
+
+def test_a_hundred_objects_are_small(app: BrokerApp) -> None:
+    """They are descriptors and records: the broker's own memory is that of its Python."""
+    broker = app.start(fresh=True)
+    client = app.connect()
+    for size in range(1, 101):
+        client.call("model", size)
+    assert client.get_server_info()["objects"] == 100
+    with open(f"/proc/{broker.pid}/smaps_rollup", encoding="ascii") as rollup:
+        sizes = dict(line.split(":") for line in rollup.read().splitlines()[1:])
+    assert int(sizes["Anonymous"].split()[0]) << 10 < 40 << 20
+
+
+def test_objects_are_shared_between_clients(app: BrokerApp, children: list[Child]) -> None:
+    """A write of one process is seen by another one, and by the worker."""
+    app.write("""
+        @provider.share(cache=False)
+        def read(size):
+            return model(size).weight.detach().clone()
+    """)
+    app.start()
+    client = app.connect()
+    with torch.no_grad():
+        client.call("model").weight.fill_(3)
+    code = "import sys; from shared_rpc import Client; print('read', Client(sys.argv[1]).call('model').weight[0, 0].item())"
+    child = Child("-c", code, app.base_path)
+    children.append(child)
+    assert child.expect("read") == "read 3.0"
+    assert client.call("read", 4)[1, 1] == 3
+
+
+def test_what_an_endpoint_made_another_one_builds_upon(app: BrokerApp) -> None:
+    """The result lies in the memory of the objects that it is made of: nothing is copied."""
+    app.write("""
+        @provider.share
+        def pair():
+            return [model(4), model(5)]
+    """)
+    app.start()
+    client = app.connect()
+    before = client.get_server_info()["nbytes"]
+    first, second = client.call("pair")
+    four = client.call("model", 4)
+    with torch.no_grad():
+        four.weight.fill_(11)
+    assert (first.weight[0, 0], second.weight[0, 0]) == (11, 5)
+    assert client.get_server_info()["nbytes"] - before == 2 * 4096
+
+
+def test_calls_of_endpoints(app: BrokerApp) -> None:
+    """An endpoint that waits for another one gives its thread up for it, and one that would wait for itself is refused."""
+    app.write("""
+        @provider.share(cache=False)
+        def deep(n):
+            return torch.tensor(0) if n == 0 else deep(n - 1) + 1
+
+        @provider.share
+        def itself():
+            return itself()
+
+        @provider.share
+        async def soon(n):
+            return torch.tensor(n)
+
+        @provider.share(cache=False)
+        async def later(n):
+            return (await soon(n)) + 1
+    """)
+    app.start("--max-workers", "1")
+    client = app.connect()
+    assert client.call("deep", 5) == 5
+    assert client.call("later", 2) == 3
+    with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
+        client.call("itself")
+
+
+def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
+    """A call that does not await is refused at once, as in a server of one process: the loop would wait for itself."""
+    app.write("""
+        @provider.share(cache=False)
+        async def outer():
+            return model(9).weight.detach().clone()
+    """)
+    app.start()
+    with pytest.raises(errors.ConfigurationError, match=r"model\(\) was called on the worker's event loop"):
+        app.connect().call("outer")
+
+
+def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
+    """They give their thread up as for a call, and one that would wait for itself is refused."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def inner():
+            return torch.ones(1)
+
+        @provider.share(execution="task", cache=False)
+        def outer():
+            return provider.wait_for_task(inner.submit()) + 1
+
+        @provider.share
+        def again():
+            again.refresh()
+    """)
+    app.start("--max-workers", "1")
+    client = app.connect(timeout=8)
+    assert client.call("outer") == 2
+    with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
+        client.call("again")
+
+
+def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
+    """More of them than a loop has threads for, each two deep: none waits for a thread that another one has."""
+    app.write("""
+        import asyncio
+
+        @provider.share(cache=False)
+        async def low():
+            return torch.ones(1)
+
+        @provider.share(cache=False)
+        async def middle(path):
+            while not os.path.exists(path):
+                await asyncio.sleep(0.01)
+            return (await low()) + 1
+
+        @provider.share(cache=False)
+        async def high(path):
+            return (await middle(path)) + 1
+    """)
+    app.start()
+    client = app.connect()
+    with concurrent.futures.ThreadPoolExecutor(45) as many:
+        calls = [many.submit(client.call, "high", str(tmp_path / "go")) for _ in range(45)]
+        eventually(lambda: client.get_server_info()["running"] >= 80)
+        (tmp_path / "go").touch()
+        assert {call.result(20).item() for call in calls} == {3.0}
+
+
+def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
+    """A script that warms its cache at the top finds it warm, and the object is the one that clients get."""
+    app.write("""
+        warm = model(6)
+        warm.weight.data.fill_(2)
+    """)
+    app.start()
+    client = app.connect()
+    assert client.get_server_info()["builds"] == 1
+    assert client.call("model", 6).weight[0, 0] == 2
+    assert client.get_server_info()["builds"] == 1
+
+
+def test_endpoints_that_are_shared_later(app: BrokerApp) -> None:
+    """By an endpoint, for one: they can be called from then on."""
+    app.write("""
+        @provider.share(cache=False)
+        def add(name):
+            provider.share(name)(lambda: torch.ones(2))
+            return torch.zeros(1)
+    """)
+    app.start()
+    client = app.connect()
+    with pytest.raises(errors.EndpointNotFound):
+        client.call("another")
+    client.call("add", "another")
+    eventually(lambda: "another" in client.list_endpoints())
+    assert client.call("another").tolist() == [1, 1]
+
+
+def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
+    """It was shared by a call, and the next worker does not know it: an error, and no further crash."""
+    app.write("""
+        @provider.share(cache=False)
+        def add(name):
+            provider.share(name)(lambda x: x)
+            return torch.zeros(1)
+    """)
+    app.start()
+    client = app.connect()
+    client.call("add", "another")
+    eventually(lambda: "another" in client.list_endpoints())
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    second = another_worker(client, 0)
+    with pytest.raises(errors.EndpointNotFound, match="by a worker that has ended"):
+        client.call("another", torch.ones(10))
+    assert client.call("echo", torch.ones(10)).sum() == 10  # the client's arena, which came with that call, was taken in
+    assert worker_pids(client) == [second]
+
+
+def test_several_providers(app: BrokerApp) -> None:
+    """Each has its socket; one worker runs the endpoints of all."""
+    other = f"{app.base_path}-other"
+    app.write(f"""
+        second = Provider({other!r}, device="cpu")
+
+        @second.share
+        def two():
+            return torch.full((2,), 2.0)
+    """)
+    app.start()
+    with Client(other, device="cpu") as client:
+        assert client.call("two").tolist() == [2, 2]
+        with pytest.raises(errors.EndpointNotFound):
+            client.call("model")
+        assert worker_pids(client) == worker_pids(app.connect())
+
+
+def test_several_workers(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """Calls go to the one that has the least to do; each one's results stay valid, and go back where they came from."""
+    app.start("--workers", "3")
+    client = app.connect()
+    pids = set(worker_pids(client))
+    assert len(pids) == 3
+    busy = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]
+    eventually(lambda: len(list(tmp_path.glob("go-begun-*"))) == 3)
+    assert {int(path.name.rpartition("-")[2]) for path in tmp_path.glob("go-begun-*")} == pids
+    (tmp_path / "go").touch()
+    for call in busy:
+        call.result(20)
+    x = torch.arange(2000.0)
+    kept = list(threads.map(lambda number: client.call("echo", x + number), range(24)))
+    again = list(threads.map(lambda one: client.call("echo", one), kept))
+    for number, (one, other) in enumerate(zip(kept, again, strict=True)):
+        assert torch.equal(one, x + number)
+        assert torch.equal(other, x + number)
+    del kept, again, one, other
+    client.call("echo", x)
+    eventually(lambda: client.get_server_info()["pools"]["chunks"] <= 1)
+
+
+def test_errors_of_endpoints(app: BrokerApp) -> None:
+    """They arrive with their type, and the traceback of the worker."""
+    app.write("""
+        class Mine(Exception):
+            pass
+
+        @provider.share
+        def fail(kind):
+            if kind == "mine":
+                raise Mine("mine")
+            if kind == "exit":
+                sys.exit(4)
+            raise LookupError("no such checkpoint")
+    """)
+    app.start()
+    client = app.connect()
+    with pytest.raises(LookupError, match="no such checkpoint") as error:
+        client.call("fail", "lookup")
+    assert "raise LookupError" in str(error.value.__cause__)
+    with pytest.raises(Exception, match="mine") as error:
+        client.call("fail", "mine")
+    assert type(error.value).__name__ == "Mine"
+    with pytest.raises(errors.RemoteError, match="SystemExit"):
+        client.call("fail", "exit")
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_tasks_with_progress_and_an_end(app: BrokerApp) -> None:
+    """What the endpoint says reaches who waits; asked to stop, it is asked in the worker."""
+    app.write("""
+        import shared_rpc
+
+        @provider.share(execution="task", cache=False)
+        def steps(count):
+            for step in range(count):
+                shared_rpc.progress(step + 1, count, f"step {step}")
+            return torch.tensor(count)
+
+        @provider.share(execution="task", cache=False)
+        def forever():
+            while True:
+                shared_rpc.raise_if_cancelled()
+                time.sleep(0.005)
+    """)
+    app.start()
+    client = app.connect()
+    seen: list[str] = []
+    result = client.wait_for_task(
+        client.submit("steps", 5), callback=lambda info: seen.append(info.progress.message) if info.progress else None
+    )
+    assert result == 5
+    assert seen[-1] == "step 4"
+    task = client.submit("forever")
+    eventually(lambda: client.get_task_status(task).status == "running")
+    assert client.cancel_task(task)
+    with pytest.raises(errors.TaskCancelled):
+        client.wait_for_task(task, 20)
+
+
+def test_work_that_has_not_begun_is_dropped(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Its caller gave up while the worker's thread was busy: it never begins, and its memory is the caller's again."""
+    app.start("--max-workers", "1")
+    client = app.connect()
+    running = threads.submit(client.call, "slow", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    with app.connect(timeout=0.3) as impatient, pytest.raises(errors.DeadlineExceeded):
+        impatient.call("slow", str(tmp_path / "second"))
+    (tmp_path / "go").touch()
+    running.result(20)
+    assert client.call("echo", torch.ones(1)) == 1
+    assert not begun(tmp_path / "second")()
+
+
+def test_memory_of_a_call_that_was_given_up_comes_back(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Handed over and not begun, or begun and then not wanted: the chunks of its arguments, and those of its result."""
+    app.write("""
+        @provider.share(cache=False)
+        def late(path, x):
+            wait(path)
+            return x + 1
+    """)
+    app.start("--max-workers", "1")
+    client, impatient = app.connect(), app.connect(timeout=0.3)
+    running = threads.submit(client.call, "slow", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    for _ in range(3):
+        with pytest.raises(errors.DeadlineExceeded):
+            impatient.call("echo", torch.ones(5000))
+    (tmp_path / "go").touch()
+    running.result(20)
+    with pytest.raises(errors.DeadlineExceeded):
+        impatient.call("late", str(tmp_path / "late"), torch.ones(5000))
+    (tmp_path / "late").touch()
+
+    def settled() -> bool:
+        impatient.call("plain")
+        lane = impatient._lane()
+        return lane is not None and lane.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
+
+    client.call("plain")
+    eventually(settled)
+
+
+def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
+    """The arguments of a call that is a task, and of one that was submitted, are their client's again."""
+    app.write("""
+        @provider.share(execution="task", cache=False)
+        def work(x):
+            return x + 1
+    """)
+    app.start()
+    client = app.connect()
+    for _ in range(5):
+        assert client.call("work", torch.ones(5000)).sum() == 10_000
+        assert client.wait_for_task(client.submit("echo", torch.ones(5000))).sum() == 5000
+
+    def settled() -> bool:
+        client.call("plain")
+        lane = client._lane()
+        return lane is not None and lane.arguments.used == 0
+
+    eventually(settled)
+
+
+def test_a_pool_that_is_full(app: BrokerApp) -> None:
+    """Results wait for room that their client gives back, arguments for what the worker does; held for good, it is told."""
+    app.write("provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)")
+    app.start()
+    client = app.connect(pool=PoolOptions(initial=1 << 16, limit=1 << 18), timeout=1.5)
+    x = torch.ones(1 << 13)
+    for _ in range(50):
+        assert client.call("echo", x).sum() == 1 << 13
+    kept = []
+    with pytest.raises(errors.ServerBusy, match="in use are"):
+        for _ in range(20):
+            kept.append(client.call("echo", x))
+    assert all(one.sum() == 1 << 13 for one in kept)
+    kept.clear()
+    assert client.call("echo", x).sum() == 1 << 13
+
+
+def test_results_go_back_as_arguments(app: BrokerApp) -> None:
+    """By reference, of objects and of the pool: the worker finds its own memory."""
+    app.write("""
+        @provider.share(cache=False)
+        def where(x):
+            from shared_rpc.memory.mapping import MAPPINGS
+            found = MAPPINGS.find(x.data_ptr())
+            return torch.tensor([found is not None, x.sum()])
+    """)
+    app.start()
+    client = app.connect()
+    kept = client.call("echo", torch.ones(50))
+    assert client.call("where", kept).tolist() == [1, 50]
+    weight = client.call("model").weight.detach()
+    assert client.call("where", weight).tolist() == [1, 64]
+    assert client.call("echo", kept + 1).tolist() == [2] * 50
+
+
+def test_buffers(app: BrokerApp) -> None:
+    """Two clients read and write one."""
+    app.start()
+    client, other = app.connect(), app.connect()
+    buffer = client.create_buffer((4, 4), dtype="float32", zero=True)
+    buffer.value.fill_(6)
+    assert other.get_buffer(buffer.object_id).value.sum() == 96
+    assert [device["id"] for device in client.list_devices()] == ["cpu"]
+
+
+def test_generations(app: BrokerApp) -> None:
+    """Refreshed by a client or by an endpoint, told to who listens, kept by who holds the old one, updated in place."""
+    app.write("""
+        count = 0
+
+        @provider.share(managed=True)
+        def counted():
+            global count
+            count += 1
+            return torch.full((4,), float(count))
+
+        @provider.share(cache=False)
+        def renew():
+            return torch.tensor(provider.refresh("counted").generation)
+    """)
+    app.start()
+    client = app.connect()
+    told: list[int] = []
+    with client.on_refresh(lambda generation: told.append(generation.generation)):
+        old = client.call("counted")
+        assert client.refresh("counted").generation == 2
+        assert client.call("renew") == 3
+        eventually(lambda: bool(told) and told[-1] == 3)
+    assert (old.value.tolist(), old.is_current()) == ([1] * 4, False)
+    new = old.latest()
+    assert (new.value.tolist(), new.generation) == ([3] * 4, 3)
+    with client.update(new) as value:
+        value.fill_(9)
+    with app.connect() as other:
+        handle = other.call("counted")
+        assert (handle.value.tolist(), handle.revision) == ([9] * 4, 2)
+
+
+def test_a_worker_for_each_device(app: BrokerApp) -> None:
+    """``--worker-device`` once for each of them, whatever ``--workers`` says."""
+    app.start("--worker-device", "cpu", "--worker-device", "cpu")
+    client = app.connect()
+    assert len(worker_pids(client)) == 2
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_a_thousand_calls_leave_nothing(app: BrokerApp) -> None:
+    """Descriptors of broker and worker are as after the first hundred, but for a second connection of the client's."""
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
+    client = app.connect()
+    worker = worker_pids(client)[0]
+    x = torch.ones(3000)
+    for _ in range(100):
+        client.call("echo", x)
+    before = fds_of(broker.pid), fds_of(worker)
+    for _ in range(900):
+        client.call("echo", x)
+    eventually(lambda: fds_of(broker.pid) <= before[0] + 1 and fds_of(worker) <= before[1])
+    assert client.get_server_info()["pools"]["chunks"] <= 64
+
+
+def test_in_process_serves_without_workers(app: BrokerApp) -> None:
+    """``--in-process`` is one process, and has nothing to reload."""
+    broker = app.start("--in-process")
+    client = app.connect()
+    assert client.call("pid") == broker.pid
+    assert client.get_server_info()["workers"] == []
+    with pytest.raises(errors.ConfigurationError, match="start it with 'shared-rpc serve' to reload it"):
+        client.reload()
+
+
+def test_a_worker_of_a_killed_starter_ends(app: BrokerApp) -> None:
+    """Killed with SIGKILL, the broker cannot tell anybody; the kernel does."""
+    broker = app.start("--workers", "2")
+    pids = worker_pids(app.connect())
+    broker.kill()
+    eventually(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_worker_started_by_hand_says_how_it_is_started() -> None:
+    """It is of no use without its broker."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "shared_rpc.worker"], capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False
+    )
+    assert ran.returncode == 2
+    assert "--fd" in ran.stderr

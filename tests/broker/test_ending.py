@@ -1,0 +1,296 @@
+"""How a broker ends: when nobody uses it, and when somebody asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ServerBusy
+from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
+from tests.kit.forks import Popen
+from tests.kit.processes import PYTHONPATH, Child, eventually, python
+
+#: Seconds, of a server that ends by itself.
+IDLE = "0.4"
+
+
+@pytest.fixture
+def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+    """An app that is not served yet."""
+    app = BrokerApp(tmp_path, base_path, children)
+    app.write()
+    yield app
+    app.close()
+
+
+def goes_on(broker: Child, seconds: float = 1.5) -> bool:
+    """Whether it does not end for that long, several times the idle time of these tests."""
+    try:
+        broker.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
+    """And its worker and its socket with it; it says why."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        (worker,) = worker_pids(client)
+    broker.expect("shared-rpc: nobody has used it for 0.4 s: ends")
+    assert broker.close()[0] == 0
+    assert not is_running(worker)
+    assert not Path(f"{app.base_path}-cpu.sock").exists()
+
+
+@pytest.mark.parametrize("reader", ["gone", "stuck"])
+def test_a_broker_that_nobody_listens_to_ends(app: BrokerApp, reader: str) -> None:
+    """Whoever started it has gone, or reads no more: it cannot say why, and ends all the same."""
+    read, write = os.pipe()
+    with open(app.file.parent / "errors", "w+b") as log:
+        words = [sys.executable, "-m", "shared_rpc.cli", "serve", str(app.file), "--idle-exit", IDLE]
+        broker = Popen(words, cwd=app.file.parent, env={**os.environ, "PYTHONPATH": PYTHONPATH}, stdout=write, stderr=log)
+        try:
+            said = b""
+            while b"\n" not in said:
+                said += os.read(read, 4096)
+            assert said.startswith(b"serving")
+            if reader == "gone":
+                os.close(read)
+            else:
+                os.set_blocking(write, False)
+                with suppress(BlockingIOError):
+                    while os.write(write, bytes(4096)):
+                        continue
+                os.set_blocking(write, True)  # the broker's, too
+            assert broker.wait(20) == 0
+            log.seek(0)
+            assert b"Traceback" not in log.read()
+        finally:
+            broker.kill()
+            broker.wait()
+            os.close(write)
+            if reader == "stuck":
+                os.close(read)
+
+
+def test_a_client_keeps_it(app: BrokerApp) -> None:
+    """One that is connected, and does nothing."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        client.ping()
+        assert goes_on(broker)
+    assert broker.close()[0] == 0
+
+
+def test_a_visit_begins_the_time_anew(app: BrokerApp) -> None:
+    """However short it is."""
+    broker = app.start("--idle-exit", "2")
+    for _ in range(3):
+        assert goes_on(broker, 1.0)
+        with app.connect() as client:
+            assert client.get_server_info()["uptime"] > 0.9
+    assert broker.close()[0] == 0
+
+
+def test_a_task_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
+    """Though whoever submitted it has gone; and its result, for as long as somebody may fetch it."""
+    broker = app.start("--idle-exit", IDLE, "--result-ttl", "3")
+    with app.connect() as client:
+        task = client.submit("slow", str(tmp_path / "go"))
+        eventually(begun(tmp_path / "go"))
+    assert goes_on(broker)
+    (tmp_path / "go").touch()
+    with app.connect() as client:
+        client.wait_for_task(task)
+        kept = client.submit("echo", client.call("model").weight)
+        eventually(lambda: client.get_task_status(kept).status == "completed")
+    assert goes_on(broker)
+    with app.connect() as client:
+        assert client.get_task_result(kept)[0, 0] == 4
+    assert broker.close()[0] == 0
+
+
+def test_a_call_that_was_given_up_keeps_it(app: BrokerApp, tmp_path: Path) -> None:
+    """Until its run has ended, whose result others may want."""
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect(timeout=0.3) as client, pytest.raises(DeadlineExceeded):
+        client.call("slow", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    assert goes_on(broker)
+    (tmp_path / "go").touch()
+    assert broker.close()[0] == 0
+
+
+def test_its_own_workers_do_not_keep_it(app: BrokerApp) -> None:
+    """Neither their connections nor what they hold."""
+    app.write("mine = held()\n")
+    broker = app.start("--idle-exit", IDLE)
+    with app.connect() as client:
+        info = client.get_server_info()
+    assert (info["sessions"], info["leases"]) == (2, 1)
+    assert broker.close()[0] == 0
+
+
+def test_stop_ends_a_broker(app: BrokerApp) -> None:
+    """It is gone when the command returns, which tells what it held; a client keeps its memory."""
+    broker = app.start()
+    client = app.connect()
+    model, handle = client.call("model"), client.call("held")
+    (worker,) = worker_pids(client)
+    stop = stopped(app)
+    assert (stop.process.returncode, is_running(broker.pid), is_running(worker)) == (0, False, False)
+    told = stop.expect("stopped")
+    assert told.startswith(f"stopped pid {broker.pid} at {app.base_path}-cpu.sock: it held 2 objects, ")
+    assert told.endswith("; used by others: 1 client, 1 lease")
+    assert (model.weight[0, 0], handle.value.tolist()) == (4, [7.0] * 4)
+    assert broker.close()[0] == 0
+    assert stopped(app).expect_error("no server answers").startswith("shared-rpc: ")
+
+
+def stopped(app: BrokerApp, *options: str) -> Child:
+    """``shared-rpc stop``, when it has ended."""
+    child = Child("-m", "shared_rpc.cli", "stop", *options, cwd=app.file.parent)
+    app._children.append(child)
+    child.process.wait(30)
+    return child
+
+
+@pytest.mark.parametrize("which", ["-3", ""], ids=["another", "the beginning of the other"])
+def test_stop_of_a_base_path(app: BrokerApp, tmp_path: Path, which: str) -> None:
+    """The server of that base path is meant, whatever else lies beside its socket; the other one goes on."""
+    mine, other = f"{app.base_path}{which}", f"{app.base_path}{'' if which else '-3'}"
+    children = {}
+    for base in (mine, other):
+        child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--base-path", base, cwd=tmp_path)
+        app._children.append(child)
+        child.expect("serving")
+        children[base] = child
+    assert (
+        stopped(app, "--base-path", mine).expect("stopped").startswith(f"stopped pid {children[mine].pid} at {mine}-cpu.sock")
+    )
+    assert children[mine].close()[0] == 0
+    assert is_running(children[other].pid)
+    assert stopped(app, "--all", "--base-path", mine).expect("no server is alive")
+    assert stopped(app).expect("stopped").startswith(f"stopped pid {children[other].pid} at {other}-cpu.sock")
+
+
+def test_stop_counts_memory_once(app: BrokerApp) -> None:
+    """An object over a buffer, and what another provider has in it, are the buffer's own bytes."""
+    app.write(f"""
+    second = Provider({app.base_path + "-other"!r}, device="cpu")
+
+    @provider.share(managed=True)
+    def over(buffer_id):
+        module = torch.nn.Linear(1024, 1024, bias=False, device="meta")
+        module.weight = torch.nn.Parameter(provider.get_buffer(buffer_id).value)
+        return module
+
+    @second.share
+    def beside(buffer_id):
+        return over(buffer_id).value.weight.detach()
+    """)
+    broker = app.start()
+    client = app.connect()
+    buffer = client.create_buffer((1024, 1024), "float32")
+    handle = client.call("over", buffer.object_id)
+    with Client(f"{app.base_path}-other", device="cpu") as other:
+        weight = other.call("beside", buffer.object_id)
+        handle.value.weight.data.fill_(3)
+        assert (weight[0, 0], buffer.value[0, 0]) == (3, 3)
+        stop = stopped(app, "--base-path", app.base_path)
+    assert ": it held 3 objects, 4.0 MiB; " in stop.expect("stopped")
+    assert broker.close()[0] == 0
+
+
+def test_stop_if_idle(app: BrokerApp) -> None:
+    """One that is in use is not ended, and who uses it is told; when they have gone it is."""
+    broker = app.start()
+    client = app.connect()
+    handle = client.call("held")
+    refused = stopped(app, "--if-idle")
+    assert refused.expect_error("in use") == f"shared-rpc: the server (pid {broker.pid}) is in use: 1 clients, 1 leases"
+    assert (refused.process.returncode, handle.is_stale()) == (1, False)
+    client.close()
+    assert stopped(app, "--if-idle", "--json").process.returncode == 0
+    assert broker.close()[0] == 0
+
+
+def test_stop_all(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
+    """Every server of the directory. One that is a part of another process is left, and told; the exit code says so."""
+    broker = app.start()
+    other = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--socket", f"{base_path}-other.sock", cwd=tmp_path)
+    app._children.append(other)
+    other.expect("serving")
+    with Server(Provider(f"{base_path}-mine", device="cpu")) as mine:
+        child = stopped(app, "--all", "--json")
+        assert child.process.returncode == 1
+        assert "this server is a part of process" in child.expect_error(mine.socket_path)
+        assert child.process.stdout is not None
+        assert {held["pid"] for held in json.loads(child.process.stdout.read())} == {broker.pid, other.pid}
+        assert mine.running
+    assert [broker.close()[0], other.close()[0]] == [0, 0]
+
+
+def test_a_server_in_a_process_of_its_own_is_not_ended(base_path: str, children: list[Child]) -> None:
+    """The process may do more than serve: the error names it, and how it is ended."""
+    child = python("""
+        from shared_rpc import Provider
+        provider = Provider(device="cpu", execution_mode="server")
+        provider.get_runtime_info()
+    """)
+    children.append(child)
+    child.expect_error("serving at")
+    with Client(base_path, device="cpu") as client, pytest.raises(ConfigurationError, match=f"'kill {child.pid}' or Ctrl-C"):
+        client.stop_server()
+    child.process.terminate()
+    assert child.close() == (0, "")
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_stops_a_server(app: BrokerApp) -> None:
+    """As the blocking one does: busy it is not, with nobody but the asker."""
+    broker = app.start()
+    async with AsyncClient(app.base_path, device="cpu") as client, AsyncClient(app.base_path, device="cpu") as other:
+        await other.ping()
+        with pytest.raises(ServerBusy, match="1 clients"):
+            await client.stop_server(if_idle=True)
+        await other.close()
+        held = await client.stop_server()
+    assert (held["pid"], held["objects"], held["socket_paths"]) == (broker.pid, 0, [f"{app.base_path}-cpu.sock"])
+    assert not is_running(broker.pid)
+
+
+def test_calls_that_wait_are_told(app: BrokerApp, tmp_path: Path) -> None:
+    """A task that has not ended is counted, and lost; as with SIGTERM."""
+    broker = app.start()
+    with app.connect() as client:
+        client.submit("slow", str(tmp_path / "go"))
+        eventually(begun(tmp_path / "go"))
+        held = client.stop_server()
+    assert (held["tasks"], held["running"], held["clients"]) == (1, 1, 0)
+    assert broker.close()[0] == 0
+
+
+def test_in_process_does_not_end_by_itself(app: BrokerApp) -> None:
+    """The option is refused."""
+    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--in-process", "--idle-exit", "1", cwd=app.file.parent)
+    app._children.append(child)
+    assert child.close() == (
+        1,
+        "shared-rpc: --in-process and --idle-exit contradict each other: only a broker ends by itself\n",
+    )
+
+
+def test_idle_exit_is_a_time() -> None:
+    """Above 0, or None for never."""
+    with pytest.raises(ConfigurationError, match=r"idle_exit=0: seconds above 0, or None for never"):
+        Provider(idle_exit=0)

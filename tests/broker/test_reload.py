@@ -1,0 +1,241 @@
+"""New code without a gap: new workers take over when they are ready, and what they did not change stays."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, errors
+from tests.kit.brokers import BrokerApp, begun, is_running, worker_pids
+from tests.kit.processes import Child, eventually
+
+OLD = """
+@provider.share
+def answer():
+    return torch.full((2,), 1.0)
+"""
+NEW = OLD.replace("1.0", "2.0")
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    broker_app.write(OLD)
+    return broker_app
+
+
+def test_what_changed_is_built_anew(app: BrokerApp) -> None:
+    """Objects of other endpoints stay; who holds an old one keeps it, and it says that it is stale."""
+    app.start()
+    client = app.connect()
+    model, old, handle, earlier = client.call("model"), client.call("answer"), client.call("held"), worker_pids(client)
+    app.write(NEW)
+    facts = client.reload()
+    (service,) = facts["services"].values()
+    assert (service["changed"], service["dropped"]) == (["answer"], 1)
+    assert facts["workers"] == worker_pids(client) != earlier
+    assert (old.tolist(), client.call("answer").tolist()) == ([1, 1], [2, 2])
+    assert client.call("model") is model
+    assert not handle.get_object_info(refresh=True)["stale"]
+    eventually(lambda: not is_running(earlier[0]), what="the old worker ends")
+
+
+def test_a_handle_of_what_changed(app: BrokerApp) -> None:
+    """It stays valid for who has it, and is ``stale``; a new call gets the new one."""
+    source = """
+        @provider.share(managed=True)
+        def weights():
+            return torch.full((2,), {value})
+    """
+    app.write(source.format(value=1.0))
+    app.start()
+    client = app.connect()
+    handle = client.call("weights")
+    app.write(source.format(value=2.0))
+    client.reload()
+    assert handle.get_object_info(refresh=True)["stale"]
+    assert handle.value.tolist() == [1, 1]
+    assert client.call("weights").value.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, 2), ("all", 2.0, 0), ("changed", 2.0, 1)])
+def test_which_objects_are_dropped(app: BrokerApp, objects: str, value: float, left: int) -> None:
+    """All, none, or those that the new code would make otherwise."""
+    app.start()
+    client = app.connect()
+    client.call("model")
+    client.call("answer")
+    app.write(NEW)
+    client.reload(objects)  # type: ignore[arg-type]
+    infos = client.list_objects()
+    assert len(infos) == left
+    assert {info["endpoint"]: info["stale"] for info in infos}.get("answer", objects == "none") == (objects == "none")
+    assert client.call("answer").tolist() == [value, value]
+
+
+def test_code_that_does_not_load(app: BrokerApp) -> None:
+    """The old workers stay, the error says why, and the next attempt succeeds."""
+    app.start()
+    client = app.connect()
+    earlier = worker_pids(client)
+    app.write("raise LookupError('no such checkpoint')")
+    with pytest.raises(errors.WorkerCrashed, match="no such checkpoint"):
+        client.reload()
+    assert worker_pids(client) == earlier
+    assert client.call("answer").tolist() == [1, 1]
+    app.write(NEW)
+    client.reload()
+    assert client.call("answer").tolist() == [2, 2]
+
+
+def test_calls_go_on_during_a_reload(app: BrokerApp) -> None:
+    """Attaches, builds and echoes all the time: none fails, whichever worker has them."""
+    app.start()
+    stop, failures = threading.Event(), []
+
+    def work(number: int) -> None:
+        with Client(app.base_path, device="cpu", timeout=20) as client:
+            count = 0
+            while not stop.is_set():
+                try:
+                    client.call("model", 4)
+                    client.call("model", 100 * number + count % 50)
+                    assert client.call("echo", torch.full((300,), float(count)))[0] == count
+                except Exception as error:
+                    failures.append(error)
+                count += 1
+
+    working = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
+    for thread in working:
+        thread.start()
+    client = app.connect()
+    for code in (NEW, OLD):
+        app.write(code)
+        client.reload()
+    stop.set()
+    for thread in working:
+        thread.join()
+    assert failures == []
+
+
+def test_old_workers_end_what_they_began(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """A run of old code ends well, and its worker ends after it; what it made of changed code is not cached."""
+    source = """
+        @provider.share
+        def slowly(path):
+            wait(path)
+            return torch.full((1,), {value})
+    """
+    app.write(source.format(value=1.0))
+    app.start()
+    client = app.connect()
+    earlier = worker_pids(client)[0]
+    running = threads.submit(client.call, "slowly", str(tmp_path / "go"))
+    eventually(begun(tmp_path / "go"))
+    app.write(source.format(value=2.0))
+    client.reload()
+    assert is_running(earlier)
+    (tmp_path / "go").touch()
+    assert running.result(20) == 1
+    eventually(lambda: not is_running(earlier), what="the old worker ends")
+    assert client.call("slowly", str(tmp_path / "go")) == 2
+
+
+def test_two_reloads_at_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Both succeed, with the same workers where one came before the other was done, and the last one's workers are there."""
+    app.start()
+    client = app.connect()
+    client.call("answer")
+    app.write(NEW)
+    both = [threads.submit(app.connect().reload) for _ in range(2)]
+    pids = [tuple(reload.result(40)["workers"]) for reload in both]
+    assert tuple(worker_pids(client)) in pids
+    assert client.call("answer").tolist() == [2, 2]
+    eventually(lambda: sum(is_running(pid) for workers in set(pids) for pid in workers) == 1)
+
+
+def test_code_that_hangs_while_it_is_loaded(
+    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """The old workers serve on; a reload after the mistake was mended ends the one that hangs, and both are answered."""
+    app.start()
+    client = app.connect()
+    app.write(NEW, f"import os, time; open({str(tmp_path / 'hangs')!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
+    hanging = threads.submit(app.connect().reload)
+    eventually(lambda: (tmp_path / "hangs").exists() and bool((tmp_path / "hangs").read_text()), 40.0, "the new code is loaded")
+    assert client.call("answer").tolist() == [1, 1]
+    app.write(NEW)
+    workers = client.reload()["workers"]
+    assert hanging.result(40)["workers"] == workers == worker_pids(client)
+    assert client.call("answer").tolist() == [2, 2]
+    eventually(lambda: not is_running(int((tmp_path / "hangs").read_text())), what="the worker that hung ends")
+
+
+def test_an_endpoint_that_has_gone(app: BrokerApp) -> None:
+    """It cannot be called any more, and its objects go; a new one can."""
+    app.start()
+    client = app.connect()
+    client.call("answer")
+    app.write(OLD.replace("answer", "reply"))
+    client.reload()
+    with pytest.raises(errors.EndpointNotFound, match="answer"):
+        client.call("answer")
+    assert client.call("reply").tolist() == [1, 1]
+    assert [info["endpoint"] for info in client.list_objects()] == ["reply"]
+
+
+def test_a_hangup_reloads(app: BrokerApp) -> None:
+    """SIGHUP, which service managers send; the broker says on its output what came of it."""
+    broker = app.start()
+    client = app.connect()
+    client.call("answer")
+    app.write(NEW)
+    broker.process.send_signal(signal.SIGHUP)
+    assert broker.expect("reloaded").endswith("answer changed, 1 objects dropped")
+    assert client.call("answer").tolist() == [2, 2]
+    app.write("raise LookupError('no such checkpoint')")
+    broker.process.send_signal(signal.SIGHUP)
+    assert "no such checkpoint" in broker.expect_error("not reloaded")
+    assert client.call("answer").tolist() == [2, 2]
+
+
+def test_the_command(app: BrokerApp, children: list[Child]) -> None:
+    """``shared-rpc reload``, with what to do with objects."""
+    app.start()
+    client = app.connect()
+    client.call("answer")
+    app.write(NEW)
+
+    def reload(*options: str) -> tuple[int, str]:
+        child = Child("-m", "shared_rpc.cli", "reload", *options, cwd=app.file.parent)
+        children.append(child)
+        output, _ = child.process.communicate(timeout=50)
+        return child.process.returncode, output.strip()
+
+    assert reload("--keep-objects") == (0, f"reloaded {app.base_path}-cpu.sock: answer changed, 0 objects dropped")
+    assert client.call("answer").tolist() == [1, 1]
+    assert reload("--drop-objects")[0] == 0
+    assert client.call("answer").tolist() == [2, 2]
+    assert reload("--drop-objects", "--keep-objects")[0] == 1
+
+
+def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:
+    """Another server has its socket: that is told, the rest is new, and the old workers end."""
+    other = f"{app.base_path}-other"
+    app.start()
+    client = app.connect()
+    client.call("answer")
+    (earlier,) = worker_pids(client)
+    with Server(Provider(other, device="cpu", execution_mode="server")):
+        app.write(NEW, f"second = Provider({other!r}, device='cpu')\n")
+        with pytest.raises(errors.ConfigurationError, match="the new code runs, but not all of it is served"):
+            client.reload()
+        assert client.call("answer").tolist() == [2, 2]
+        eventually(lambda: not is_running(earlier), what="the old worker ends")

@@ -1,0 +1,365 @@
+"""A broker that is killed and started again, with nobody who keeps its state: clients find the next one by themselves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, errors
+from shared_rpc.client.channel import Channel
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.holdings import Holdings
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import result_of
+from shared_rpc.client.steps import Reply
+from shared_rpc.handle import Lease
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.records import EMPTY_TABLE
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.frames import Frame
+from tests.kit.brokers import BrokerApp, begun
+from tests.kit.processes import eventually
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What the asynchronous client does on trio is tested elsewhere; a broker takes seconds to start."""
+    return "asyncio"
+
+
+class Caller:
+    """Calls again and again, and remembers what failed, and when that call had begun."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.failures: list[tuple[float, Exception]] = []
+        #: When each of the calls that went well had ended.
+        self.answers: list[float] = []
+
+    def run(self, base_path: str) -> None:
+        """With one client, in a thread."""
+        with Client(base_path, device="cpu", timeout=20, connect_timeout=0) as client:
+            while not self.stop.is_set():
+                with self._noting():
+                    self._check(client.call("model"), client.call("echo", torch.full((3000,), 2.0)))
+                    client.get_server_info()
+
+    async def arun(self, base_path: str) -> None:
+        """With one asynchronous client, and three calls at once."""
+        async with (
+            AsyncClient(base_path, device="cpu", timeout=20, connect_timeout=0) as client,
+            anyio.create_task_group() as group,
+        ):
+            for _ in range(3):
+                group.start_soon(self._acall, client)
+
+    async def _acall(self, client: AsyncClient) -> None:
+        while not self.stop.is_set():
+            with self._noting():
+                self._check(await client.call("model"), await client.call("echo", torch.full((3000,), 2.0)))
+                await client.get_server_info()
+            await anyio.lowlevel.checkpoint()
+
+    @staticmethod
+    def _check(model: Any, echoed: torch.Tensor) -> None:
+        assert model.weight[0, 0] == 4
+        assert echoed.sum() == 6000
+
+    def _noting(self) -> Any:
+        caller, began = self, time.monotonic()
+
+        class Noting:
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+                if error is None:
+                    caller.answers.append(time.monotonic())
+                elif isinstance(error, Exception):
+                    caller.failures.append((began, error))
+                return isinstance(error, Exception)
+
+        return Noting()
+
+
+def test_calls_across_a_restart(app: BrokerApp) -> None:
+    """Failures come only while there is no broker, and say just that; the same client objects go on with the next one."""
+    broker = app.start()
+    callers = [Caller(), Caller()]
+    runs = [
+        threading.Thread(target=callers[0].run, args=[app.base_path]),
+        threading.Thread(target=anyio.run, args=[callers[1].arun, app.base_path]),
+    ]
+    for run in runs:
+        run.start()
+    gaps: list[tuple[float, float]] = []
+    try:
+        for _ in range(2):
+            enough = [len(caller.answers) + 20 for caller in callers]
+            eventually(
+                lambda enough=enough: all(  # type: ignore[misc]
+                    len(caller.answers) > count for caller, count in zip(callers, enough, strict=True)
+                ),
+                what="calls go well",
+            )
+            begin = time.monotonic()
+            broker.kill()
+            broker = app.start()
+            gaps.append((begin, time.monotonic()))
+        for caller in callers:
+            eventually(lambda caller=caller: caller.answers[-1] > gaps[-1][1])  # type: ignore[misc]
+    finally:
+        for caller in callers:
+            caller.stop.set()
+        for run in runs:
+            run.join()
+    failures = [failure for caller in callers for failure in caller.failures]
+    assert {type(error) for _, error in failures} <= {errors.ConnectionClosed, errors.ConnectError}
+    assert errors.ConnectError in {type(error) for _, error in failures}
+    # A call that had begun just before the end is one of them.
+    assert all(any(begin - 1 < at < end for begin, end in gaps) for at, _ in failures)
+
+
+def test_a_client_that_waits_sees_no_gap(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """With a ``connect_timeout``, a call that begins while there is no broker is answered by the next one."""
+    broker = app.start()
+    client = app.connect(connect_timeout=20)
+    client.ping()
+    broker.kill()
+    waiting = [threads.submit(client.call, "model", 9), threads.submit(anyio.run, _call_async, app.base_path)]
+    app.start()
+    for call in waiting:
+        assert call.result(20).weight[0, 0] == 9
+
+
+async def _call_async(base_path: str) -> Any:
+    async with AsyncClient(base_path, device="cpu", connect_timeout=20) as client:
+        return await client.call("model", 9)
+
+
+@pytest.fixture
+def fooled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once it was called, the next look at a connection finds it alive, though its server ends at just that time."""
+
+    def fool() -> None:
+        for kind in (Connection, Channel):
+            truth: Any = kind.__dict__["alive"]
+            lies = [True]
+
+            def alive(self: Any, truth: Any = truth, lies: list[bool] = lies) -> bool:
+                return lies.pop() if lies else bool(truth.fget(self))
+
+            monkeypatch.setattr(kind, "alive", property(alive))
+
+    return fool
+
+
+def test_a_request_that_was_not_sent(app: BrokerApp, fooled: Callable[[], None]) -> None:
+    """The broker ended before a byte was written: whatever was asked goes to the next one, memory in arguments too."""
+    broker = app.start()
+    client = app.connect()
+    x = torch.arange(5000.0)
+    client.call("echo", x)
+    for ask in (lambda: client.call("echo", x), lambda: client.call("model"), lambda: client.submit("model", 8)):
+        broker.kill()
+        broker = app.start()
+        fooled()
+        ask()
+    assert torch.equal(client.call("echo", x), x)
+
+
+async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp, fooled: Callable[[], None]) -> None:
+    """The same for the asynchronous client."""
+    broker = app.start()
+    x = torch.arange(5000.0)
+    async with AsyncClient(app.base_path, device="cpu") as client:
+        await client.call("echo", x)
+        for ask in (functools.partial(client.call, "echo", x), functools.partial(client.submit, "model", 8)):
+            broker.kill()
+            broker = app.start()
+            fooled()
+            await ask()
+
+
+def test_a_call_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
+    """It may have been carried out: its caller is told, and it is not asked for again."""
+    broker = app.start()
+    client = app.connect(connect_timeout=20)
+    calls = [
+        threads.submit(client.call, "slow", str(tmp_path / "go")),
+        threads.submit(anyio.run, _slow_async, app.base_path, str(tmp_path / "go")),
+    ]
+    eventually(begun(tmp_path / "go"))
+    eventually(lambda: client.get_server_info()["joined"] == 1)
+    broker.kill()
+    app.start()
+    for call in calls:
+        with pytest.raises(errors.ConnectionClosed):
+            call.result(20)
+    assert client.get_server_info()["calls"] == 0
+
+
+async def _slow_async(base_path: str, path: str) -> Any:
+    async with AsyncClient(base_path, device="cpu", connect_timeout=20) as client:
+        return await client.call("slow", path)
+
+
+async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """What only asks is asked again of the next broker: nothing is done twice by that."""
+    broker = app.start()
+    clients = [app.connect(connect_timeout=20) for _ in range(3)]
+    answers: list[Any] = []
+    async with AsyncClient(app.base_path, device="cpu", connect_timeout=20) as other:
+        for client in clients:
+            client.ping()
+        await other.ping()
+        assert other._channel is not None
+        sockets = [other._channel._socket, *(next(iter(client._pool._connections))._socket for client in clients)]
+        before = [each.written for each in sockets]
+        os.kill(broker.pid, signal.SIGSTOP)
+        asked = [
+            threads.submit(question)
+            for question in (clients[0].get_server_info, clients[1].list_endpoints, clients[2].list_objects)
+        ]
+        async with anyio.create_task_group() as group:
+
+            async def ask() -> None:
+                answers.append(await other.get_server_info())
+
+            group.start_soon(ask)
+            await anyio.to_thread.run_sync(
+                lambda: eventually(lambda: all(now.written > then for now, then in zip(sockets, before, strict=True)))
+            )
+            broker.kill()
+            await anyio.to_thread.run_sync(app.start)
+    assert [type(answer) for answer in answers] == [dict]
+    assert [type(answer.result(20)) for answer in asked] == [dict, dict, list]
+
+
+async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
+    """They are stale, with the reason; what was taken from them stays, and giving them back harms nobody."""
+    broker = app.start()
+    client = app.connect()
+    async with AsyncClient(app.base_path, device="cpu") as other:
+        mine, theirs = client.call("held"), await other.call("held", 5)
+        broker.kill()
+        app.start()
+        with pytest.raises(errors.StaleHandleError) as stale:
+            client.ensure_handle_live(mine)
+        assert stale.value.reason == "server_changed"
+        with pytest.raises(errors.StaleHandleError) as stale:
+            await other.ensure_handle_live(theirs)
+        assert stale.value.reason == "server_changed"
+        assert (mine.value.sum(), theirs.value.sum()) == (28, 35)
+        again = client.call("held")
+        mine.release()
+        await theirs.release()
+        assert not again.is_stale()
+        assert client.get_server_info()["leases"] == 1
+
+
+async def test_leases_when_all_connections_break(app: BrokerApp) -> None:
+    """The server lives, and the session has ended with its connections: the next one holds what is out, and no more."""
+    app.start()
+    watcher, client = app.connect(), app.connect()
+    async with AsyncClient(app.base_path, device="cpu") as other:
+        kept, given = client.call("held"), client.call("held", 5)
+        theirs = await other.call("held", 6)
+        given.release()
+        for connection in client._pool._connections:
+            connection.hang_up()
+        assert other._channel is not None
+        other._channel._hang_up()
+        eventually(lambda: watcher.get_server_info()["leases"] == 0)
+        client.ping()
+        await other.ping()
+        assert watcher.get_server_info()["leases"] == 2
+        assert not kept.is_stale()
+        kept.release()
+        await theirs.release()
+        assert watcher.get_server_info()["leases"] == 0
+
+
+def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
+    """An object that only this session kept went with it: the handle says so, and the memory stays."""
+    app.write("""
+        @provider.share(managed=True, cache=False)
+        def own():
+            return torch.ones(3)
+    """)
+    app.start()
+    watcher, client = app.connect(), app.connect()
+    handle = client.call("own")
+    for connection in client._pool._connections:
+        connection.hang_up()
+    eventually(lambda: watcher.get_server_info()["objects"] == 0)
+    with pytest.raises(errors.StaleHandleError) as stale:
+        client.ensure_handle_live(handle)
+    assert stale.value.reason == "object_gone"
+    assert handle.value.sum() == 3
+    handle.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_result_of_a_session_that_ended() -> None:
+    """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
+    lane = Lane(PoolOptions(), lambda numbers: None)
+    with HOST.create(4096) as segment:
+        message = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", [0], [0])
+        for taken in lane.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
+            taken.close()
+        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane) as result:
+            assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
+        lane.close()
+        with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was taken"):
+            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane)
+
+
+def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
+    """The new session got one more lease than there are handles now: it is named, to be given back."""
+    giver, earlier, later = Giver(), object(), object()
+    handles = [
+        Lease(1, object_id=object_id, server_id="s", generation=1, issuer=giver, session=earlier)
+        for object_id in ("a", "a", "b")
+    ]
+    holdings = Holdings()
+    for handle in handles:
+        holdings.add(handle)
+    moving = holdings.of(earlier)
+    assert handles[0]._forgo()
+    assert holdings.move(moving, ["a", "a"], later) == ["a"]
+    assert [handle.in_session(later) for handle in handles] == [False, True, False]
+    assert holdings.of(earlier) == [handles[2]]
+    assert handles[2]._forgo()
+    assert handles[1]._forgo()
+
+
+class Giver:
+    """Takes nothing back."""
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """Never called here."""
+        raise AssertionError(object_id)

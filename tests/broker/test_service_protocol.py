@@ -1,0 +1,175 @@
+"""The service manager's protocol, without a broker: what is taken from it, and what it is told."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_rpc.broker.systemd import Notifier, inherit
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.settings import take_service_variables
+from tests.kit.processes import Child
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+#: Puts what it has open at 3 and above, as a manager does, and tells what is made of it.
+TAKES = """
+import fcntl, os, socket, sys
+from shared_rpc.broker.systemd import inherit
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.settings import take_service_variables
+
+kinds, pid = sys.argv[1].split(), sys.argv[2]
+for fd in range(3, 20):
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+for number, kind in enumerate(kinds):
+    if kind == "memory":
+        fd = os.memfd_create("stored", 0)
+    elif kind != "nothing":
+        sock = socket.socket(socket.AF_INET if kind == "internet" else socket.AF_UNIX)
+        if kind == "listens":
+            sock.bind(sys.argv[3])
+        if kind in ("listens", "internet"):
+            sock.listen()
+        fd = sock.detach()
+    if kind != "nothing":
+        assert fd == 3 + number, fd
+        os.set_inheritable(fd, True)
+os.environ.update(LISTEN_PID=pid or str(os.getpid()), LISTEN_FDS=str(len(kinds)), LISTEN_FDNAMES=":".join(kinds))
+try:
+    inherited = inherit(take_service_variables())
+except ConfigurationError as error:
+    print("refused", error)
+    sys.exit()
+print("took", list(inherited.listeners), inherited.stored)
+print("left", [name for name in os.environ if name.startswith("LISTEN_")])
+print("inheritable", [fd for fd in range(3, 3 + len(kinds)) if os.get_inheritable(fd)])
+print("blocking", [listener.getblocking() for listener in inherited.listeners.values()])
+"""
+
+
+def taken(children: list[Child], kinds: str, pid: str = "", path: str = "") -> Child:
+    """A process that gets descriptors of some kinds."""
+    child = Child("-c", TAKES, kinds, pid, path)
+    children.append(child)
+    return child
+
+
+def test_what_was_passed(children: list[Child], tmp_path: Path) -> None:
+    """Sockets by their path, what is stored by name; none of it goes on to children, and neither do the variables."""
+    path = str(tmp_path / "socket")
+    child = taken(children, "listens memory memory", path=path)
+    assert child.expect("took") == f"took [{path!r}] [Passed(name='memory', fd=4), Passed(name='memory', fd=5)]"
+    assert child.expect("left") == "left []"
+    assert child.expect("inheritable") == "inheritable []"
+    assert child.expect("blocking") == "blocking [False]"
+
+
+def test_what_was_passed_to_another(children: list[Child], tmp_path: Path) -> None:
+    """``LISTEN_PID`` is not this process: nothing is touched."""
+    child = taken(children, "listens memory", "1", str(tmp_path / "socket"))
+    assert child.expect("took") == "took [] []"
+    assert child.expect("inheritable") == "inheritable [3, 4]"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        ("mute", "a socket 'mute' on which no broker can serve: use ListenStream= with a path"),
+        ("internet", "a socket 'internet' on which no broker can serve"),
+        ("memory nothing", "LISTEN_FDS=2, and descriptor 4 is not open"),
+    ],
+)
+def test_what_nobody_can_use(children: list[Child], kinds: str, why: str) -> None:
+    """It is an error of the configuration, which names it."""
+    assert why in taken(children, kinds).expect("refused")
+
+
+def test_without_a_manager() -> None:
+    """Nothing is inherited, and telling nobody is no error."""
+    inherited = inherit({})
+    assert (inherited.listeners, inherited.stored, inherited.capacity, inherited.notifier.there) == ({}, [], None, False)
+    inherited.notifier.ready("well")
+
+
+def test_the_variables_are_taken_out() -> None:
+    """A process that is started later must not take them for its own."""
+    environ = {"LISTEN_FDS": "1", "LISTEN_PID": "7", "LISTEN_FDNAMES": "a", "NOTIFY_SOCKET": "@x", "FDSTORE": "9", "HOME": "/"}
+    assert len(take_service_variables(environ)) == 5
+    assert environ == {"HOME": "/"}
+
+
+@pytest.fixture(params=["path", "abstract"])
+def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, Notifier]]:
+    """The manager's end, and who tells it."""
+    address = str(tmp_path / "notify") if request.param == "path" else f"@shared-rpc-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(address.replace("@", "\0", 1) if request.param == "abstract" else address)
+        sock.settimeout(5)
+        notifier = inherit({"NOTIFY_SOCKET": address}).notifier
+        yield sock, notifier
+        notifier._socket.close()
+
+
+def received(sock: socket.socket) -> tuple[list[str], list[int]]:
+    """One message: its lines, and its descriptors."""
+    data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for _, _, content in ancillary:
+        fds.frombytes(content)
+    return data.decode().split("\n"), list(fds)
+
+
+@pytest.mark.parametrize(
+    ("tell", "lines"),
+    [
+        (lambda notifier: notifier.ready("well"), ["READY=1", "STATUS=well"]),
+        (lambda notifier: notifier.status("well"), ["STATUS=well"]),
+        (lambda notifier: notifier.stopping(), ["STOPPING=1"]),
+        (lambda notifier: notifier.remove("a-1"), ["FDSTOREREMOVE=1", "FDNAME=a-1"]),
+    ],
+)
+def test_what_is_told(notified: tuple[socket.socket, Notifier], tell: Callable[[Notifier], None], lines: list[str]) -> None:
+    """As sd_notify(3) has it, one message each."""
+    sock, notifier = notified
+    tell(notifier)
+    assert received(sock) == (lines, [])
+
+
+def test_a_descriptor_to_store(notified: tuple[socket.socket, Notifier]) -> None:
+    """It goes with its name, stays the teller's too, and is not watched for a hang-up."""
+    sock, notifier = notified
+    fd = os.memfd_create("memory", os.MFD_CLOEXEC)
+    notifier.store("segment-0a", fd)
+    lines, fds = received(sock)
+    assert lines == ["FDSTORE=1", "FDNAME=segment-0a", "FDPOLL=0"]
+    assert os.path.sameopenfile(fds[0], fd)
+    for one in (fd, *fds):
+        os.close(one)
+
+
+def test_a_manager_that_is_stuck(notified: tuple[socket.socket, Notifier], caplog: pytest.LogCaptureFixture) -> None:
+    """Its queue is full: what it is not told is logged after a moment, and the broker goes on."""
+    _, notifier = notified
+    notifier._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, b"\0" * 8 + (10_000).to_bytes(8, sys.byteorder))
+    for _ in range(5000):
+        notifier.status("again")
+        if caplog.records:
+            break
+    assert "the service manager was not told STATUS=again" in caplog.text
+
+
+def test_an_address_that_is_not_known() -> None:
+    """``vsock:`` is for virtual machines."""
+    with pytest.raises(ConfigurationError, match="vsock:2:1234"):
+        Notifier("vsock:2:1234")

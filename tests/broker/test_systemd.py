@@ -1,0 +1,716 @@
+"""A broker under a service manager: what it made outlives it, and nobody is turned away meanwhile."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import gc
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, errors
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.brokers import APP, BrokerApp
+from tests.kit.processes import Child, eventually
+from tests.kit.service_manager import ServiceManager
+
+pytestmark = pytest.mark.anyio
+
+#: Before anything else of an app: holds its import up, or makes it fail.
+GATE = """
+import os, time
+open({gate!r} + "-reached", "w").close()
+while os.path.exists({gate!r}):
+    time.sleep(0.005)
+if os.path.exists({gate!r} + "-broken"):
+    raise LookupError("no such checkpoint")
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What the asynchronous client does on trio is tested elsewhere; a broker takes seconds to start."""
+    return "asyncio"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """While it is there, the app is not loaded."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def app(tmp_path: Path, base_path: str, children: list[Child], gate: Path) -> Iterator[BrokerApp]:
+    """An app that is not served yet."""
+    app = BrokerApp(tmp_path, base_path, children)
+    app.file.write_text(GATE.format(gate=str(gate)) + APP)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def make_manager(app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[Callable[..., ServiceManager]]:
+    """Makes the service manager; the broker goes first."""
+    made: list[ServiceManager] = []
+
+    def make(**options: Any) -> ServiceManager:
+        made.append(ServiceManager(app, tmp_path, children, **options))
+        return made[-1]
+
+    yield make
+    for child in children:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+    for manager in made:
+        manager.close()
+
+
+@pytest.fixture
+def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
+    """One that listens, and has room for all."""
+    return make_manager()
+
+
+def loaded(client: Any) -> bool:
+    """Whether a worker of the current broker has loaded the app."""
+    return any(worker["state"] == "ready" for worker in client.get_server_info()["workers"])
+
+
+def ids(client: Any) -> dict[str, str]:
+    """The ids of objects, by what their cache keys begin with."""
+    return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
+
+
+def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The next one hands the same memory out before any worker has loaded the app, under the same ids, and builds nothing."""
+    broker = manager.start()
+    client = app.connect()
+    model, before = client.call("model"), client.get_server_info()
+    with torch.no_grad():
+        model.weight[0, 0] = 42
+    facts = client.list_objects()[0]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    other = app.connect()
+    attached, after = other.call("model"), other.get_server_info()
+    assert attached.weight[0, 0] == 42
+    attached.weight.data[0, 1] = 43
+    assert model.weight[0, 1] == 43
+    assert (after["builds"], after["cache_hits"], after["server_id"]) == (0, 1, before["server_id"])
+    assert after["pid"] != before["pid"]
+    assert not loaded(other)
+    same = (
+        "object_id",
+        "server_id",
+        "endpoint",
+        "cache_key",
+        "nbytes",
+        "device",
+        "generation",
+        "created_at",
+        "stale",
+        "cached",
+    )
+    assert {name: other.list_objects()[0][name] for name in same} == {name: facts[name] for name in same}
+    gate.unlink()
+    assert other.call("model", 9).weight[0, 0] == 9
+    assert other.get_server_info()["builds"] == 1
+    assert client.call("model") is model
+
+
+def test_arrays_survive_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """Memory that is no tensor's is kept too, and what each client copies is told as before."""
+    more = """
+        import numpy
+
+        @provider.share
+        def table():
+            module = torch.nn.Linear(2, 2)
+            module.table = numpy.arange(1 << 16)
+            return module
+        """
+    app.file.write_text(GATE.format(gate=str(gate)) + APP + textwrap.dedent(more))
+    broker = manager.start()
+    client = app.connect()
+    client.call("table")
+    facts = client.list_objects()[0]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    other = app.connect()
+    assert other.call("table").table.sum() == sum(range(1 << 16))
+    again = other.list_objects()[0]
+    assert [again[key] for key in ("object_id", "nbytes", "private_nbytes")] == [
+        facts[key] for key in ("object_id", "nbytes", "private_nbytes")
+    ]
+    gate.unlink()
+
+
+def test_killed_again_and_again(app: BrokerApp, manager: ServiceManager) -> None:
+    """What was restored is kept as what was made; and nothing piles up, in the store or among descriptors."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    client.call("model", 9)
+    counts = []
+    for size in (9, 10, 10):
+        broker.kill()
+        broker = manager.start()
+        assert client.call("model", size).weight[0, 0] == size
+        eventually(lambda: loaded(client))
+        manager.expect(lambda: not manager.names("service-")[1:])
+        counts.append((sorted(name.partition("-")[0] for name in manager.names()), _memfds(broker.pid)))
+    assert counts[1] == counts[2] == (["object"] * 3 + ["segment"] * 3 + ["service"], 3)
+
+
+def _memfds(pid: int) -> int:
+    """Pieces of host memory that a process has open."""
+    return sum("memfd:" in os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
+
+
+async def test_handles_and_their_leases(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """A client that meets the next broker takes its leases again: handles stay live, and go back as ever."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    async with AsyncClient(app.base_path, device="cpu", connect_timeout=20) as other:
+        mine, again, theirs = client.call("held"), client.call("held"), await other.call("held", 5)
+        await anyio.Path(gate).touch()
+        broker.kill()
+        await anyio.to_thread.run_sync(manager.start)
+        assert not mine.is_stale()
+        assert not await theirs.is_stale()
+        assert app.connect().get_server_info()["leases"] == 2
+        mine.release()
+        assert client.get_server_info()["leases"] == 2
+        again.release()
+        await theirs.release()
+        assert client.get_server_info()["leases"] == 0
+
+
+def test_a_handle_of_what_was_not_listed(app: BrokerApp, manager: ServiceManager) -> None:
+    """Only what the cache lists is stored: an object that handles alone kept went with the broker, and says so."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    handle = client.call("held")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    client.invalidate_endpoint_cache("held")
+    assert not handle.is_stale()
+    manager.expect(lambda: not manager.names("object-") and not manager.names("segment-"))
+    broker.kill()
+    manager.start()
+    with pytest.raises(errors.StaleHandleError) as stale:
+        client.ensure_handle_live(handle)
+    assert stale.value.reason == "object_gone"
+    assert handle.value.sum() == 28
+
+
+def test_tasks_of_the_broker_that_was(app: BrokerApp, manager: ServiceManager) -> None:
+    """Tasks are not stored. Their ids never come again, though the server's does."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    earlier = client.submit("model")
+    client.wait_for_task(earlier)
+    broker.kill()
+    manager.start()
+    with pytest.raises(errors.TaskError) as unknown:
+        client.get_task_status(earlier)
+    assert unknown.value.reason == "unknown"
+    later = client.submit("model")
+    assert client.wait_for_task(later).weight[0, 0] == 4
+    assert earlier.rpartition("-")[0] == later.rpartition("-")[0]
+    with pytest.raises(errors.TaskError) as unknown:
+        client.get_task_status(earlier)
+    assert unknown.value.reason == "unknown"
+
+
+def test_clients_wait_in_the_queue(
+    app: BrokerApp, manager: ServiceManager, threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Who connects while no broker runs is not turned away, and answered by the next one."""
+    broker = manager.start()
+    app.connect().call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broker.kill()
+    client = app.connect(connect_timeout=20)
+    waiting = threads.submit(client.call, "model")
+    eventually(lambda: _queued(manager.path) == 1, what="a connection in the queue")
+    manager.start()
+    assert waiting.result(20).weight[0, 0] == 4
+
+
+def _queued(path: str) -> int:
+    """Connections at a socket that nobody has accepted: the state 02 in the kernel's table (SS_CONNECTING)."""
+    with open("/proc/net/unix", encoding="ascii") as table:
+        return sum(line.split()[5] == "02" for line in table if line.rstrip().endswith(path))
+
+
+def test_what_is_dropped_leaves_the_store(app: BrokerApp, manager: ServiceManager) -> None:
+    """By invalidation, by its ``idle_ttl``, and for the budget; what stays is there after a restart, and no more."""
+    app.write("""
+        @provider.share(idle_ttl=0.2)
+        def brief():
+            return torch.ones(1)
+    """)
+    broker = manager.start("--max-bytes", "12K")
+    client = app.connect(connect_timeout=20)
+    for size in (2, 3):
+        client.call("model", size)
+    client.call("brief")
+    manager.expect(
+        lambda: len(manager.names("object-")) == 2,
+    )
+    client.invalidate_call_cache("model", 2)
+    manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
+    for size in (4, 5, 6):
+        client.call("model", size)
+    manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 3)
+    kept = ids(client)
+    assert len(kept) == 3
+    broker.kill()
+    manager.start("--max-bytes", "12K")
+    assert ids(client) == kept
+
+
+def test_an_object_that_is_replaced(app: BrokerApp, manager: ServiceManager) -> None:
+    """The generation goes on counting across a restart."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("held").release()
+    client.invalidate_endpoint_cache("held")
+    client.call("held").release()
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broker.kill()
+    manager.start()
+    with client.call("held") as handle:
+        assert handle.generation == 2
+    client.invalidate_endpoint_cache("held")
+    with client.call("held") as handle:
+        assert handle.generation == 3
+
+
+def test_memory_that_objects_share(app: BrokerApp, manager: ServiceManager) -> None:
+    """A segment is stored once, and stays until the last object that lies in it is dropped."""
+    app.write("""
+        @provider.share
+        def both():
+            return [model(), torch.ones(2)]
+    """)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("both")
+    manager.expect(lambda: len(manager.names("object-")) == 2)
+    client.invalidate_call_cache("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    assert len(manager.names("segment-")) == 2
+    broker.kill()
+    manager.start()
+    assert client.call("both")[0].weight[0, 0] == 4
+    assert client.get_server_info()["builds"] == 0
+    client.invalidate_endpoint_cache("both")
+    manager.expect(lambda: not manager.names("segment-"))
+
+
+def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """They are restored with what is left of their terms, and leave the store when nobody can get them any more."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    plain, counted = client.create_buffer(8, "uint8"), client.create_buffer((2, 2), "float32", max_accesses=3)
+    brief = client.create_buffer(16, ttl=3600)
+    gone = client.create_buffer(16)
+    plain.value.fill_(7)
+    client.get_buffer(counted.object_id)
+    ends = brief.get_object_info()["expires_at"]
+    client.free_buffer(gone)
+    manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 3)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    other = app.connect()
+    assert other.get_buffer(plain.object_id).value.tolist() == [7] * 8
+    assert other.get_object_info(brief)["expires_at"] == ends
+    assert not counted.is_stale()
+    for _ in range(2):
+        assert other.get_buffer(counted.object_id).value.shape == (2, 2)
+    with pytest.raises(errors.BufferNotFound) as exhausted:
+        other.get_buffer(counted.object_id)
+    assert exhausted.value.reason == "exhausted"
+    with pytest.raises(errors.BufferNotFound):
+        other.get_buffer(gone.object_id)
+    other.free_buffer(plain)
+    manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
+
+
+def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: ServiceManager) -> None:
+    """It counts from the buffer's making: the next broker has it no more."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    buffer = client.create_buffer(16, ttl=0.5)
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    os.kill(broker.pid, signal.SIGSTOP)
+    ends = time.time() + 0.5
+    broker.kill()
+    eventually(lambda: time.time() > ends)
+    manager.start()
+    with pytest.raises(errors.BufferNotFound):
+        app.connect().get_buffer(buffer.object_id)
+    manager.expect(lambda: not manager.names("object-") and not manager.names("segment-"))
+
+
+@pytest.mark.parametrize("how", ["another version", "cut off", "not sealed", "its segment is not there", "no provider"])
+def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) -> None:
+    """It is logged and leaves the store; the rest is as ever."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    client.call("model", 9)
+    manager.expect(lambda: len(manager.names("object-")) == 2)
+    broken = next(name for name in manager.names("object-") if ids(client)["model(size=4)"] in name)
+    data = os.pread(manager.fd(broken), 1 << 20, 0)
+    seal = how != "not sealed"
+    if how == "another version":
+        data = data.replace(b"object 2\n", b"object 3\n", 1)
+    elif how == "cut off":
+        data = data[:-10]
+    elif how == "no provider":
+        data = data.replace(b"@cpu", b"@xpu", 1)
+    broker.kill()
+    if how == "its segment is not there":
+        others = [name for name in manager.names("segment-") if os.pread(manager.fd(name), 4, 0) == b"\0\0\x80@"]
+        assert len(others) == 1
+        manager._take({"FDSTOREREMOVE": "1", "FDNAME": others[0]}, [])
+    else:
+        manager.replace(broken, _memfd(data, seal))
+    broker = manager.start()
+    assert broken in broker.expect_error("what was stored as")
+    manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
+    assert client.call("model", 9).weight[0, 0] == 9
+    assert client.get_server_info()["builds"] == 0
+    assert client.call("model").weight[0, 0] == 4
+    assert client.get_server_info()["builds"] == 1
+
+
+def _memfd(data: bytes, seal: bool) -> int:
+    fd = os.memfd_create("stored", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    if seal:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    return fd
+
+
+def test_names_that_nobody_knows(app: BrokerApp, manager: ServiceManager) -> None:
+    """What another program stored is removed, and a provider that cannot be read takes its own objects with it."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broker.kill()
+    manager.replace(manager.names("service-")[0], _memfd(b"shared-rpc service 0\n", True))
+    manager.store.append(("stored", _memfd(b"what is this", True)))
+    manager.start()
+    manager.expect(lambda: sorted(name.partition("-")[0] for name in manager.names()) == ["service"])
+    assert client.call("model").weight[0, 0] == 4
+    assert client.get_server_info()["builds"] == 1
+
+
+def test_a_store_that_is_full(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """The manager says nothing; where it told its capacity the broker does. What was stored whole is restored."""
+    manager = make_manager(capacity=4)
+    manager.environ["FDSTORE"] = "4"
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    for size in (2, 3, 4):
+        client.call("model", size)
+    assert "keeps 4 descriptors at most" in broker.expect_error("service manager")
+    broker.kill()
+    manager.start()
+    assert list(ids(client)) == ["model(size=2)"]
+    manager.expect(lambda: len(manager.names()) == 3)
+    assert client.call("model", 3).weight[0, 0] == 3
+
+
+def test_when_it_is_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The first time when the app is loaded; with something restored as soon as that can be attached."""
+    gate.touch()
+    broker = manager.start(wait_for="")
+    waiting = app.connect(connect_timeout=30)
+    eventually(Path(f"{gate}-reached").exists)
+    assert not manager.told
+    gate.unlink()
+    broker.expect("serving")
+    manager.expect(lambda: manager.was_told("READY=1"))
+    waiting.call("model")
+    assert manager.was_told("STATUS=0 objects can be attached; the app is loaded")
+    gate.touch()
+    broker.kill()
+    manager.told.clear()
+    manager.start()
+    manager.expect(lambda: manager.was_told("READY=1"))
+    assert manager.was_told("STATUS=1 objects can be attached; the app is being loaded")
+    assert not loaded(waiting)
+    gate.unlink()
+    manager.expect(lambda: manager.was_told("STATUS=1 objects can be attached; the app is loaded"))
+
+
+def test_an_app_that_cannot_be_loaded_any_more(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The next broker attaches what there is, and says why nothing is built; a reload mends it."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broken = Path(f"{gate}-broken")
+    broken.touch()
+    broker.kill()
+    manager.start()
+    assert client.call("model").weight[0, 0] == 4
+    with pytest.raises(errors.WorkerCrashed, match="LookupError: no such checkpoint"):
+        client.call("model", 9)
+    broken.unlink()
+    client.reload()
+    assert client.call("model", 9).weight[0, 0] == 9
+    assert client.get_server_info()["builds"] == 1
+
+
+def test_code_that_changed_meanwhile(app: BrokerApp, manager: ServiceManager) -> None:
+    """As after a reload: results of an endpoint that changed are dropped, those of the others stay."""
+    source = """
+        model(2)  # from here on the broker hears of each endpoint by itself
+
+        @provider.share
+        def answer():
+            return torch.full((1,), {value})
+    """
+    app.write(source.format(value=1.0))
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    assert client.call("answer").item() == 1
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 3)
+    broker.kill()
+    app.write(source.format(value=2.0))
+    manager.start()
+    eventually(lambda: loaded(client))
+    assert sorted(ids(client)) == ["model(size=2)", "model(size=4)"]
+    manager.expect(lambda: len(manager.names("object-")) == 2)
+    assert client.call("answer").item() == 2
+    assert client.call("model").weight[0, 0] == 4
+    assert client.get_server_info()["builds"] == 1
+
+
+@pytest.mark.parametrize("how", ["by the manager", "by a client"])
+def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str) -> None:
+    """The manager is told of its begin and its end, and the endpoints as they are now are those that a restart knows."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: manager.was_told("READY=1") and len(manager.names("object-")) == 1)
+    manager.told.clear()
+    app.write("""
+        @provider.share
+        def later():
+            return torch.ones(1)
+    """)
+    if how == "by the manager":
+        broker.process.send_signal(signal.SIGHUP)
+        broker.expect("reloaded")
+    else:
+        client.reload()
+    manager.expect(lambda: manager.was_told("READY=1"))
+    assert manager.told[0] == "RELOADING=1"
+    usec = next(int(line.partition("=")[2]) for line in manager.told if line.startswith("MONOTONIC_USEC="))
+    assert 0 <= time.monotonic_ns() // 1000 - usec < 60e6
+    client.call("later")
+    manager.expect(lambda: len(manager.names("object-")) == 2)
+    broker.kill()
+    manager.start()
+    assert client.call("later").item() == 1
+    assert client.get_server_info()["builds"] == 0
+
+
+def test_a_reload_that_fails(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The manager is told that the service is ready all the same: the old code serves."""
+    manager.start()
+    client = app.connect(connect_timeout=20)
+    manager.expect(lambda: manager.was_told("READY=1"))
+    manager.told.clear()
+    Path(f"{gate}-broken").touch()
+    with pytest.raises(errors.WorkerCrashed):
+        client.reload()
+    manager.expect(lambda: manager.was_told("READY=1"))
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_a_broker_that_is_stopped(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The manager is told, the socket stays its own, and what is stored stays for the next start."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    buffer = client.create_buffer(16)
+    manager.expect(lambda: len(manager.names("object-")) == 2)
+    kept = manager.names()
+    broker.process.send_signal(signal.SIGTERM)
+    assert broker.close() == (0, "")
+    manager.expect(lambda: manager.was_told("STOPPING=1"))
+    assert manager.names() == kept
+    assert os.path.exists(manager.path)
+    gate.touch()
+    manager.start()
+    assert client.call("model").weight[0, 0] == 4
+    assert not buffer.is_stale()
+
+
+def test_without_a_socket_unit(app: BrokerApp, make_manager: Callable[..., ServiceManager], gate: Path) -> None:
+    """A broker that binds its socket itself is restored as well."""
+    manager = make_manager(listen=False)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    assert client.call("model").weight[0, 0] == 4
+    assert client.get_server_info()["builds"] == 0
+
+
+def test_a_socket_that_the_app_does_not_serve(app: BrokerApp, manager: ServiceManager) -> None:
+    """Its clients would wait for ever, so it is an error that names both."""
+    broker = manager.start("--base-path", f"{app.base_path}-other", wait_for="")
+    code, stderr = broker.close()
+    assert code == 1
+    assert f"the service manager listens at {manager.path}, and the app serves at {app.base_path}-other-cpu.sock" in stderr
+
+
+def test_an_app_that_moved(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """What was kept for another path is dropped: nobody would look for it there."""
+    manager = make_manager(listen=False)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broker.kill()
+    broker = manager.start("--base-path", f"{app.base_path}-other")
+    broker.expect_error("is dropped")
+    manager.expect(lambda: sorted(name.partition("-")[0] for name in manager.names()) == ["service"])
+    assert not os.path.exists(manager.path)
+    app.base_path += "-other"
+    other = app.connect()
+    assert other.call("model").weight[0, 0] == 4
+    assert other.get_server_info()["builds"] == 1
+
+
+def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManager) -> None:
+    """The app has lost it: its results go, and with nothing left it does, too; a buffer keeps it there."""
+    second = """
+        second = Provider(os.environ["SHARED_TENSOR_BASE_PATH"] + "-2", device="cpu")
+
+        @second.share
+        def other():
+            return torch.ones(1)
+    """
+    app.write(second)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    other = Client(f"{app.base_path}-2", device="cpu", connect_timeout=20)
+    with other:
+        other.call("other")
+        client.call("model")
+        buffer = other.create_buffer(16)
+        manager.expect(lambda: len(manager.names("object-")) == 3)
+        app.write()
+        for buffers in (1, 0):
+            broker.kill()
+            broker = manager.start()
+            eventually(lambda: loaded(client))
+            manager.expect(lambda buffers=buffers: len(manager.names("object-")) == 1 + buffers)  # type: ignore[misc]
+            if buffers:
+                assert not buffer.is_stale()
+                other.free_buffer(buffer)
+                buffer.release()
+    manager.expect(lambda: len(manager.names("service-")) == 1)
+    assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
+    """It is restored, and begins anew: the time without a broker was no idle time."""
+    app.write("""
+        @provider.share(idle_ttl=3)
+        def brief():
+            return torch.ones(1)
+    """)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("brief")
+    made = client.list_objects()[0]["last_accessed_at"]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    os.kill(broker.pid, signal.SIGKILL)
+    broker.process.wait()
+    eventually(lambda: time.time() > made + 3)
+    manager.start()
+    assert list(ids(client)) == ["brief()"]
+    eventually(lambda: not client.list_objects())
+    manager.expect(lambda: not manager.names("object-") and not manager.names("segment-"))
+
+
+def test_workers_are_not_told(app: BrokerApp, manager: ServiceManager) -> None:
+    """What the manager says is for the broker: an app that looks for a service manager of its own finds none."""
+    app.write("""
+        @provider.share
+        def told():
+            return [torch.ones(1), [name for name in os.environ if name.startswith(("LISTEN_", "NOTIFY_"))]]
+    """)
+    manager.start()
+    assert app.connect().call("told")[1] == []
+
+
+#: An app on a GPU.
+GPU_APP = """
+import os, time
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cuda")
+
+@provider.share
+def weights():
+    return torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+"""
+
+
+@pytest.mark.gpu
+def test_gpu_memory(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
+    """The manager needs no CUDA to hold it: with the broker, its worker and all clients gone, the next ones read every byte."""
+    app.file.write_text(GPU_APP)
+    manager = make_manager(listen=False)
+    broker = manager.start()
+    with Client(app.base_path, device="cuda", connect_timeout=20) as client:
+        weights, buffer = client.call("weights"), client.create_buffer(1 << 20)
+        weights[0] = 42
+        buffer.value.fill_(7)
+        torch.cuda.synchronize()
+        buffer_id = buffer.object_id
+        manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 2)
+        broker.kill()
+        del weights, buffer
+    gc.collect()
+    MAPPINGS.drain()
+    manager.start()
+    with Client(app.base_path, device="cuda", connect_timeout=20) as client:
+        weights = client.call("weights")
+        assert (weights[0].item(), weights[1:].double().sum().item()) == (42, sum(range(1 << 20)))
+        assert client.get_buffer(buffer_id).value.eq(7).all()
+        assert client.get_server_info()["builds"] == 0

@@ -1,0 +1,382 @@
+"""A broker's workers as forks of a zygote: they are what new processes would be, and come when it cannot be forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Client
+from tests.kit.brokers import BrokerApp, another_worker, is_running, worker_pids
+from tests.kit.processes import PYTHONPATH, Child, eventually
+
+#: Several zygotes, one after the other, import torch each.
+pytestmark = pytest.mark.timeout(240)
+
+
+def zygote_of(client: Client) -> dict[str, Any]:
+    """What a server tells of its zygote."""
+    facts: dict[str, Any] = client.get_server_info()["zygote"]
+    return facts
+
+
+def zygote_ready(client: Client, earlier: int = 0) -> int:
+    """Wait until there is a zygote, in place of an earlier one: its process id."""
+    eventually(lambda: zygote_of(client).get("pid", earlier) != earlier, 90.0, "a zygote")
+    return int(zygote_of(client)["pid"])
+
+
+def replaced(client: Client) -> int:
+    """Kill the worker: the process id of the next one."""
+    earlier = worker_pids(client)[0]
+    os.kill(earlier, signal.SIGKILL)
+    return another_worker(client, earlier)
+
+
+def is_fork(pid: int) -> bool:
+    """Whether a worker is a fork: it is told what its zygote supposed."""
+    return b"--forked" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def text(client: Client, name: str) -> str:
+    """What an endpoint returns as bytes."""
+    return bytes(client.call(name).tolist()).decode()
+
+
+#: An endpoint that returns what an expression is.
+SAYS = """
+    def told(text):
+        return torch.tensor(list(str(text).encode()), dtype=torch.uint8)
+"""
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
+def test_the_next_worker_is_a_fork(app: BrokerApp) -> None:
+    """After a crash and after a reload; the first one is a new process, and tells what to import."""
+    app.start()
+    client = app.connect()
+    assert not is_fork(worker_pids(client)[0])
+    zygote = zygote_ready(client)
+    facts = zygote_of(client)
+    assert (facts["state"], facts["dropped"]) == ("ready", {})
+    assert facts["modules"] > 100
+    assert facts["pss"] > 1 << 20
+    assert is_fork(replaced(client))
+    client.reload()
+    assert is_fork(worker_pids(client)[0])
+    assert client.call("model").weight[0, 0] == 4
+    assert zygote_of(client)["pid"] == zygote
+
+
+def test_a_fork_of_its_own_for_each_worker(app: BrokerApp) -> None:
+    """With random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link."""
+    app.write(
+        SAYS,
+        """
+        import random, numpy
+
+        @provider.share(cache=False)
+        def facts():
+            return told([random.random(), numpy.random.rand(), torch.rand(1).item()])
+    """,
+    )
+    broker = app.start("--workers", "2")
+    client = app.connect()
+    zygote_ready(client)
+    client.reload()
+    workers = worker_pids(client)
+    assert all(map(is_fork, workers))
+    seen: dict[int, set[str]] = {}
+    for pid in workers:
+        links = {fd.name: os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+        seen[pid] = {name for name in links.values() if name.startswith(("socket:", "pipe:")) and links.get("1") != name}
+    shared = set.intersection(*seen.values())
+    assert shared == set(), "of sockets and pipes"
+    ours = {os.readlink(fd) for fd in Path(f"/proc/{broker.pid}/fd").iterdir() if os.readlink(fd).startswith("socket:")}
+    assert all(ours.isdisjoint(found) for found in seen.values())
+    first = text(client, "facts")
+    os.kill(workers[0], signal.SIGKILL)
+    another_worker(client, workers[0])
+    assert len({first, *(text(client, "facts") for _ in range(6))}) == 7
+
+
+def test_how_a_fork_ended_is_told(app: BrokerApp) -> None:
+    """Its signal, and what it wrote last, as those of a new process."""
+    app.start()
+    client = app.connect()
+    zygote_ready(client)
+    pid = replaced(client)
+    with pytest.raises(Exception, match=rf"the worker \(pid {pid}\) was killed by SIGSEGV.*its last words") as crash:
+        client.call("end", "segfault")
+    assert "its last words" in crash.value.stderr  # type: ignore[attr-defined]
+
+
+def test_without(app: BrokerApp) -> None:
+    """``--no-preload``: there is none, and every worker is a new process."""
+    broker = app.start("--no-preload")
+    client = app.connect()
+    assert zygote_of(client) == {"state": "off", "why": "--no-preload"}
+    assert not is_fork(replaced(client))
+    children = Path(f"/proc/{broker.pid}/task/{broker.pid}/children").read_text().split()
+    assert set(map(int, children)) <= set(worker_pids(client))
+
+
+# When something happens to the zygote.
+
+
+def test_a_zygote_that_is_killed(app: BrokerApp) -> None:
+    """The workers stay, a worker that is needed now is a new process, and there is another zygote."""
+    app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    worker = replaced(client)
+    os.kill(zygote, signal.SIGKILL)
+    eventually(lambda: zygote_of(client)["state"] != "ready")
+    assert f"the zygote (pid {zygote}) was killed by signal 9" in zygote_of(client)["why"]
+    assert worker_pids(client) == [worker]
+    assert client.call("model").weight[0, 0] == 4
+    zygote_ready(client, zygote)
+    assert is_fork(replaced(client))
+
+
+def test_a_zygote_that_is_killed_when_it_is_needed(app: BrokerApp) -> None:
+    """The worker is a new process."""
+    app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    earlier = worker_pids(client)[0]
+    os.kill(zygote, signal.SIGKILL)
+    os.kill(earlier, signal.SIGKILL)
+    assert not is_fork(another_worker(client, earlier))
+
+
+def test_a_zygote_that_is_stopped(app: BrokerApp) -> None:
+    """It is waited for for a moment; it ends, and attaching goes on meanwhile."""
+    broker = app.start()
+    client = app.connect()
+    client.call("model")
+    zygote = zygote_ready(client)
+    os.kill(zygote, signal.SIGSTOP)
+    earlier = worker_pids(client)[0]
+    os.kill(earlier, signal.SIGKILL)
+    assert app.connect().call("model").weight[0, 0] == 4
+    assert not is_fork(another_worker(client, earlier))
+    broker.expect_error("has not answered")
+    eventually(lambda: not is_running(zygote), what="it has been ended")
+
+
+def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: BrokerApp) -> None:
+    """And while it waits for a fork."""
+    broker = app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    os.kill(zygote, signal.SIGSTOP)
+    os.kill(worker_pids(client)[0], signal.SIGKILL)
+    broker.process.send_signal(signal.SIGINT)
+    assert broker.close()[0] == 0
+    eventually(lambda: not is_running(zygote))
+
+
+def test_a_broker_that_is_killed_leaves_nothing(app: BrokerApp) -> None:
+    """Neither zygote nor forks, though nobody tells them."""
+    broker = app.start("--workers", "2")
+    client = app.connect()
+    zygote = zygote_ready(client)
+    client.reload()
+    processes = [zygote, *worker_pids(client)]
+    broker.kill()
+    eventually(lambda: not any(map(is_running, processes)))
+
+
+def test_several_forks_at_once(app: BrokerApp) -> None:
+    """All workers end together, and all come back."""
+    app.start("--workers", "4")
+    client = app.connect()
+    zygote_ready(client)
+    earlier = worker_pids(client)
+    for pid in earlier:
+        os.kill(pid, signal.SIGKILL)
+
+    def back() -> bool:
+        workers = client.get_server_info()["workers"]
+        return len(workers) == 4 and all(one["state"] == "ready" and one["pid"] not in earlier for one in workers)
+
+    eventually(back, 60)
+    assert all(map(is_fork, worker_pids(client)))
+
+
+# When a zygote would be wrong.
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A directory of installed packages."""
+    folder = tmp_path / "environment" / "site-packages"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def start_with(app: BrokerApp, site: Path, *options: str) -> Child:
+    """A broker that finds the installed packages."""
+    words = ["-m", "shared_rpc.cli", "serve", str(app.file), *options]
+    child = Child(*words, cwd=app.file.parent, environ={"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{site}"})
+    app._children.append(child)
+    child.expect("serving")
+    return child
+
+
+def test_a_package_that_starts_a_thread(app: BrokerApp, site: Path) -> None:
+    """It is left out, by name; what else the app imports is not."""
+    (site / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    app.write("import threaded")
+    broker = start_with(app, site)
+    client = app.connect()
+    zygote_ready(client)
+    assert "has threads" in zygote_of(client)["dropped"]["threaded"]
+    broker.expect_error("the zygote has no threaded")
+    assert is_fork(replaced(client))
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_a_package_that_changes_on_disk(app: BrokerApp, site: Path) -> None:
+    """The next worker has what is there now, and then there is another zygote."""
+    (site / "versioned.py").write_text("VERSION = 1\n")
+    app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return told(versioned.VERSION)")
+    start_with(app, site)
+    client = app.connect()
+    zygote = zygote_ready(client)
+    (site / "versioned.py").write_text("VERSION = 22\n")
+    assert not is_fork(replaced(client))
+    assert text(client, "version") == "22"
+    zygote_ready(client, zygote)
+    assert is_fork(replaced(client))
+    assert text(client, "version") == "22"
+
+
+def test_the_persons_own_modules_are_never_imported(app: BrokerApp, tmp_path: Path) -> None:
+    """A fork reads them as they are now."""
+    (tmp_path / "own.py").write_text("VALUE = 1\n")
+    app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
+    app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
+    (tmp_path / "own.py").write_text("VALUE = 22\n")
+    client.reload()
+    assert is_fork(worker_pids(client)[0])
+    assert text(client, "value") == "22"
+
+
+def test_a_module_of_the_persons_that_hides_an_imported_one(app: BrokerApp, tmp_path: Path) -> None:
+    """The file is new beside the app: a worker imports it, as a new process does."""
+    app.write(SAYS, "import colorsys\n@provider.share(cache=False)\ndef place(): return told(colorsys.__file__)")
+    app.start()
+    client = app.connect()
+    zygote_ready(client)
+    (tmp_path / "colorsys.py").write_text("")
+    client.reload()
+    assert text(client, "place") == str(tmp_path / "colorsys.py")
+
+
+def test_imports_that_change(app: BrokerApp, site: Path) -> None:
+    """What the app imports besides since a reload, the next zygote has; what it has ceased to, it has not."""
+    for name in ("one", "two"):
+        (site / f"{name}.py").write_text(f"def function(): return {name!r}\n")
+    is_there = "\n@provider.share(cache=False)\ndef loaded(): return told([name in sys.modules for name in ('one', 'two')])"
+    app.write(SAYS, "import one", is_there)
+    start_with(app, site)
+    client = app.connect()
+    zygote = zygote_ready(client)
+    app.write(SAYS, "import two", is_there)
+    client.reload()
+    zygote_ready(client, zygote)
+    assert is_fork(replaced(client))
+    assert text(client, "loaded") == "[False, True]"
+
+
+LEVEL = """
+    import os
+    import reads
+
+    @provider.share(cache=False)
+    def level():
+        return told([reads.SEEN, reads.ALSO, os.environ.get("LEVEL"), os.environ.get("MADE")])
+"""
+
+
+@pytest.fixture
+def reads(site: Path) -> None:
+    """A package that reads one variable of the environment when it is imported, and sets another one."""
+    code = "import os\nSEEN, ALSO = os.environ.get('LEVEL'), os.environ.get('MADE')\nos.environ['MADE'] = 'here'\n"
+    (site / "reads.py").write_text(code)
+
+
+@pytest.mark.usefixtures("reads")
+def test_variables_that_a_package_reads_when_it_is_imported(app: BrokerApp, site: Path) -> None:
+    """An app that sets them first has what they say: in forks, when it sets them to something else later, and no more."""
+    app.write(SAYS, "os.environ['LEVEL'] = '1'", LEVEL)
+    start_with(app, site)
+    client = app.connect()
+    assert text(client, "level") == "['1', None, '1', 'here']"
+    zygote = zygote_ready(client)
+    assert is_fork(replaced(client))
+    assert text(client, "level") == "['1', None, '1', 'here']"
+    app.write(SAYS, "os.environ['LEVEL'] = '2'", LEVEL)
+    client.reload()
+    assert text(client, "level") == "['2', None, '2', 'here']"
+    zygote = zygote_ready(client, zygote)
+    assert is_fork(replaced(client))
+    assert text(client, "level") == "['2', None, '2', 'here']"
+    app.write(SAYS, LEVEL)
+    client.reload()
+    assert text(client, "level") == "[None, None, None, 'here']"
+
+
+@pytest.mark.usefixtures("reads")
+def test_a_variable_that_is_another_one_in_each_process(app: BrokerApp, site: Path) -> None:
+    """What is imported after it is set is left to the workers, after two that began in vain."""
+    app.write(SAYS, "os.environ['LEVEL'] = str(os.getpid())", LEVEL)
+    start_with(app, site)
+    client = app.connect()
+    zygote = 0
+    for _ in range(3):
+        zygote = zygote_ready(client, zygote)
+        pid = replaced(client)
+        assert text(client, "level") == f"['{pid}', None, '{pid}', 'here']"
+    assert is_fork(pid)
+
+
+def test_a_fork_that_cannot_load_the_app(app: BrokerApp) -> None:
+    """Where a new process can, the app is served by one, and no fork is tried for ever."""
+    app.write("""
+        if "--forked" in sys.argv:
+            os.kill(os.getpid(), 11)
+    """)
+    app.start()
+    client = app.connect()
+    zygote_ready(client)
+    earlier = worker_pids(client)[0]
+    os.kill(earlier, signal.SIGKILL)
+    assert not is_fork(another_worker(client, earlier))
+    assert client.call("model").weight[0, 0] == 4
+
+
+def test_devices_of_workers(app: BrokerApp) -> None:
+    """Each fork has the one that it was given."""
+    app.start("--worker-device", "cpu", "--worker-device", "cpu")
+    client = app.connect()
+    zygote_ready(client)
+    client.reload()
+    workers = client.get_server_info()["workers"]
+    assert [one["device"] for one in workers] == ["cpu", "cpu"]
+    assert all(is_fork(one["pid"]) for one in workers)

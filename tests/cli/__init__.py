@@ -1,0 +1,1 @@
+"""The command line, and scripts that it runs."""

@@ -1,0 +1,676 @@
+"""``shared-rpc run``: a script is what it would be if ``python`` had started it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import py_compile
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Client
+from shared_rpc.cli.app import app as commands
+from shared_rpc.scripts import command
+from shared_rpc.scripts.key import key_of
+from shared_rpc.scripts.options import Script, parse
+from tests.kit.processes import ROOT, Child, eventually, python
+from tests.kit.scripts import RUN, Outcome, Place
+
+#: The first test waits for torch to be imported.
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for the zygotes of all tests here: they are as slow to start as a script without one."""
+    path = tmp_path_factory.mktemp("z")
+    path.chmod(0o700)
+    yield path
+    Place(path, path).close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, sockets: Path) -> Place:
+    """A directory of its own for the scripts of a test."""
+    return Place(tmp_path, sockets)
+
+
+@pytest.fixture
+def started(place: Place) -> Iterator[list[Child]]:
+    """Append what was started here; what still runs at the end is killed."""
+    children: list[Child] = []
+    yield children
+    for child in children:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.process.communicate()
+
+
+#: All that a program can see of itself and that its imports do not make.
+FACTS = """
+    import json, os, resource, signal, sys, threading, time, locale, atexit, gc
+    fds = {}
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            fds[fd] = [os.readlink(f"/proc/self/fd/{fd}").partition(":")[0], os.get_inheritable(fd)]
+        except OSError:
+            pass
+    def stream(s):
+        if s is None:
+            return None
+        facts = [s.encoding, s.errors, s.line_buffering, s.write_through, s.mode, s.name, s.newlines, s.isatty(), s.closed]
+        return facts + [type(s.buffer).__name__, s.buffer.raw.closefd if hasattr(s.buffer, "raw") else None]
+    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+    facts = {
+        "globals": sorted(globals().keys() - {"fds", "stream", "status", "fd"}),
+        "main": [__name__, __file__, __doc__, __package__, __spec__, type(__loader__).__name__, type(__builtins__).__name__,
+                 globals().get("__annotations__"), globals().get("__cached__"), sys.modules["__main__"].__dict__ is globals()],
+        "sys": [sys.argv, sys.orig_argv, sys.path, sys.executable, sys.prefix, list(sys.flags), sys.warnoptions, sys._xoptions],
+        "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__, hasattr(sys, "last_value"),
+                  sys.unraisablehook is sys.__unraisablehook__, sys.gettrace(), sys.getprofile(), sys.exc_info()],
+        "streams": [stream(s) for s in (sys.stdin, sys.stdout, sys.stderr)],
+        "originals": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
+        "stack": [sys._getframe().f_back, sys.getrecursionlimit(), sys.getswitchinterval()],
+        "environ": dict(os.environ), "binary": sorted(repr(k) + repr(v) for k, v in os.environb.items()),
+        "place": [os.getcwd(), os.umask(0)],
+        "limits": [resource.getrlimit(n) for n in range(16)],
+        "signals": [str(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+        "masks": [status[name].strip() for name in ("SigBlk", "SigIgn", "SigCgt", "ShdPnd", "NoNewPrivs", "Seccomp", "Groups")],
+        "os": [os.getuid(), os.getgid(), os.getgroups(), os.getpriority(os.PRIO_PROCESS, 0), sorted(os.sched_getaffinity(0))],
+        "threads": [threading.active_count(), threading.current_thread() is threading.main_thread(), status["Threads"].strip()],
+        "thread": [threading.main_thread().name, threading.main_thread().native_id == os.getpid()],
+        "time": [time.tzname, time.timezone, locale.getlocale()],
+        "collector": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
+        "name": [open("/proc/self/comm").read(), sys.getfilesystemencoding(), sys.stdin is not None and sys.stdin.read()],
+        "fds": fds,
+    }
+    print(json.dumps(facts, default=str))
+"""
+
+
+def facts(place: Place, *words: object, **options: object) -> tuple[dict[str, object], dict[str, object]]:
+    """What a program sees of itself both ways."""
+    plain, forked = place.both(*words, **options)
+    assert (plain.code, plain.errors, forked.code, forked.errors) == (0, "", 0, "")
+    found = [json.loads(ran.output) for ran in (plain, forked)]
+    for one in found:
+        one["environ"].pop("_", None)
+        # Signals 32 and 33 are the C library's, which handles them once there have been threads; see nptl(7).
+        one["masks"] = [f"{int(mask, 16) & ~(3 << 31):x}" for mask in one["masks"][:4]] + one["masks"][4:]
+    return found[0], found[1]
+
+
+def differences(plain: dict[str, object], forked: dict[str, object]) -> dict[str, object]:
+    """What is not the same."""
+    return {name: (plain[name], forked[name]) for name in plain if plain[name] != forked[name]}
+
+
+def test_a_script_sees_what_it_would_see(place: Place) -> None:
+    """Its names, arguments, path, streams, descriptors, environment, limits, signals, and nothing below it on the stack."""
+    script = place.write(FACTS)
+    assert differences(*facts(place, script, "a", "", "ü \n -m", "--preload")) == {}
+
+
+def test_it_is_a_fork(place: Place) -> None:
+    """Else all other tests would compare python with itself."""
+    script = place.write("import sys; print('torch' in sys.modules)")
+    assert [ran.output for ran in place.both(script)] == ["False\n", "True\n"]
+
+
+def test_what_a_new_process_inherits_is_passed_on(place: Place, tmp_path: Path) -> None:
+    """Another environment, working directory, umask, limits, ignored and blocked signals, further descriptors."""
+    script = place.write(FACTS)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    reading, writing = os.pipe()
+    with open(script) as file:
+        high = fcntl.fcntl(file, fcntl.F_DUPFD, 77)
+        os.set_inheritable(high, True)
+
+        def begin() -> None:
+            os.umask(0o027)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+        environ = {"A": "b=c", "EMPTY": "", "TZ": "America/New_York", "UNUSUAL": "\udcff\udcfe", "PWD": None}
+        try:
+            plain, forked = facts(
+                place, script, environ=environ, cwd=elsewhere, setup=begin, text="in\r\nput", pass_fds=(reading, writing, high)
+            )
+        finally:
+            for fd in (reading, writing, high):
+                os.close(fd)
+    assert differences(plain, forked) == {}
+    assert forked["place"] == [str(elsewhere), 0o027]
+    assert str(high) in forked["fds"]
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_closed_streams_stay_closed(place: Place, closed: tuple[int, ...]) -> None:
+    """The interpreter has None for them, and what is opened then gets their numbers."""
+    report = place.folder / "report"
+    script = place.write(f"""
+        import os, sys
+        facts = [sys.stdin is None, sys.stdout is None, sys.stderr is None, os.open("/dev/null", os.O_RDONLY)]
+        with open({str(report)!r}, "w") as file:
+            file.write(repr(facts))
+    """)
+
+    def close() -> None:
+        for fd in closed:
+            os.close(fd)
+
+    found = []
+    for way in (place.python, place.run):
+        assert way(script, setup=close).code == 0
+        found.append(report.read_text())
+    assert found[0] == found[1]
+
+
+ENDS = {
+    "quietly": "pass",
+    "exit with a code": "import sys; print('x', end=''); sys.exit(7)",
+    "exit with a large code": "import sys; sys.exit(259)",
+    "exit with a negative code": "import sys; sys.exit(-1)",
+    "exit with a text": "import sys; sys.exit('a text')",
+    "exit with None": "raise SystemExit",
+    "exit with True": "import sys; sys.exit(True)",
+    "exit in an error's handler": "import sys\ntry: 1 / 0\nexcept ZeroDivisionError: sys.exit(3)",
+    "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
+    "an error with a cause": "try:\n    {}[1]\nexcept KeyError as error:\n    raise ValueError('x') from error",
+    "a group of errors": "raise ExceptionGroup('some', [ValueError(1), TypeError(2)])",
+    "an error with a note": "e = ValueError(1); e.add_note('a note'); raise e",
+    "no syntax": "print('x'\nprint('y')",
+    "no name": "import shared_rpcc",
+    "recursion": "def f(): f()\nf()",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "KeyboardInterrupt that is handled": "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt: print('no')",
+    "a hook of its own": "import sys; sys.excepthook = lambda *x: print('mine', x[0]); 1 / 0",
+    "a hook that fails": "import sys\ndef hook(*x): raise ValueError\nsys.excepthook = hook\n1 / 0",
+    "an unraisable error": "class A:\n    def __del__(self): 1 / 0\nA()\nprint('on')",
+    "os._exit": "import os; print('lost'); os._exit(5)",
+    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
+    "SIGTERM": "import os; os.kill(os.getpid(), 15)",
+    "SIGABRT": "import os; os.abort()",
+    "SIGSEGV": "import ctypes; ctypes.string_at(0)",
+    "a real-time signal": "import os; os.kill(os.getpid(), 40)",
+    "the end of its group": "import os; os.setpgid(0, 0); os.killpg(0, 15)",
+    "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two'); 1 / 0",
+    "exit callbacks that exit": "import atexit, sys; atexit.register(sys.exit, 4)",
+    "a thread that goes on": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
+    "a thread that is left": "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+    "a thread that fails": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
+    "what is deleted last": "class A:\n    def __del__(self): print('gone')\na = A()\nb = [a]; b.append(b)",
+    "what is not flushed": "import sys; sys.stdout.write('no end'); sys.stderr.write('no end')",
+    "a warning": "import warnings\nwarnings.warn('careful')\nwarnings.warn('again', DeprecationWarning, stacklevel=1)",
+    "its stack": "import traceback\ndef f(): traceback.print_stack()\nf()",
+    "frames of others": "import inspect\nprint([i.function for i in inspect.stack()], inspect.stack()[-1].filename)",
+    "a dump": "import faulthandler; faulthandler.dump_traceback()",
+    "a process in its place": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1); exit(6)'])",
+    "a daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    os._exit(0)\nos.wait(); print('parent')",
+    "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "a closed output": "import os; os.close(1); print('x')",
+    "encoding": "# coding: latin-1\nprint(ascii('ä'))",
+    "seeds differ": "import random; print(random.random() == random.Random(1).random())",
+    "pickled classes": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
+    "annotations": "x: int = 1\nprint(__annotations__)",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_it_would(place: Place, name: str) -> None:
+    """With the same code or signal, output, and text of an error."""
+    script = place.write(ENDS[name])
+    plain, forked = (Outcome(*map(comparable, ran)) for ran in place.both(script))
+    assert forked == plain
+
+
+def comparable(value: Any) -> Any:
+    """Without addresses, and without the number of frames of an endless recursion: the interpreter counts its own in C too."""
+    return re.sub(r"0x[0-9a-f]+|repeated \d+ more", "…", value) if isinstance(value, str) else value
+
+
+def test_a_broken_pipe_is_the_scripts(place: Place) -> None:
+    """Nobody reads any more: the script hears of it, and what read last sees the end with the script's."""
+    script = place.write("for i in range(100000): print(i)")
+    found = []
+    for way in ((), RUN):
+        shell = f"{sys.executable} {' '.join(way)} {script} | head -n 1"
+        ran = subprocess.run(
+            ["bash", "-c", f"{shell}; echo ${{PIPESTATUS[0]}}"], env=place.environ, capture_output=True, text=True, check=False
+        )
+        found.append((ran.stdout, ran.stderr))
+    assert found[0] == found[1]
+
+
+def test_who_waits_for_the_end_of_a_stream_waits_for_the_script_alone(place: Place, started: list[Child]) -> None:
+    """What a script has closed nobody else has open: not the command, not the watcher."""
+    script = place.write("import os, sys; print('said', flush=True); os.close(1); sys.stdin.readline()")
+    child = place.start(script)
+    started.append(child)
+    child.expect("said")
+    assert child.process.stdout is not None
+    assert child.process.stdout.read() == ""  # the end, while the script goes on
+    assert child.process.poll() is None
+    child.tell("end")
+    assert child.close() == (0, "")
+
+
+# What there is to run.
+
+
+def test_a_relative_path_is_kept(place: Place) -> None:
+    """It is the script's __file__ and sys.argv[0]; its directory is a whole path."""
+    place.write(FACTS, "sub/script.py")
+    assert differences(*facts(place, "sub/script.py")) == {}
+    assert differences(*facts(place, "./script.py", cwd=place.folder / "sub")) == {}
+
+
+def test_modules_beside_the_script_are_imported(place: Place) -> None:
+    """Where a link leads to, as python does it; never from the working directory."""
+    place.write("name = 'beside'", "real/beside.py")
+    place.write("name = 'wrong'", "beside.py")
+    script = place.write("import beside, sys; print(beside.name, beside.__file__, sys.path[0])", "real/script.py")
+    link = place.folder / "link.py"
+    link.symlink_to(script)
+    plain, forked = place.both(link)
+    assert forked == plain
+    assert "beside" in forked.output
+
+
+@pytest.mark.parametrize("kind", ["directory", "archive", "compiled"])
+def test_other_kinds_of_scripts(place: Place, kind: str) -> None:
+    """A directory or a zip archive with a __main__.py, and a file of bytecode."""
+    place.write("name = 'helped'", "whole/helper.py")
+    main = place.write(
+        f"import sys\n{'import helper; print(helper.name)' if kind != 'compiled' else ''}\n"
+        "print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0])\ndef f(): 1 / 0\nf()",
+        "whole/__main__.py",
+    )
+    what = main.parent
+    if kind == "archive":
+        what = place.folder / "whole.pyz"
+        with zipfile.ZipFile(what, "w") as archive:
+            for name in ("__main__.py", "helper.py"):
+                archive.write(main.parent / name, name)
+    elif kind == "compiled":
+        what = Path(py_compile.compile(str(main), str(place.folder / "script.pyc")) or "")
+    plain, forked = place.both(what, "argument")
+    assert forked == plain
+    assert forked.code == 1
+
+
+@pytest.mark.parametrize(
+    "module", ["package", "package.part", "single", "package.fails", "package.missing", "missing", "json.tool"]
+)
+def test_modules(place: Place, module: str) -> None:
+    """As with python -m: the interpreter's own frames are in a traceback, and none of ours."""
+    show = "import sys; print(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path[0], sorted(globals()))"
+    place.write("", "package/__init__.py")
+    place.write(show, "package/__main__.py")
+    place.write(f"from . import fine; {show}", "package/part.py")
+    place.write("", "package/fine.py")
+    place.write("def f(): 1 / 0\nf()", "package/fails.py")
+    place.write(show, "single.py")
+    plain, forked = place.both("-m", module, "-x", "--preload", text='{"a": 1}' if module == "json.tool" else "")
+    assert forked == plain
+
+
+def test_a_module_that_is_interrupted(place: Place) -> None:
+    """It ends as python ends it."""
+    place.write("raise KeyboardInterrupt", "single.py")
+    plain, forked = place.both("-m", "single")
+    assert forked == plain
+
+
+@pytest.mark.parametrize("words", [["missing.py"], ["."], ["-m", "shared_rpc"]], ids=str)
+def test_what_cannot_be_run_is_explained_by_python(place: Place, words: list[str]) -> None:
+    """Its own message, and no other."""
+    plain, forked = place.both(*words)
+    assert forked == plain
+    assert forked.code != 0
+
+
+# Processes that a script starts.
+
+CHILDREN = """
+    import multiprocessing, os, sys
+
+    class Kept:
+        def __init__(self, value): self.value = value
+
+    def work(kept, results):
+        results.put((type(kept).__qualname__, kept.value * 2, __name__, multiprocessing.current_process().name))
+
+    if __name__ == "__main__":
+        os.chdir("/")
+        context = multiprocessing.get_context(sys.argv[1])
+        results = context.Queue()
+        process = context.Process(target=work, args=(Kept(21), results))
+        process.start()
+        print(results.get(), flush=True)
+        process.join()
+        print(process.exitcode, multiprocessing.parent_process(), sys.executable)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_children_of_multiprocessing(place: Place, method: str) -> None:
+    """They find the main module, by a relative path too, and its classes."""
+    place.write(CHILDREN)
+    plain, forked = place.both("script.py", method)
+    assert forked == plain
+    assert forked.code == 0
+
+
+def test_each_script_has_a_key_of_its_own_for_its_children(place: Place) -> None:
+    """Processes of one script prove by it that they belong together; others do not."""
+    script = place.write("import multiprocessing; print(multiprocessing.current_process().authkey.hex())")
+    assert place.run(script).output != place.run(script).output
+
+
+# Signals, sent to the command.
+
+PASSED_ON = [
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+    signal.SIGALRM,
+]
+
+
+@pytest.mark.parametrize("number", PASSED_ON, ids=lambda number: number.name)
+def test_a_signal_reaches_the_script_once(place: Place, started: list[Child], number: signal.Signals) -> None:
+    """Each of those that people and programs send."""
+    script = place.write(f"""
+        import os, signal, sys
+        signal.signal({int(number)}, lambda n, frame: os.write(1, b"got %d\\n" % n))
+        os.write(1, b"ready\\n")
+        for line in sys.stdin:
+            os.write(1, b"read " + line.encode())
+    """)
+    child = place.start(script)
+    started.append(child)
+    child.expect("ready")
+    child.process.send_signal(number)
+    assert child.expect("") == f"got {int(number)}"
+    child.tell("x")
+    assert child.expect("") == "read x"
+    assert child.close() == (0, "")
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE]
+)
+def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, started: list[Child], number: signal.Signals) -> None:
+    """What waits for the command sees the same."""
+    script = place.write("import os, sys; os.write(1, b'ready\\n'); sys.stdin.readline(); print('on')")
+    codes = []
+    for run in (False, True):
+        child = place.start(script, run=run)
+        started.append(child)
+        child.expect("ready")
+        child.process.send_signal(number)
+        if number == signal.SIGPIPE:  # python ignores it
+            child.tell("")
+        code, errors = child.process.wait(20), child.process.stderr and child.process.stderr.read()
+        codes.append((code, (errors or "").splitlines()[-1:]))  # the line before tells in which call it was
+    assert codes[0] == codes[1]
+
+
+TELLS_PID = """
+    import os, sys
+    print("pid", os.getpid(), flush=True)
+    sys.stdin.readline()
+    print("on", flush=True)
+"""
+
+
+def script_of(child: Child) -> int:
+    """The process of a script that tells its id."""
+    return int(child.expect("pid").split()[1])
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_a_script_that_is_killed_ends_the_command_so(place: Place, started: list[Child]) -> None:
+    """The shell says "Killed", as it would."""
+    child = place.start(place.write(TELLS_PID))
+    started.append(child)
+    os.kill(script_of(child), signal.SIGKILL)
+    assert child.process.wait(20) == -signal.SIGKILL
+
+
+def test_a_command_that_is_killed_ends_the_script(place: Place, started: list[Child]) -> None:
+    """Nobody could stop it any more."""
+    child = place.start(place.write(TELLS_PID))
+    started.append(child)
+    pid = script_of(child)
+    child.kill()
+    eventually(lambda: is_gone(pid))
+
+
+def test_a_watcher_that_is_killed_ends_both(place: Place, started: list[Child]) -> None:
+    """There is no script that nobody watches."""
+    child = place.start(
+        place.write("import os\nprint('parent', os.getppid(), flush=True)\n" + TELLS_PID.replace("\n    ", "\n"))
+    )
+    started.append(child)
+    watcher = int(child.expect("parent").split()[1])
+    pid = script_of(child)
+    os.kill(watcher, signal.SIGKILL)
+    assert child.process.wait(20) == -signal.SIGKILL
+    eventually(lambda: is_gone(pid))
+
+
+def test_a_script_that_is_stopped_stops_the_command(place: Place, started: list[Child]) -> None:
+    """What waits for the command sees it stop, and continues both."""
+    child = place.start(place.write(TELLS_PID))
+    started.append(child)
+    pid = script_of(child)
+    os.kill(pid, signal.SIGSTOP)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
+    child.process.send_signal(signal.SIGCONT)
+    child.tell("")
+    assert child.expect("on") == "on"
+
+
+# The zygote.
+
+
+def test_the_command_imports_little(place: Place) -> None:
+    """What it needs is loaded in a fraction of the time that the other commands take."""
+    script = place.write("print('ran')")
+    code = f"""
+        import os, sys
+        import shared_rpc.scripts.front
+        from shared_rpc.cli import main
+        def report(*words):
+            print("loaded", *sys.modules)
+            raise SystemExit
+        shared_rpc.scripts.front.Signals.wait = report
+        sys.argv[1:] = ["run", {str(script)!r}]
+        os.environ["SHARED_TENSOR_BASE_PATH"] = {place.base_path!r}
+        os.dup2 = lambda *x, **y: None
+        main()
+    """
+    for _ in range(2):  # the first one may start a zygote
+        child = python(code)
+        loaded = set(child.expect("loaded").split())
+        child.close()
+    assert "shared_rpc.scripts.command" in loaded
+    assert not {"typer", "rich", "torch", "msgspec", "anyio", "argparse", "subprocess", "asyncio", "inspect"} & loaded
+
+
+def test_what_a_fork_cannot_change_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such thing has a zygote of its own; what can be changed has not."""
+    environ = {"PATH": "/bin", "HOME": "/home/somebody", "OMP_NUM_THREADS": "1"}
+    key = key_of(environ, [])
+    assert len(key) == 16
+    assert key_of({**environ, "PATH": "/sbin", "SHARED_TENSOR_ROLE": "spawn"}, []) == key
+    assert key_of(environ, ["b", "a", "a"]) == key_of(environ, ["a", "b"]) != key
+    changed = [
+        "PYTHONPATH",
+        "PYTHONWARNINGS",
+        "LD_PRELOAD",
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_LOGS",
+        "LANG",
+        "HOME",
+    ]
+    assert len({key, *(key_of({**environ, name: "another"}, []) for name in changed)}) == len(changed) + 1
+    assert key_of({**environ, "VLLM_X": "1"}, ["vllm.engine"]) != key_of(environ, ["vllm.engine"])
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    assert key_of(environ, []) != key
+
+
+def test_a_relative_path_of_modules_depends_on_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter resolves it when it begins."""
+    keys = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        keys |= {key_of({"PYTHONPATH": "src"}, []), key_of({"PYTHONPATH": "/src"}, [])}
+    assert len(keys) == 3
+
+
+def test_options_of_the_interpreter_are_kept(place: Place) -> None:
+    """With them the zygote is another one."""
+    script = place.write("import sys, warnings; print(sys.flags.dev_mode, sys.warnoptions); warnings.warn('x')")
+    options = ["-X", "dev", "-W", "error"]
+    plain = place._finish([sys.executable, *options, str(script)])
+    forked = place._finish([sys.executable, *options, *RUN, str(script)])
+    assert forked == plain
+    assert forked.code == 1
+
+
+def test_zygotes_are_listed_and_stopped(place: Place) -> None:
+    """``ls`` and ``stop --all`` know them beside the servers."""
+    script = place.write("import sys; print('torch' in sys.modules)")
+    assert place.run(script).output == "True\n"
+    shared_rpc = [sys.executable, "-m", "shared_rpc.cli"]
+    (listed,) = [one for one in json.loads(place._finish([*shared_rpc, "ls", "--json"]).output) if one["runs"]][:1]
+    assert (listed["kind"], listed["preload"], len(listed["key"])) == ("zygote", ["torch"], 16)
+    assert listed["runs"] >= 1 and listed["idle"] >= 0 and listed["pss"] > 1 << 20
+    assert f"{listed['key']}" in place._finish([*shared_rpc, "ls"]).output
+    assert str(listed["pid"]) in place._finish([*shared_rpc, "stop", "--all"]).output
+    assert is_gone(listed["pid"])
+    assert place.zygotes() == []
+
+
+# Roles.
+
+APP = """
+    import sys
+    import torch
+    from shared_rpc import Provider
+
+    provider = Provider(device="cpu")
+
+    @provider.share
+    def numbers(n):
+        return torch.arange(n)
+
+    if __name__ == "__main__":
+        print("sum", int(numbers(10).sum()), provider.execution_mode, flush=True)
+"""
+
+
+def test_the_server_role_serves_until_it_is_interrupted(place: Place, started: list[Child]) -> None:
+    """The main code's end is not the end of the process, and Ctrl-C is."""
+    child = place.start(place.write(APP), SHARED_TENSOR_ROLE="server")
+    started.append(child)
+    assert child.expect("sum") == "sum 45 server"
+    child.expect_error("serving")
+    with Client(place.base_path, device="cpu") as client:
+        assert client.call("numbers", 3).tolist() == [0, 1, 2]
+    child.process.send_signal(signal.SIGINT)
+    assert child.close() == (0, "")
+
+
+def test_the_spawn_role_finds_its_server_again(place: Place) -> None:
+    """The second run attaches to what the first one's server has built."""
+    script = place.write(APP)
+    environ: dict[str, str | None] = {"SHARED_TENSOR_ROLE": "spawn"}
+    try:
+        for _ in range(2):
+            ran = place.run(script, environ=environ)
+            assert (ran.code, ran.output, ran.errors) == (0, "sum 45 spawn\n", "")
+        with Client(place.base_path, device="cpu") as client:
+            assert client.get_statistics()["numbers"]["builds"] == 1
+    finally:
+        with Client(place.base_path, device="cpu") as client:
+            client.stop_server()
+
+
+# The words of the command line.
+
+WORDS = [
+    ["x.py"],
+    ["x.py", "--preload", "a", "-m", "--help"],
+    ["-m", "a.b", "-c"],
+    ["--preload", "a", "--preload=b", "x.py"],
+    ["--idle-exit", "5", "-m", "a"],
+    ["--", "-x.py", "--"],
+    ["x.py", "--", "y"],
+]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=str)
+def test_both_readers_of_the_command_line_agree(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick one, and the one whose help and documentation people read."""
+    seen: list[Script] = []
+    monkeypatch.setattr(command, "launch", seen.append)
+    commands(["run", *words], standalone_mode=False)
+    assert [parse(words)] == seen
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--help"], ["--no-such"], ["--preload"], ["--idle-exit", "soon", "x.py"], ["--idle-exit=-1", "x.py"], ["-m"]],
+    ids=str,
+)
+def test_what_has_to_be_explained_is_left_to_the_other_reader(words: list[str]) -> None:
+    """Help, and misuse."""
+    assert parse(words) is None
+
+
+def test_help_and_misuse(place: Place) -> None:
+    """They do not begin anything."""
+    helped = place.run("--help")
+    assert helped.code == 0
+    assert "--preload" in helped.output and "--idle-exit" in helped.output
+    assert place.run("--no-such", "x.py").code == 2
+
+
+def test_the_sources_are_found_where_the_tests_are() -> None:
+    """Else what is tested is another package."""
+    assert Path(command.__file__).is_relative_to(ROOT)
+    assert shutil.which("bash")

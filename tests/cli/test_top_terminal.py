@@ -1,0 +1,511 @@
+"""``shared-rpc top`` on a real terminal, with real servers: what is seen, what keys do, and how the terminal is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, progress
+from tests.cli.test_commands import MODULE, Ran, cli
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.processes import Child, eventually
+from tests.kit.terminals import ALTERNATE, NORMAL, Tty
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def served(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+    """A server in this process."""
+
+    @provider.share(managed=True)
+    def load(mib: int) -> torch.Tensor:
+        return torch.zeros(mib * MIB, dtype=torch.uint8)
+
+    @provider.share
+    def table(key: int) -> torch.Tensor:
+        return torch.zeros(2 * MIB, dtype=torch.uint8)
+
+    @provider.share(cache=False)
+    def gated() -> torch.Tensor:
+        progress(1, 4, "the first shard")
+        go.wait()
+        progress(3, 4, "the third shard")
+        return torch.zeros(1)
+
+    return serve(quotas={"cpu": 64 * MIB})
+
+
+@pytest.fixture
+def tty() -> Iterator[Callable[..., Tty]]:
+    """``tty(*options, columns, lines)`` is a terminal that shows ``top``; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def start(*options: str, command: tuple[str, ...] = (*MODULE, "top", "-d", "0.1"), **size: int) -> Tty:
+            terminal = Tty(*command, *options, **size)  # type: ignore[arg-type]
+            stack.callback(terminal.close)
+            return terminal
+
+        yield start
+
+
+def quit_from(top: Tty) -> None:
+    """End it with q, and find the terminal as it was."""
+    top.press("q")
+    assert top.end() == 0
+    assert top.restored
+
+
+def row(top: Tty, beginning: str) -> str:
+    """The first line of the screen that begins so, ``""`` if there is none."""
+    return next((line for line in top.lines if line.startswith(beginning)), "")
+
+
+def test_what_is_seen(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """Objects with their sizes and the process that holds them, memory, calls, clients; the view itself is no client."""
+    client = connect()
+    with client.call("load", 8), client.create_buffer(4 * MIB, ttl=600):
+        client.call("table", 1)
+        top = tty(columns=160)
+        screen = top.until("load(mib=8)", "table(key=1)", "buffer", "calls/s")
+        assert f"pid {os.getpid()}" in screen and served.socket_path in screen
+        assert "14.0 MiB in 3 objects" in screen and "2 leases" in screen and "1 client" in screen
+        assert f"{os.getpid()} python" in row(top, "load(mib=8)") and "8.0 MiB" in row(top, "load(mib=8)")
+        assert "held by" in row(top, "objects 3 by size")
+        bar = "█" * 6 + "▓" * 3 + "░" * 31
+        assert row(top, "cpu").split()[:8] == ["cpu", bar, "10.0", "MiB", "4.0", "MiB", "64.0", "MiB"]
+        order = [line.split()[0] for line in top.lines[-20:] if line.startswith(("load(", "table(", "buffer "))]
+        assert order == ["load(mib=8)", "buffer", "table(key=1)"]
+        quit_from(top)
+    assert [one["pid"] for one in client.list_sessions()] == [os.getpid()]
+
+
+def test_an_object_is_invalidated(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """The one that is selected, after a question, and no other; a second time the whole endpoint."""
+    client = connect()
+    for key in range(3):
+        client.call("table", key)
+    top = tty("--sort", "name")
+    top.until("table(key=2)")
+    top.press("jj")
+    top.until("invalidate")
+    eventually(lambda: any("table(key=1)" in line for line in top.highlighted))
+    top.press("i")
+    top.until("invalidate table(key=1)?", "y yes  e all 3 of table  Esc no")
+    assert len(client.list_objects()) == 3
+    top.press("y")
+    top.until("table(key=1) dropped from the cache")
+    top.until("objects 2 by name")
+    assert sorted(item["cache_key"] for item in client.list_objects()) == ["table(key=0)", "table(key=2)"]
+
+    top.press("ie")
+    top.until("2 cached results of table dropped", "objects 0")
+    assert client.list_objects() == []
+    quit_from(top)
+
+
+def test_a_buffer_is_freed(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """Its holder keeps it, and nobody else gets it."""
+    client = connect()
+    with client.create_buffer(4 * MIB) as buffer:
+        top = tty(columns=120)
+        top.until("objects 1")
+        top.press("jiy")
+        top.until(f"buffer {buffer.object_id} freed")
+        eventually(lambda: "freed" in row(top, "buffer"))
+        assert not client.free_buffer(buffer.object_id)
+        quit_from(top)
+
+
+def test_a_question_is_answered_with_no(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """Esc alone is a key of its own, though the keys with arrows begin with it."""
+    connect().call("table", 1)
+    top = tty()
+    top.until("objects 1")
+    top.press("\x1b[Bi")
+    top.until("y yes")
+    top.press("\x1b")
+    top.until("left as it is")
+    assert len(connect().list_objects()) == 1
+    quit_from(top)
+
+
+def test_sorting_and_filtering(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """The list follows each key at once."""
+    client = connect()
+    handles = [client.call("load", mib) for mib in (1, 3)]
+    client.call("table", 0)
+    top = tty()
+
+    def names() -> list[str]:
+        return [line.split()[0] for line in top.lines if line.startswith(("load(", "table("))]
+
+    eventually(lambda: names() == ["load(mib=3)", "table(key=0)", "load(mib=1)"])
+    top.press("r")
+    eventually(lambda: names() == ["load(mib=1)", "table(key=0)", "load(mib=3)"])
+    top.press("sss")
+    top.until("by name")
+    eventually(lambda: names() == ["load(mib=1)", "load(mib=3)", "table(key=0)"])
+    top.press("/TAB")
+    top.until("endpoints with: TAB")
+    eventually(lambda: names() == ["table(key=0)"])
+    top.press("\r")
+    top.until("objects 1/3", "endpoints with 'TAB'")
+    top.press("\x1b")
+    eventually(lambda: len(names()) == 3)
+    top.press("?")
+    top.until("sort by the next", "any key: back")
+    top.press("x")
+    top.until("objects 3")
+    assert handles
+    quit_from(top)
+
+
+def test_a_build_and_its_progress(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor, tty: Callable[..., Tty]
+) -> None:
+    """Of a direct call; it is shown while it goes on, and counted after."""
+    call = threads.submit(connect().call, "gated")
+    top = tty(columns=120)
+    top.until("builds 1", "1/4 the first shard")
+    bar = row(top, "gated").split()[1]
+    assert bar == "█" * 10 + "░" * 30
+    go.set()
+    call.result(20)
+    top.until_gone("builds 1")
+    top.until("calls")
+    assert row(top, "gated").split()[-2:] == ["1", "0"]
+    quit_from(top)
+
+
+def test_calls_by_the_second(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """Of an endpoint that is called again and again, with the share that the cache answers; and errors."""
+    client = connect()
+    top = tty(columns=120)
+    top.until("objects")
+
+    def busy() -> bool:
+        client.call("table", 0)
+        cells = row(top, "table ").split() if "\ntable " in top.text else ["", "0.0"]
+        return cells[1] not in ("0.0", "-") and cells[3] == "100%"
+
+    eventually(busy)
+    quit_from(top)
+
+
+def test_forty_columns_and_another_size(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """A narrow terminal has fewer columns; when it is made wider they come at once, whatever the environment says of it."""
+    with connect().call("load", 8):
+        top = tty("-d", "600", columns=40, lines=24)  # it is not by looking again that it notices
+        top.until("load(mib=8)", "8.0 MiB")
+        assert "held by" not in top.text
+        top.resize(140, 30)
+        top.until("held by", "endpoint", f"{os.getpid()} python")
+        top.resize(20, 5)
+        top.until_gone("held by")
+        top.resize(1, 1)
+        top.resize(80, 24)
+        top.until("load(mib=8)", "q quit")
+        quit_from(top)
+
+
+def test_the_environment_does_not_fix_the_size(served: Server, tty: Callable[..., Tty]) -> None:
+    """A shell may export what the size was once."""
+    terminal = Tty(*MODULE, "top", columns=100, lines=30, environ={"COLUMNS": "50", "LINES": "10"})
+    try:
+        terminal.until("q quit")
+        assert terminal.lines[-1].startswith("q quit")
+    finally:
+        terminal.close()
+
+
+def test_waiting_for_a_server(
+    provider: Provider, base_path: str, serve: Callable[..., Server], tty: Callable[..., Tty]
+) -> None:
+    """Without one it says what starts one, and shows the first that comes; when that goes it waits for the next."""
+    provider.share("ones")(lambda: torch.ones(1))
+    top = tty(columns=100)
+    assert "shared-rpc serve app.py" in top.until("no server answers in", "start one with").replace("\n", " ")
+    first = serve()
+    top.until("objects 0", "s-cpu.sock")
+
+    first.stop()
+    top.until("lost the server")
+    elsewhere = Provider(f"{base_path}-next", device="cpu")
+    elsewhere.share("twos")(lambda: torch.ones(2))
+    with Server(elsewhere) as second, Client(socket_path=second.socket_path) as client:
+        top.until_gone("lost the server")
+        client.call("twos")
+        top.until("twos()", "s-next-cpu.sock")
+        quit_from(top)
+
+
+def test_forty_columns_and_no_server(base_path: str, tty: Callable[..., Tty]) -> None:
+    """The reason and the command are shown whole, on as many lines as they need, and keys are answered."""
+    top = tty(columns=40, lines=24)
+    screen = " ".join(top.until("no server answers in", "start one with", "q quit").split())
+    assert "'shared-rpc serve app.py'" in screen and "--base-path or --socket" in screen
+    top.press("?")
+    top.until("any key: back")
+    top.press("x")
+    top.until("no server answers in")
+    quit_from(top)
+
+
+def test_waiting_at_a_socket(base_path: str, tty: Callable[..., Tty]) -> None:
+    """Of a server that was named; the command is told with that name."""
+    top = tty("--socket", f"{base_path}-other.sock", columns=100)
+    top.until("s-other.sock", "shared-rpc serve")
+    quit_from(top)
+
+
+def test_several_servers(served: Server, base_path: str, tty: Callable[..., Tty]) -> None:
+    """Which one is meant has to be said."""
+    with Server(Provider(f"{base_path}-another", device="cpu")) as another:
+        top = tty(columns=200)
+        top.until("several servers answer; choose one with --socket", another.socket_path)
+        quit_from(top)
+        chosen = tty("--socket", another.socket_path, columns=200)
+        chosen.until("objects 0", another.socket_path)
+        quit_from(chosen)
+
+
+def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tty: Callable[..., Tty]) -> None:
+    """Keys are answered all the same."""
+    code = """
+        from shared_rpc import Provider, Server
+        with Server(Provider(device="cpu")) as server:
+            print(server.socket_path, flush=True)
+            input()
+    """
+    child = Child("-c", textwrap.dedent(code))
+    children.append(child)
+    path = child.expect(".sock")
+    top = tty("--socket", path, columns=100)
+    top.until("objects 0")
+    child.process.send_signal(signal.SIGSTOP)
+    top.until("lost the server")
+    top.press("?")
+    top.until("this help")
+    top.press("x")
+    child.process.send_signal(signal.SIGCONT)
+    top.until_gone("lost the server")
+    child.process.send_signal(signal.SIGSTOP)
+    quit_from(top)
+
+
+# How it ends.
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (lambda top: top.press("q"), 0),
+        (lambda top: top.press("\x03"), 128 + signal.SIGINT),
+        (lambda top: top.press("\x1c"), 128 + signal.SIGQUIT),
+        (lambda top: top.kill(signal.SIGTERM), 128 + signal.SIGTERM),
+        (lambda top: top.kill(signal.SIGHUP), 128 + signal.SIGHUP),
+    ],
+    ids=["q", "Ctrl-C", "Ctrl-Backslash", "SIGTERM", "SIGHUP"],
+)
+def test_the_terminal_is_left_as_it_was(base_path: str, tty: Callable[..., Tty], end: Callable[[Tty], None], code: int) -> None:
+    """Its settings, its screen and its cursor; nothing is printed."""
+    top = tty()
+    top.until("no server answers")
+    assert ALTERNATE in top.written and top.attributes != top.before
+    end(top)
+    assert top.end() == code
+    assert top.restored
+    assert b"Traceback" not in top.written
+
+
+def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child]) -> None:
+    """Its window is closed: nothing goes on without being seen, or is told to nobody."""
+    code = """
+        import os, pty, sys
+
+        pid, ours = pty.fork()
+        if pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.cli", "top", "-d", "0.05"])
+        seen = b""
+        while b"objects 0" not in seen:
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        print("ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    """
+    child = Child("-c", textwrap.dedent(code), environ={"TERM": "xterm"})
+    children.append(child)
+    assert child.expect("ended with") == f"ended with {128 + signal.SIGHUP}"
+
+
+def test_a_defect_leaves_the_terminal_as_it_was(base_path: str, tty: Callable[..., Tty]) -> None:
+    """What went wrong is told after that, where it stays."""
+    code = """
+        import sys
+        from shared_rpc.cli import main
+        from shared_rpc.cli.top import loop
+
+        def broken(*_):
+            raise ZeroDivisionError("a defect")
+
+        loop.frame, whole, sys.argv[1:] = (lambda *size: (setattr(loop, "frame", broken), whole(*size))[1]), loop.frame, ["top"]
+        main()
+    """
+    top = tty(command=("-c", textwrap.dedent(code)))
+    assert top.end() == 1
+    assert top.restored
+    assert b"ZeroDivisionError: a defect" in top.written[top.written.rfind(NORMAL) :]
+
+
+def test_a_defect_of_the_thread_that_asks(served: Server, tty: Callable[..., Tty]) -> None:
+    """It ends the view as well: a screen that stands still would be a lie."""
+    code = """
+        import sys
+        from shared_rpc.cli import main
+        from shared_rpc.cli.top import sampler
+
+        def broken(*_):
+            raise ZeroDivisionError("a defect")
+
+        sampler.look, sys.argv[1:] = broken, ["top"]
+        main()
+    """
+    top = tty(command=("-c", textwrap.dedent(code)))
+    assert top.end() == 1
+    assert top.restored
+    assert b"ZeroDivisionError: a defect" in top.written[top.written.rfind(NORMAL) :]
+
+
+def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
+    """Ctrl-Z gives the shell its terminal as it was; in the foreground again the view is there again."""
+    shell = tty(command=("-c", "import os; os.execvp('bash', ['bash', '--norc', '--noediting', '-i'])"))
+    shell.press(f"{sys.executable} -m shared_rpc.cli top\n")
+    shell.until("objects 0")
+    viewing = shell.attributes
+    shell.press("\x1a")
+    eventually(lambda: b"Stopped" in shell.written)
+    assert shell.restored and shell.attributes != viewing
+    stopped = len(shell.written)
+    shell.press("fg\n")
+    eventually(lambda: ALTERNATE in shell.written[stopped:] and b"objects 0" in shell.written[stopped:])
+    shell.press("q")
+    eventually(lambda: NORMAL in shell.written[stopped:] and shell.restored)
+    shell.press("exit\n")
+    assert shell.end() == 0
+    assert shell.restored
+
+
+# A broker.
+
+
+def test_workers(broker_app: BrokerApp, tty: Callable[..., Tty]) -> None:
+    """Their state and device; one that crashed is followed by one that tells of it."""
+    broker_app.start("--worker-device", "cpu")
+    client = broker_app.connect()
+    top = tty(columns=100)
+    top.until("worker", "restarts")
+    (pid,) = worker_pids(client)
+    assert row(top, f"{pid} ").split()[:5] == [str(pid), "ready", "0", "0", "cpu"]
+    os.kill(pid, signal.SIGKILL)
+    top.until_gone(f"{pid} ")
+    new = another_worker(client, pid)
+    eventually(lambda: row(top, f"{new} ").split()[:4] == [str(new), "ready", "0", "1"])
+    quit_from(top)
+
+
+# Without a terminal.
+
+
+def test_one_frame(served: Server, connect: Callable[..., Client]) -> None:
+    """With --once, and where no terminal is: all rows, without what a terminal needs, however long the lines are."""
+    with connect().call("load", 8):
+        for options in (["--once"], []):
+            ran = cli("top", "-d", "0.05", *options)
+            assert (ran.code, ran.errors) == (0, "")
+            assert "\x1b" not in ran.output
+            (line,) = (line for line in ran.output.splitlines() if line.startswith("load(mib=8)"))
+            assert "8.0 MiB" in line and f"{os.getpid()} python" in line
+            assert "0.0 calls/s" in ran.output
+
+
+def test_one_frame_on_a_terminal(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
+    """It is printed where the cursor is, as wide as the terminal, and stays."""
+    connect().call("table", 1)
+    top = tty("--once", columns=60)
+    assert top.end() == 0
+    assert ALTERNATE not in top.written
+    assert any(line.startswith("table(key=1)") for line in top.lines)
+
+
+def test_one_frame_without_a_server(base_path: str) -> None:
+    """That is an error, with the command that starts one."""
+    assert "start one with 'shared-rpc serve app.py'" in cli("top", "--once").complaint
+    assert "s-other.sock" in cli("top", "--once", "--socket", f"{base_path}-other.sock").complaint
+
+
+def test_an_order_that_there_is_not(base_path: str) -> None:
+    """The error names those that there are."""
+    assert cli("top", "--sort", "colour").complaint == "--sort colour: use size, age, leases, name or access"
+
+
+def test_top_loads_no_torch(served: Server) -> None:
+    """As all commands that only ask it starts fast; no server and no event loop either."""
+    ran = Ran("-X", "importtime", *MODULE, "top", "--once", "-d", "0.05")
+    assert ran.code == 0
+    loaded = {line.rpartition("|")[2].strip() for line in ran.errors.splitlines()}
+    assert "shared_rpc.cli.top.layout" in loaded
+    assert not {"torch", "numpy", "shared_rpc.server", "shared_rpc.codec", "asyncio"} & loaded
+
+
+def test_a_terminal_of_letters(served: Server, connect: Callable[..., Client]) -> None:
+    """What it cannot show is shown in another way, and nothing is a traceback."""
+    connect().call("table", 1)
+    ran = cli("top", "--once", "-d", "0.05", environ={"PYTHONIOENCODING": "ascii"})
+    assert (ran.code, ran.errors) == (0, "")
+    assert "# objects" in ran.output and "█" not in ran.output
+
+
+def test_no_keyboard(served: Server, tmp_path: Path) -> None:
+    """Where standard input is no terminal there are no keys, and the rest is as ever."""
+    script = (
+        f"import os, sys; os.dup2(os.open('/dev/null', 0), 0); os.execv(sys.executable, [sys.executable, *{MODULE!r}, 'top'])"
+    )
+    terminal = Tty("-c", script)
+    try:
+        terminal.until("objects 0")
+        terminal.kill(signal.SIGTERM)
+        assert terminal.end() == 128 + signal.SIGTERM
+        assert terminal.restored
+    finally:
+        terminal.close()
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_gpu(base_path: str) -> None:
+    """What results and buffers take of it, and what is free; the server's host memory is told of too."""
+    provider = Provider(base_path, device="cuda:0")
+
+    @provider.share(managed=True)
+    def weights() -> torch.Tensor:
+        return torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+
+    with Server(provider) as server, Client(socket_path=server.socket_path, timeout=30.0) as client:
+        with client.call("weights"), client.create_buffer(32 * MIB, ttl=600):
+            ran = cli("top", "--once", "-d", "0.5")
+        (gpu,) = (found["id"] for found in client.list_devices() if found["id"] == provider.device_id)
+    assert (ran.code, ran.errors) == (0, "")
+    rows = [" ".join(line.split()) for line in ran.output.splitlines()]
+    (memory,) = (line for line in rows if line.startswith(f"{gpu[:12]} ") and "none" in line)
+    assert " 64.0 MiB 32.0 MiB none " in memory and memory.count("GiB") == 2
+    assert any(line.startswith("weights() 64.0 MiB 1 ") and gpu[:12] in line for line in rows)
+    assert any(line.startswith("cpu ") for line in rows)

@@ -1,0 +1,1 @@
+"""What is told: pages, pictures, examples, benchmarks, the verification."""

@@ -1,0 +1,292 @@
+"""What is in examples/deploy/: its app runs, its containers share a socket and nothing else, and its dashboard and alerts ask
+for what the server really tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.kit.processes import ROOT, Child, eventually
+from tests.kit.scraping import Scrape, scrape
+
+pytest.importorskip("prometheus_client")
+yaml = pytest.importorskip("yaml")
+
+DEPLOY = ROOT / "examples" / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "shared-rpc.json").read_text())
+
+#: What Prometheus adds to every sample.
+TARGET = {"instance", "job"}
+#: What Prometheus tells of its targets itself.
+OF_TARGETS = {"up": TARGET}
+
+
+def read_yaml(name: str) -> Any:
+    """A file of examples/deploy."""
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
+    """A scrape of a broker that serves the app, after two clients have run and a worker has crashed."""
+    folder = tmp_path_factory.mktemp("deploy")
+    folder.chmod(0o700)
+    environ = {"SHARED_TENSOR_BASE_PATH": str(folder / "s"), "SHARED_TENSOR_ENABLED": "", "CUDA_VISIBLE_DEVICES": ""}
+    app = str(DEPLOY / "app.py")
+    server = Child("-m", "shared_rpc.cli", "serve", app, "--metrics-port", "0", environ={**environ, "SHARED_TENSOR_ROLE": ""})
+    clients = [Child(app, "--calls", "51", "--pause", "0", environ={**environ, "SHARED_TENSOR_ROLE": "client"}) for _ in "ab"]
+    try:
+        url = server.expect("metrics at").removeprefix("metrics at ")
+        for client in clients:
+            line = client.expect("a sentence without words")
+            assert re.search(r"request [0-9a-f]{8}-\d+-\d+$", line)
+            client.expect("51 batches")
+            assert client.close() == (0, "")
+        eventually(lambda: scrape(url)("sessions_closed_total") >= 2)
+        yield scrape(url)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.close() == (0, "")
+    finally:
+        for child in (server, *clients):
+            child.process.kill()
+            child.process.communicate()
+
+
+def test_the_app_shares_one_model_between_its_clients(told: Scrape) -> None:
+    """It was built once; every batch was a call, and every fiftieth failed, as it is meant to."""
+    assert told("builds_total", endpoint="encoder") == 1
+    assert told("calls_total", endpoint="encode", outcome="built") == 2 * 49
+    assert told("calls_total", endpoint="encode", outcome="failed") == 2 * 2
+    assert told("object_bytes", device="cpu") >= 20_000 * 256 * 4
+    assert told("leases_reclaimed_total") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_client_ends_when_it_is_told_to(base_path: str, children: list[Child], number: signal.Signals) -> None:
+    """It has a handler of its own, as the first process of a container must; Ctrl-C prints no traceback."""
+    client = Child(
+        str(DEPLOY / "app.py"), "--pause", "0.001", environ={"SHARED_TENSOR_ROLE": "local", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    children.append(client)
+    client.expect("100 batches")
+    client.process.send_signal(number)
+    assert client.close() == (130, "")
+
+
+# Queries.
+
+
+class Selector(NamedTuple):
+    """What a query asks for: a metric, matchers of its labels, and the labels that it is grouped by."""
+
+    metric: str
+    matchers: list[tuple[str, str, str]]
+
+
+WORDS = {"and", "or", "unless", "bool", "offset"}
+
+
+def selectors(query: str) -> tuple[list[Selector], set[str]]:
+    """The metrics of a PromQL expression, and the labels that its aggregations keep."""
+    grouped: set[str] = set()
+
+    def group(found: re.Match[str]) -> str:
+        grouped.update(name.strip() for name in found[1].split(","))
+        return " "
+
+    text = re.sub(r"\[[^\]]*\]", " ", query)
+    text = re.sub(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", group, text)
+    found = []
+    for name, braces, body in re.findall(r"([a-zA-Z_:][\w:]*)\s*(?![\w:(]|\s*\()(\{([^}]*)\})?", text):
+        if name not in WORDS:
+            matchers = re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', body)
+            assert len(matchers) == len(re.findall('"[^"]*"', body)), f"{query}: {braces} cannot be read"
+            found.append(Selector(name, matchers))
+    return found, grouped
+
+
+def problems(query: str, told: Scrape, legend: str = "") -> list[str]:
+    """What a query asks for and the server does not tell."""
+    found, kept = selectors(query)
+    wrong = [] if found else [f"{query}: asks for nothing"]
+    known: set[str] = set(TARGET)
+    for selector in found:
+        samples = told.samples.get(selector.metric)
+        if samples is None and selector.metric not in OF_TARGETS:
+            wrong.append(f"{query}: there is no {selector.metric}")
+            continue
+        labels = {label for of, _ in samples or () for label in of} | TARGET
+        known |= labels
+        for label, operator, value in selector.matchers:
+            if label not in labels:
+                wrong.append(f"{query}: {selector.metric} has no label {label}")
+            elif label not in TARGET and "$" not in value and operator in ("=", "=~"):
+                there = {of.get(label) for of, _ in samples or ()}
+                wrong += [f"{query}: {label} is never {one}" for one in value.split("|") if one not in there]
+    wrong += [f"{query}: {label} is of none of its metrics" for label in kept - known]
+    named = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", legend))
+    wrong += [f"{query}: the legend names {label}" for label in named - (kept if kept else known)]
+    return wrong
+
+
+def queries() -> list[Any]:
+    """Every query of the dashboard, with its panel's title and its legend."""
+    return [
+        pytest.param(target["expr"], target["legendFormat"], id=f"{panel['title']}-{target['refId']}")
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+@pytest.mark.parametrize(("query", "legend"), queries())
+def test_the_dashboard_asks_for_what_is_told(told: Scrape, query: str, legend: str) -> None:
+    """Every metric and label of every query is there after real calls."""
+    assert problems(query, told, legend) == []
+
+
+@pytest.mark.parametrize("rule", [rule for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]], ids=str)
+def test_the_alerts_ask_for_what_is_told(told: Scrape, rule: dict[str, Any]) -> None:
+    """And their texts name labels that they have."""
+    expression = rule["expr"]
+    wrong = problems(re.sub(r'code!="[^"]*"', "", expression), told, rule["annotations"]["summary"])
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("sum(shared_rpc_nothing)", "there is no shared_rpc_nothing"),
+        ("rate(shared_rpc_calls[5m])", "there is no shared_rpc_calls"),
+        ('shared_rpc_calls_total{kind="x"}', "has no label kind"),
+        ('shared_rpc_calls_total{outcome="succeeded"}', "outcome is never succeeded"),
+        ("sum by (device) (shared_rpc_objects)", "device is of none of its metrics"),
+        ("1 + 2", "asks for nothing"),
+    ],
+)
+def test_a_query_that_is_wrong_is_noticed(told: Scrape, query: str, problem: str) -> None:
+    """The check above would see it."""
+    assert any(problem in found for found in problems(query, told))
+
+
+def test_the_dashboard_shows_what_matters() -> None:
+    """Most of the metrics are on it, no two panels overlap, and it is one that Grafana provisions."""
+    shown = {selector.metric for query in queries() for selector in selectors(query.values[0])[0]}
+    assert len({name for name in shown if name.startswith("shared_rpc_")}) > 25
+    cells = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert DASHBOARD["uid"] and "id" not in DASHBOARD
+
+
+@pytest.mark.parametrize("variable", DASHBOARD["templating"]["list"][1:], ids=lambda variable: variable["name"])
+def test_the_dashboards_variables_have_values(told: Scrape, variable: dict[str, Any]) -> None:
+    """They are labels of a metric that there is."""
+    found = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+    assert found is not None
+    assert found[2] in {label for labels, _ in told.samples[found[1]] for label in labels} | TARGET
+
+
+# Files that name each other.
+
+
+def test_the_files_that_are_mounted_are_there() -> None:
+    """Under the names by which Prometheus and Grafana look for them."""
+    services = read_yaml("docker-compose.yml")["services"]
+    mounted = {}
+    for service in services.values():
+        for volume in service["volumes"]:
+            source, target, *_ = volume.split(":")
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), source
+                mounted[target] = DEPLOY / source
+    assert read_yaml("prometheus.yml")["rule_files"] == ["alerts.yml"]
+    assert "/etc/prometheus/alerts.yml" in mounted and "/etc/prometheus/prometheus.yml" in mounted
+    (dashboards,) = read_yaml("grafana/provisioning/dashboards/dashboards.yml")["providers"]
+    assert any(mounted[dashboards["options"]["path"]].glob("*.json"))
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (mounted[str(Path(home).parent)] / Path(home).name).exists()
+    (source,) = read_yaml("grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in services
+    assert source["uid"] == DASHBOARD["templating"]["list"][0]["current"]["value"]
+
+
+def test_prometheus_finds_the_server() -> None:
+    """At the port and under the name that the composition gives it; the dashboard and the alerts name the job."""
+    (job,) = read_yaml("prometheus.yml")["scrape_configs"]
+    command = read_yaml("docker-compose.yml")["services"]["server"]["command"]
+    assert job["static_configs"] == [{"targets": [f"server:{command[command.index('--metrics-port') + 1]}"]}]
+    assert command[command.index("--metrics-host") + 1] == "0.0.0.0"
+    assert job["job_name"] == "shared-rpc"
+
+
+def test_containers_share_a_socket_and_nothing_else() -> None:
+    """One volume and one uid, which are those of the image; no host namespaces and no privileges."""
+    composition = read_yaml("docker-compose.yml")
+    ours = [composition["services"][name] for name in ("server", "client-a", "client-b")]
+    image = (DEPLOY / "Dockerfile").read_text()
+    uid = re.search(r"^ARG UID=(\d+)$", image, re.MULTILINE)
+    path = re.search(r"^ENV SHARED_TENSOR_BASE_PATH=(\S+)$", image, re.MULTILINE)
+    assert uid is not None and path is not None
+    for service in ours:
+        assert service["volumes"] == [f"sockets:{Path(path[1]).parent}"]
+        assert service["user"] == f"{uid[1]}:{uid[1]}"
+        assert not {"ipc", "pid", "privileged", "network_mode", "shm_size", "cap_add"} & set(service)
+    assert f"install -d -o ${{UID}} -g ${{UID}} -m 0700 {Path(path[1]).parent}" in image
+    assert list(composition["volumes"]) == ["sockets"]
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
+    """Every file that is copied exists and is not ignored, and the options of the server are those that it has."""
+    image = (DEPLOY / "Dockerfile").read_text()
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    for sources in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored
+    assert image.count("ARG BASE=") == 1 and "FROM ${BASE}" in image
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    asked = re.findall(r"EXTRAS[=:] ?([\w,]+)", image + (DEPLOY / "docker-compose.cuda.yml").read_text())
+    assert len(asked) == 3 and all("metrics" in one and set(one.split(",")) <= extras for one in asked)
+    command = read_yaml("docker-compose.yml")["services"]["server"]["command"]
+    words = [sys.executable, "-m", "shared_rpc.cli", "serve", "--help"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "COLUMNS": "200"})
+    assert all(option in shown.stdout for option in command if option.startswith("--"))
+
+
+def test_the_gpu_file_is_about_the_same_services() -> None:
+    """It adds the GPU to those that need it, and a base that has CUDA."""
+    plain, cuda = read_yaml("docker-compose.yml")["services"], read_yaml("docker-compose.cuda.yml")["services"]
+    assert set(cuda) == {name for name in plain if name in ("server", "client-a", "client-b")}
+    for service in cuda.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+    assert "cuda" in cuda["server"]["build"]["args"]["BASE"]
+
+
+def test_docker_takes_the_composition() -> None:
+    """Where there is a docker with compose; it needs no daemon for that."""
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("no docker compose here")
+    for files in (["docker-compose.yml"], ["docker-compose.yml", "docker-compose.cuda.yml"]):
+        options = [word for name in files for word in ("-f", str(DEPLOY / name))]
+        checked = subprocess.run([docker, "compose", *options, "config", "-q"], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr

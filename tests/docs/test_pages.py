@@ -1,0 +1,198 @@
+"""The documentation is true: what a page tells one to do is done, and what there is has a place in the reference."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import typer
+
+import shared_rpc
+from shared_rpc import errors
+from shared_rpc.cli.app import app as program
+from tests.kit.processes import ROOT, python
+from tests.kit.walkthrough import Page, Walk
+
+DOCS = ROOT / "docs"
+#: Every block of code: its page, its language, and what is in it.
+BLOCKS = [
+    (path, *found)
+    for path in (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+    for found in re.findall(r"^```(?:\{code-block\} )?(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+]
+#: What pages call these objects by, and what they may be.
+CALLED = {
+    "client": (shared_rpc.Client, shared_rpc.AsyncClient),
+    "provider": (shared_rpc.Provider,),
+    "handle": (shared_rpc.Handle, shared_rpc.AsyncHandle),
+    "server": (shared_rpc.Server,),
+}
+#: Pages with terminals; the others have nothing to follow.
+FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if (page := Page(path)).steps]
+COMMANDS = typer.main.get_command(program).commands  # type: ignore[attr-defined]
+
+
+def _missing(page: Page) -> set[str]:
+    """What its files import and this machine does not have."""
+    imported = set(re.findall(r"^(?:import|from) (\w+)", "\n".join(page.files.values()), re.MULTILINE))
+    return {name for name in imported if f"{name}.py" not in page.files and importlib.util.find_spec(name) is None}
+
+
+def _follow(page: Page, folder: Path) -> None:
+    with Walk(page, folder) as walk:
+        walk.follow()
+
+
+@pytest.fixture(scope="module")
+def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[None]]]:
+    """The pages of the tests that were asked for, followed two at a time: each waits for one process after another."""
+    chosen = [item.callspec.params["page"] for item in request.session.items if item.name.startswith("test_a_page_can")]
+    with ThreadPoolExecutor(2) as pool:
+        yield {page.path: pool.submit(_follow, page, tmp_path_factory.mktemp("walk")) for page in chosen if not _missing(page)}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.path.stem)
+def test_a_page_can_be_followed(page: Page, walks: dict[Path, Future[None]]) -> None:
+    """Its files are written, its commands run by real processes, and they print what it says."""
+    if page.path not in walks:
+        pytest.skip(f"{', '.join(_missing(page))} cannot be imported")
+    walks[page.path].result()
+
+
+def test_what_is_said_of_shared_tensor() -> None:
+    """The page about moving from it begins with what it does, in a process without a GPU and without a server."""
+    pytest.importorskip("shared_tensor")
+    peer = python(
+        """
+        import shared_tensor
+        provider = shared_tensor.SharedTensorProvider(execution_mode="local", verbose_debug=False)
+        one = provider.share(lambda x: x, unknown="option")
+        print("keys", one(1), one(2))
+        provider = shared_tensor.SharedTensorProvider(execution_mode="local", verbose_debug=False)
+        print("managed", provider.share(managed=True)(lambda: "the object itself")())
+        try:
+            one.submit(1)
+        except RuntimeError as error:
+            print("submit", error)
+        """
+    )
+    assert peer.expect("keys") == "keys 1 1"
+    assert peer.expect("managed") == "managed the object itself"
+    assert "do not support" in peer.expect("submit")
+    assert peer.close()[0] == 0
+
+
+def _page(folder: Path, console: str) -> Page:
+    path = folder / "page.md"
+    path.write_text(f"# A page\n\n```{{code-block}} console\n:caption: terminal\n\n{console}```\n")
+    return Page(path)
+
+
+@pytest.mark.parametrize(
+    ("console", "what"),
+    [
+        ("$ echo one\ntwo\n", "expected: two"),
+        ("$ echo one\n", "expected: no more"),
+        ("$ echo one\none\ntwo\n", "expected: two"),
+        ("$ echo pid 41 pid 42\npid 1 pid 1\n", "expected: pid 1 pid 1"),
+        ("$ seq 3\n1\n…\n4\n", "expected: 4"),
+    ],
+)
+def test_a_page_that_is_wrong_is_told(console: str, what: str, tmp_path: Path) -> None:
+    """What is printed otherwise, too much or too little fails, with the page's line."""
+    with Walk(_page(tmp_path, console), tmp_path) as walk, pytest.raises(AssertionError, match=r"page\.md, line 7") as raised:
+        walk.follow()
+    assert what in str(raised.value)
+
+
+def test_what_differs_from_run_to_run_may_differ(tmp_path: Path) -> None:
+    """Times, ids and sockets may; a pid of the page is that of the run, also in a command; Ctrl-C ends what goes on."""
+    page = _page(
+        tmp_path,
+        "$ echo took 3 ms, pid 1, 0123abcd4567-8, at /run/s-cpu.sock\ntook 1.5 s, pid 4711, fedcba9876-1, at /tmp/x.sock\n"
+        "$ echo 4711 pid 4711\n1 pid 4711\n"
+        "$ ROLE=server python -c 'import signal; print(1, flush=True); signal.pause()'\n1\n^C\n…\nKeyboardInterrupt\n",
+    )
+    with Walk(page, tmp_path) as walk:
+        walk.follow()
+
+
+@pytest.mark.parametrize("name", sorted(set(shared_rpc.__all__) - {"__version__", "errors"}))
+def test_every_public_name_has_its_place(name: str) -> None:
+    """A page of docs/reference/api has ``.. autoclass:: shared_rpc.Name``, or autofunction."""
+    pages = "".join(path.read_text() for path in (DOCS / "reference" / "api").glob("*.md"))
+    assert re.search(rf"^\.\. auto\w+:: shared_rpc\.{name}$", pages, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["instrumentation", "logs", "safetensors", "sharding", "verification"])
+def test_every_public_module_has_its_page(name: str) -> None:
+    """It is named for it, and shows every name, by itself or as a member of the module."""
+    page = (DOCS / "reference" / "api" / f"{name}.md").read_text()
+    shown = set(re.findall(rf"^\.\. auto\w+:: shared_rpc\.{name}\.(\w+)$", page, re.MULTILINE))
+    names = set(importlib.import_module(f"shared_rpc.{name}").__all__)
+    if f".. automodule:: shared_rpc.{name}\n" not in page:
+        assert names - shown <= set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"SharedRPCError", "RemoteTraceback"}))
+def test_every_error_says_what_to_do(name: str) -> None:
+    """The table of docs/reference/errors.md has a row for it."""
+    assert f"\n| `{name}`" in (DOCS / "reference" / "errors.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_is_told_of(name: str) -> None:
+    """The overview of docs/reference/command-line.md has it."""
+    overview = (DOCS / "reference" / "command-line.md").read_text().partition("## serve")[0]
+    assert re.search(rf"`{name}\b", overview)
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "_static" / "cli").glob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_picture_is_shown_and_fetches_nothing(picture: Path) -> None:
+    """A page has it, with a text for those who do not see it, and it is whole by itself."""
+    pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert re.search(rf"_static/cli/{picture.stem}\.svg\n:alt: .+", pages)
+    assert set(re.findall(r"https?://[^\"< ]*", picture.read_text())) == {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.parametrize("name", ["serve", "top", "verify"])
+def test_every_option_of_a_command_is_told_of(name: str) -> None:
+    """The table of its options is whole, and has none that is gone."""
+    section = (DOCS / "reference" / "command-line.md").read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    first = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
+    told = {option for cell in first for option in re.findall(r"(?<![\w-])(--[\w-]+)", cell)}
+    assert told == {option for one in COMMANDS[name].params for option in one.opts if option.startswith("--")}
+
+
+def test_python_on_a_page_names_what_there_is() -> None:
+    """Also where it is a piece that nobody can run: it parses, and what it asks of this library is there."""
+    for path, language, block in BLOCKS:
+        if language != "python":
+            continue
+        tree = ast.parse(re.sub(r"\A(?::\w+:.*\n)+", "", block), str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shared_rpc":
+                exec(compile(ast.Module([node], []), str(path), "exec"), {})
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in CALLED:
+                kinds = CALLED[node.value.id]
+                there = {name for kind in kinds for name in (*dir(kind), *kind.__init__.__code__.co_names)}
+                assert node.attr in there, f"{path.name}: {ast.unparse(node)}"
+
+
+def test_commands_on_a_page_have_their_options() -> None:
+    """Every ``shared-rpc …`` of every page is a command that there is, with options that it has."""
+    for path, language, block in BLOCKS:
+        if language not in ("bash", "console", "ini"):
+            continue
+        for name, rest in re.findall(r"shared-rpc ((?!-)\S+)([^\n#|;&>]*)", re.sub(r"#.*", "", block)):
+            assert name in COMMANDS, f"{path.name}: shared-rpc {name}"
+            options = {option for one in COMMANDS[name].params for option in one.opts}
+            given = {word.partition("=")[0] for word in rest.split() if word.startswith("-")}
+            assert given <= options, f"{path.name}: shared-rpc {name}{rest}"

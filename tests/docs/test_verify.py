@@ -1,0 +1,405 @@
+"""``shared-rpc verify``: it passes where sharing works, fails where it does not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.verification import Settings, verify
+from shared_rpc.verification import run as running
+from shared_rpc.verification.checks import CHECKS, Check
+from shared_rpc.verification.interrupts import Interrupted, Interrupts
+from shared_rpc.verification.model import true_size
+from shared_rpc.verification.processes import marked, memory_of, segment_bytes
+from shared_rpc.verification.run import SCHEMA, Report, Silent
+from shared_rpc.verification.verdict import Outcome, Verdict, size
+from tests.kit import verify_subjects
+from tests.kit.processes import PYTHONPATH, eventually
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
+NAMES = [check.name for check in CHECKS]
+
+#: Of every check: a subject that does not keep its promise, and what is found then.
+PROMISES = {
+    "one_copy": ("Copying", ["models"]),
+    "zero_copy": ("Copying", ["read other numbers"]),
+    "accuracy": ("Changeable", ["2 of 2 processes compute others"]),
+    "read_only": ("Careless", ["its write went through"]),
+    "lifetimes": ("Changeable", ["different results"]),
+    "growth": ("Leaking", ["client: fds", "client: memory", "leases 1 → 2"]),
+    "kill_client": ("Haunting", ["are in use still"]),
+    "kill_worker": ("Changeable", ["other bits"]),
+    "kill_server": ("Copying", ["they do not"]),
+}
+
+
+class Verification:
+    """A running ``shared-rpc verify``, in a directory for temporary files of its own."""
+
+    def __init__(self, folder: Path, *options: str, stderr: int = subprocess.PIPE, **environ: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shared_rpc.cli", "verify", *options],
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder), **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+
+    def directory(self) -> Path | None:
+        """Its own, while there is one."""
+        return next(self.folder.glob("shared-rpc-verify-*"), None)
+
+    def processes(self) -> list[int]:
+        """Those below it."""
+        return [pid for pid in marked(f"{self.folder}/shared-rpc-verify-") if pid != self.process.pid]
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, output and errors. Nothing is left."""
+        output, errors = self.process.communicate(timeout=120)
+        assert self.processes() == []
+        assert list(self.folder.iterdir()) == []
+        return self.process.returncode, output, errors
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Child processes do not ignore SIGHUP, whatever started these tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def start(hangups: None, tmp_path: Path) -> Iterator[Callable[..., Verification]]:
+    """``start(*options)`` runs the command; what still runs at the end is killed."""
+    started: list[Verification] = []
+
+    def begin(*options: str, stderr: int = subprocess.PIPE, **environ: str) -> Verification:
+        started.append(Verification(tmp_path / f"t{len(started)}", *options, stderr=stderr, **environ))
+        return started[-1]
+
+    yield begin
+    for verification in started:
+        if verification.process.poll() is None:
+            verification.process.kill()
+        for pid in verification.processes():
+            os.kill(pid, signal.SIGKILL)
+        verification.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of all checks says, in its JSON."""
+    verification = Verification(tmp_path_factory.mktemp("whole") / "t", "--device", "cpu", "--json", *SMALL)
+    code, output, errors = verification.end()
+    document: dict[str, Any] = json.loads(output)
+    problems = [problem for check in document["checks"] for problem in check["problems"]]
+    assert (code, errors, problems) == (0, "", [])
+    return document
+
+
+class Breaker(Silent):
+    """Has the client processes of each check share in the way that it is to notice; else as they should."""
+
+    def __init__(self, folder: Path, subjects: dict[str, str]) -> None:
+        self._folder = folder
+        self._subjects = subjects
+
+    def prepare(self, checks: int) -> None:
+        """See :class:`Watcher`."""
+        self._choose("Subject")
+
+    def begin(self, check: Check) -> None:
+        """See :class:`Watcher`."""
+        self._choose(self._subjects.get(check.name, "Subject"))
+
+    def _choose(self, subject: str) -> None:
+        (directory,) = self._folder.glob("shared-rpc-verify-*")
+        (directory / verify_subjects.CHOICE).write_text(subject)
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All checks, each with a subject that breaks its promise."""
+    folder = tmp_path_factory.mktemp("broken")
+    settings = Settings("cpu", workers=2, nbytes=32 << 20, lifetimes=4, cycles=20, subject="tests.kit.verify_subjects:chosen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        report = verify(settings, Breaker(folder, {check: subject for check, (subject, _) in PROMISES.items()}))
+    assert list(folder.iterdir()) == []
+    assert report.log and not report.passed
+    return {outcome.name: outcome for outcome in report.outcomes}
+
+
+def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
+    """On host memory, with a model of a few megabytes: each check was made, and none has a problem."""
+    assert [(check["name"], check["state"], check["problems"]) for check in whole["checks"]] == [
+        (name, "passed", []) for name in NAMES
+    ]
+    assert whole["passed"] is True
+
+
+def test_the_json_says_what_was_checked_where(whole: dict[str, Any]) -> None:
+    """Schema, version, date, host, device and model; every check has a time, a text, and figures that are numbers."""
+    assert whole["schema"] == SCHEMA
+    assert whole["device"] == {"device": "cpu", "id": "cpu", "name": "host memory", "mechanism": "memfd"}
+    assert (whole["workers"], whole["model_bytes"]) == (2, 8 << 20)
+    assert {"cores", "kernel", "machine", "python", "torch", "cuda"} == whole["host"].keys()
+    assert whole.keys() == {
+        *("schema", "version", "date", "host", "device", "workers", "model_bytes", "seconds", "passed", "checks"),
+    }
+    for check in whole["checks"]:
+        assert check.keys() == {"name", "title", "state", "seconds", "found", "problems", "figures"}
+        assert check["found"] and check["title"] and 0 < check["seconds"] < whole["seconds"]
+        assert check["figures"] and all(isinstance(figure, int | float) for figure in check["figures"].values())
+
+
+def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
+    """Two processes use one model and built one; a killed client's memory is what it held."""
+    figures = {check["name"]: check["figures"] for check in whole["checks"]}
+
+    assert figures["one_copy"]["models_built"] == 1
+    assert 7 << 20 < figures["one_copy"]["used_bytes"] < figures["one_copy"]["unshared_bytes"]
+    assert (figures["kill_client"]["held_bytes"], figures["kill_client"]["left_bytes"]) == (8 << 20, 0)
+    assert 0 <= figures["kill_client"]["leases_back_seconds"] < 1
+    assert figures["lifetimes"] == {"lifetimes": 10, "as_expected": 10}
+    assert figures["growth"]["cycles"] == 100
+
+
+def test_a_person_gets_a_table(start: Callable[..., Verification]) -> None:
+    """One line for each check, and no progress where nobody sees it."""
+    code, output, errors = start("--device", "cpu", "--check", "zero_copy", *SMALL, SHARED_TENSOR_ROLE="client").end()
+
+    assert (code, errors) == (0, "")
+    assert "ok  zero copy" in output and "2 of 2" not in output and "3 of 3 saw all" in output
+    assert output.splitlines()[-1].startswith("1 passed, in ")
+
+
+@pytest.mark.parametrize("check", PROMISES)
+def test_a_check_fails_where_its_promise_is_broken(failures: dict[str, Outcome], check: str) -> None:
+    """It says what it expected, what it found, and what to do."""
+    outcome = failures[check]
+    _, complaints = PROMISES[check]
+
+    assert outcome.state == "failed"
+    for complaint in complaints:
+        assert any(complaint in problem.found for problem in outcome.problems), outcome.problems
+    assert all(problem.expected and problem.advice for problem in outcome.problems)
+
+
+def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
+    """Whatever it raises, the next one is made; a signal is not its own failure."""
+    stage = SimpleNamespace(ensure_server=lambda: None, wait_until_quiet=lambda: None, interrupts=Interrupts())
+    bench: Any = SimpleNamespace(stage=stage)
+
+    def breaks(bench: Any, verdict: Verdict) -> None:
+        verdict.figures["half"] = 1
+        raise RuntimeError("no such luck")
+
+    def interrupted(bench: Any, verdict: Verdict) -> None:
+        raise Interrupted(signal.SIGINT)
+
+    outcome = running._made(Check("breaks", "breaks off", breaks), bench, Silent())
+
+    assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
+    assert outcome.problems[0].found == "RuntimeError: no such luck"
+    with pytest.raises(Interrupted):
+        running._made(Check("interrupted", "interrupted", interrupted), bench, Silent())
+
+
+def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """What was expected, found, and to be done are below the table; the exit code is 1."""
+    import typer
+
+    from shared_rpc.cli import verifying
+
+    verdict = Verdict()
+    verdict.require(False, "one model", "two models", "look for copies")
+    outcome = Outcome("one_copy", "one copy", verdict.state, 1.0, "many", tuple(verdict.problems), {})
+    device = {"name": "host memory", "mechanism": "memfd", "torch": "2"}
+    monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], "a traceback"))
+
+    with pytest.raises(typer.Exit) as end:
+        verifying.verify()
+
+    output = capsys.readouterr().out
+    assert end.value.exit_code == 1
+    assert [line.split(None, 1) for line in output.splitlines() if line.startswith("  ")] == [
+        ["check", "time  found"],
+        ["expected:", "one model"],
+        ["found:", "two models"],
+        ["advice:", "look for copies"],
+        ["a", "traceback"],
+    ]
+    assert "1 failed" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--device", "tpu"), "device='tpu'"),
+        (("--device", "cpu", "--size", "900T"), "choose a smaller --size"),
+        (("--size", "1"), "use 8.0 MiB or more"),
+        (("--check", "all"), "use one_copy, "),
+    ],
+)
+def test_what_cannot_be_verified_is_exit_code_2(
+    start: Callable[..., Verification], options: tuple[str, ...], said: str
+) -> None:
+    """One line says why; for programs too."""
+    code, output, errors = start(*options, "--json").end()
+
+    assert code == 2
+    (line,) = errors.splitlines()
+    assert line.startswith("shared-rpc: cannot verify: ") and said in line
+    assert json.loads(output).keys() == {"schema", "error"}
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGINT, "directory"), (signal.SIGTERM, "processes"), (signal.SIGINT, "nursery")]
+)
+def test_a_signal_while_it_starts_leaves_nothing(
+    start: Callable[..., Verification], number: signal.Signals, moment: str
+) -> None:
+    """No process, no directory; the exit code says which signal it was."""
+    verification = start("--device", "cpu", *SMALL)
+    reached = {
+        "directory": lambda: verification.directory() is not None,
+        "processes": lambda: len(verification.processes()) >= 3,
+        "nursery": lambda: (verification.directory() or Path("/nowhere")).joinpath("nursery").exists(),
+    }
+    eventually(reached[moment], 60, moment)
+
+    verification.process.send_signal(number)
+
+    code, output, errors = verification.end()
+    assert (code, output) == (128 + number, "")
+    assert errors.splitlines() == [f"shared-rpc: {number.name}: ended, and nothing is left"]
+
+
+@pytest.mark.parametrize(
+    ("number", "title"),
+    [
+        (signal.SIGINT, b"one copy"),
+        (signal.SIGTERM, b"workers come and go"),
+        (signal.SIGHUP, b"kill -9 of the server"),
+    ],
+)
+def test_a_signal_within_a_check_leaves_nothing(
+    start: Callable[..., Verification], number: signal.Signals, title: bytes
+) -> None:
+    """On a terminal, which shows what is being checked."""
+    screen, terminal = pty.openpty()
+    with os.fdopen(screen, "rb", buffering=0) as shown:
+        name = {b"one copy": "one_copy", b"workers come and go": "lifetimes"}.get(title, "kill_server")
+        verification = start("--device", "cpu", "--check", name, *SMALL, stderr=terminal)
+        os.close(terminal)
+        seen = b""
+        while title not in seen:
+            seen += shown.read(4096)
+
+        verification.process.send_signal(number)
+
+        # A terminal nobody reads from would hold it up.
+        with pytest.raises(OSError):
+            while shown.read(4096):
+                continue
+        code, output, _ = verification.end()
+    assert (code, output) == (128 + number, "")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As nohup has it, and a shell for its background jobs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_waits_for_the_end_of_what_must_not_be_cut_in_half() -> None:
+    """It is raised right after that; and once, so that what it sets off is not cut in half either."""
+    steps = []
+    with Interrupts() as interrupts:
+        with pytest.raises(Interrupted) as raised, interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("whole")
+        os.kill(os.getpid(), signal.SIGTERM)
+        steps.append("cleared up")
+        with pytest.raises(Interrupted):
+            interrupts.check()
+    assert (steps, raised.value.number) == (["whole", "cleared up"], signal.SIGTERM)
+
+
+# Parts.
+
+
+def test_an_unknown_check_is_refused_before_anything_starts() -> None:
+    """The message has those there are."""
+    with pytest.raises(ConfigurationError, match="use one_copy, zero_copy"):
+        verify(Settings(names=["alles"]))
+
+
+@pytest.mark.parametrize("asked", [1 << 20, 4 << 20, 64 << 20, (1 << 30) + 12345])
+def test_a_model_has_about_the_size_that_was_asked_for(asked: int) -> None:
+    """Whole layers: never more, and less by a layer at most."""
+    assert 0.9 * asked < true_size(asked) <= asked
+
+
+def test_a_shared_file_counts_once_and_a_closed_one_not_at_all() -> None:
+    """By its inode, whether it is open, mapped or both."""
+    from shared_rpc.memory.memfd import HOST
+
+    me, before = os.getpid(), segment_bytes([os.getpid()])
+    with HOST.create(1 << 20) as segment:
+        address = HOST.map(segment.fileno(), 1 << 20, "read_write")
+        both = segment_bytes([me, me]) - before
+    mapped = segment_bytes([me]) - before
+    HOST.unmap(address, 1 << 20)
+
+    assert (both, mapped, segment_bytes([me]) - before) == (1 << 20, 1 << 20, 0)
+    assert memory_of([me]) > 1 << 20
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (-(3 << 20), "-3.0 MiB"), (5 << 40, "5.0 TiB")])
+def test_sizes_are_for_people(nbytes: int, text: str) -> None:
+    """In the unit that fits."""
+    assert size(nbytes) == text
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_all_checks_pass_on_a_gpu(start: Callable[..., Verification]) -> None:
+    """With contexts of their own in all processes; a model small enough for any GPU, and large enough to be told from noise."""
+    code, output, errors = start(
+        *("--device", "cuda", "--json", "--size", "512MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "200")
+    ).end()
+
+    assert errors == ""
+    document = json.loads(output)
+    assert [check["problems"] for check in document["checks"] if check["state"] == "failed"] == []
+    assert (code, document["passed"], document["device"]["device"]) == (0, True, "cuda:0")
+    used = next(check["figures"]["used_bytes"] for check in document["checks"] if check["name"] == "one_copy")
+    assert used < 2 * document["model_bytes"]

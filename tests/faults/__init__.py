@@ -1,0 +1,1 @@
+"""Crashes, strangers, callers that give up, memory that must come back."""

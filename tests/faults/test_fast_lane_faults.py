@@ -1,0 +1,204 @@
+"""What may go wrong around pools: sessions that end in the middle, replies nobody takes, callers that leave, and lies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.values import TensorRef, encode
+from tests.kit.processes import Child, eventually, python
+from tests.kit.raw import Raw
+
+MIB = 1 << 20
+SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
+
+
+@pytest.fixture
+def server(no_leaks: None, base_path: str, go: threading.Event, begun: threading.Event) -> Iterator[Server]:
+    """Endpoints that take and return memory, with small pools."""
+    provider = Provider(base_path, device="cpu", pool=SMALL)
+
+    @provider.share(cache=False)
+    def full(value: float, size: int = 64) -> torch.Tensor:
+        return torch.full((size,), value)
+
+    @provider.share(cache=False)
+    def many(count: int) -> list[torch.Tensor]:
+        return [torch.zeros(4) for _ in range(count)]
+
+    @provider.share(cache=False)
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    @provider.share(cache=False)
+    def refuses(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    @provider.share(cache=False)
+    def slow(x: torch.Tensor, size: int) -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return torch.zeros(size)
+
+    @provider.share()
+    def kept() -> torch.Tensor:
+        return torch.ones(4)
+
+    with Server(provider) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    """A client with a small pool."""
+    with Client(socket_path=server.socket_path, timeout=10.0, pool=SMALL) as client:
+        yield client
+
+
+def chunks(server: Server) -> int:
+    """Of results, in use."""
+    return int(server.info()["pools"]["chunks"])
+
+
+def test_a_pool_that_is_closed_while_a_chunk_is_written() -> None:
+    """The memory stays mapped as long as somebody has one of its chunks in hand."""
+    MAPPINGS.drain()
+    before = len(MAPPINGS)
+    pool = Pool(PoolOptions(), "the pool")
+    (chunk,) = pool.take("cpu", [16], "a test")
+    mapping = chunk.arena.mapping
+    pool.close()
+    mapping.backend.copy(mapping.address + chunk.offset, torch.ones(4).data_ptr(), 16)
+    assert len(MAPPINGS) == before + 1
+    del chunk, mapping
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == before
+
+
+def test_clients_that_die_in_the_middle_of_calls(server: Server, children: list[Child]) -> None:
+    """The server copies their results while their pools go; it lives, and nothing of them is left."""
+    code = f"""
+        import os, threading
+        from shared_rpc import Client
+        from shared_rpc.memory.pool import PoolOptions
+        client = Client(socket_path={server.socket_path!r}, pool=PoolOptions(initial=1 << 20, limit=8 << 20))
+        def ask():
+            while True:
+                client.call("full", 1.0, 1 << 18)
+        client.call("full", 1.0)
+        for _ in range(4):
+            threading.Thread(target=ask, daemon=True).start()
+        threading.Timer(0.3, lambda: os._exit(0)).start()
+    """
+    for _ in range(3):
+        children.append(python(code))
+    for child in children:
+        child.close()
+    eventually(lambda: server.info()["pools"] == {"nbytes": 0, "chunks": 0} and server.info()["running"] == 0)
+
+
+def test_a_result_of_another_client(server: Server, client: Client) -> None:
+    """It is a stranger's pool for the session that is asked, so it is copied, and later calls go on as before."""
+    with Client(socket_path=server.socket_path, pool=SMALL) as other:
+        result = client.call("full", 1.0)
+        for _ in range(3):
+            assert other.call("add", torch.ones(64), result).unique().tolist() == [2.0]
+
+
+def test_arguments_of_calls_that_raise_come_back(client: Client, server: Server) -> None:
+    """An error tells nothing of memory, and neither does the answer to something else; the next call does."""
+    for _ in range(20):
+        with pytest.raises(ValueError, match="no"):
+            client.call("refuses", torch.ones(MIB // 2))
+        client.get_server_info()
+        with suppress(Exception):
+            client.get_buffer("nothing")
+    assert client.call("full", 3.0)[0] == 3
+
+
+def test_a_caller_that_left_before_its_result_had_no_room(
+    client: Client, server: Server, go: threading.Event, begun: threading.Event
+) -> None:
+    """Its run ends with its endpoint: nobody waits for the memory."""
+    held = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
+    client._timeout = 0.2
+    with pytest.raises(DeadlineExceeded):
+        client.call("slow", torch.ones(4), MIB // 4)
+    assert begun.is_set()
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+    assert len(held) == 8
+
+
+def test_room_that_an_argument_gave_back(client: Client, server: Server, go: threading.Event, begun: threading.Event) -> None:
+    """A result that came back as an argument is the last to go: whoever waits for its room gets it then."""
+    held = [client.call("full", 1.0, MIB // 2) for _ in range(4)]
+    client._timeout = 0.2
+    with pytest.raises(DeadlineExceeded):
+        client.call("slow", held.pop(), 4)
+    client._timeout = 20.0
+    got: list[torch.Tensor] = []
+    waiting = threading.Thread(target=lambda: got.append(client.call("full", 2.0, MIB // 2)))
+    waiting.start()
+    eventually(lambda: server.info()["builds"] == 6)
+    go.set()
+    waiting.join(10)
+    assert got[0][0] == 2
+
+
+def test_more_small_tensors_than_a_pool_has_room_for(client: Client) -> None:
+    """Each chunk is rounded up; what cannot fit goes another way, and waits for nothing."""
+    assert len(client.call("many", 20_000)) == 20_000
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
+    """Whenever they are cancelled, the moment of the reply among others."""
+    async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as client:
+        await client.call("many", 50)
+        for number in range(60):
+            call = asyncio.create_task(client.call("many", 50))
+            await asyncio.sleep(number * 1e-4)
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await call
+            del call  # which has a result, if it was too late
+
+        left = 0
+        for _ in range(100):
+            await client.call("full", 1.0)
+            await asyncio.sleep(0.01)
+            left = chunks(server)
+            if left <= 2:
+                break
+        assert left <= 2
+
+
+def test_a_chunk_that_is_said_to_lie_in_an_object(server: Server, client: Client) -> None:
+    """A client's word makes no pool of an object: it is refused, and the object stays as it is to all others."""
+    mine = client.call("kept")
+    with Raw(server.socket_path) as raw:
+        result = raw.ask(m.Call("kept"))
+        assert isinstance(result, m.Result)
+        table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 777),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
+        packed = msgspec.Raw(msgspec.msgpack.encode(table))
+        reference = [encode(TensorRef(0))] * 2
+        error = raw.ask(m.Call("add", reference, table=packed, segments=result.segments, kept=[0], chunks=[777]))
+        assert isinstance(error, m.Error)
+        assert (error.code, "belongs to no pool" in error.text) == ("codec", True)
+    found = MAPPINGS.find(mine.data_ptr())
+    assert found is not None
+    assert not found[0].pooled

@@ -1,0 +1,265 @@
+"""Callers that give up: what comes for them all the same, and what they were about to send, goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server, codec
+from shared_rpc.client import channel as channel_module
+from shared_rpc.client import connection as connection_module
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.offloading import ThreadWork
+from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.memory.pool import PoolOptions
+from tests.kit.processes import eventually
+
+MIB = 1 << 20
+SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Each event loop."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def server(no_leaks: None, base_path: str, go: threading.Event, begun: threading.Event) -> Iterator[Server]:
+    """Endpoints that take and return memory, with small pools."""
+    provider = Provider(base_path, device="cpu", pool=SMALL)
+
+    @provider.share(cache=False)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @provider.share(cache=False)
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return x * 2
+
+    @provider.share(cache=False, managed=True)
+    def owned(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return x * 3
+
+    with Server(provider) as server:
+        yield server
+
+
+@contextmanager
+def deaf_from(server: Server, begun: threading.Event, go: threading.Event) -> Iterator[None]:
+    """From the beginning of an endpoint on the server reads nothing. At the end of the block the endpoint ends, its result is
+    sent, and only then the server hears what it was told meanwhile.
+    """
+    engine = server.engine
+    deaf: list[Any] = []
+
+    def stop_reading() -> None:
+        deaf.extend(server._acceptor._connections)  # type: ignore[union-attr]
+        for connection in deaf:
+            connection._loop.remove_reader(connection._socket.fileno())
+
+    def go_on_reading() -> None:
+        for connection in deaf:
+            if connection._socket.fileno() >= 0:
+                connection._loop.add_reader(connection._socket.fileno(), connection._readable)
+                connection._turn()
+
+    def deafen() -> None:
+        assert begun.wait(30)
+        engine.ask(lambda _: stop_reading())
+
+    deafening = threading.Thread(target=deafen)
+    deafening.start()
+    try:
+        yield
+    finally:
+        deafening.join()
+        go.set()
+        eventually(lambda: server.info()["running"] == 0)
+        engine.ask(lambda _: go_on_reading())
+
+
+def chunks(server: Server) -> int:
+    """Of results, in use."""
+    return int(server.info()["pools"]["chunks"])
+
+
+def lane_of(client: Client | AsyncClient) -> Lane:
+    """The pools of its session."""
+    lane = client._lane()
+    assert lane is not None
+    return lane
+
+
+# Replies that come after all.
+
+
+@pytest.mark.parametrize("endpoint", ["slow", "owned"])
+def test_a_reply_that_comes_long_after_its_caller_left(
+    server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """The server does not hear that, and says what it has to say: the memory of both sides goes back, and the lease, without
+    another call; and the connection is used again.
+    """
+    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        client.call("doubled", torch.ones(4))
+        monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+        client._timeout = 0.2
+        with deaf_from(server, begun, go), pytest.raises(DeadlineExceeded, match="is stuck"):
+            client.call(endpoint, torch.ones(100))
+        monkeypatch.undo()
+        lane, session = lane_of(client), client._pool.session
+        eventually(lambda: chunks(server) == 0 and server.info()["leases"] == 0)
+        client._timeout = 30.0
+        # A call that comes before the connection is in order again opens another one.
+        eventually(lambda: not client._pool._parked)
+        # What was in use then comes back with the next call, unless the answer that came late brought it.
+        eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and lane.arguments.used <= 1)
+        assert client._pool.session is session
+        eventually(lambda: server.info()["connections"] == 1)
+
+
+def test_a_client_is_closed_before_the_reply_comes(
+    server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits for it any more, and nothing is left."""
+    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        client.call("doubled", torch.ones(4))
+        monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+        client._timeout = 0.2
+        with deaf_from(server, begun, go):
+            with pytest.raises(DeadlineExceeded, match="is stuck"):
+                client.call("slow", torch.ones(100))
+            client.close()
+        eventually(lambda: server.info()["connections"] == 0 and server.info()["pools"]["nbytes"] == 0)
+
+
+@pytest.mark.parametrize("endpoint", ["slow", "owned"])
+@pytest.mark.anyio
+async def test_a_reply_that_comes_long_after_its_coroutine_left(
+    server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    """What comes over the one connection is read with the next answer, and known for whose it is."""
+    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        await client.call("doubled", torch.ones(4))
+        monkeypatch.setattr(channel_module, "PROMPT", 0.1)
+        with deaf_from(server, begun, go):
+            client._timeout = 0.2
+            with pytest.raises(DeadlineExceeded):
+                await client.call(endpoint, torch.ones(100))
+            client._timeout = 30.0
+        monkeypatch.undo()
+        lane, channel = lane_of(client), client._channel
+        await client.ping()
+        assert channel is not None and channel._owed == {}
+        await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
+        while lane.arguments.used > 1:  # what was in use then comes back with the next call
+            assert (await client.call("doubled", torch.ones(4))).sum() == 8
+        assert client._channel is channel
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+@pytest.mark.anyio
+async def test_a_task_that_is_cancelled_while_it_takes_its_call_back(
+    server: Server, begun: threading.Event, go: threading.Event
+) -> None:
+    """asyncio's own cancellation, twice, gets through what a scope would not: the answer is known all the same."""
+    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        await client.call("doubled", torch.ones(4))
+        task = asyncio.create_task(client.call("slow", torch.ones(100)))
+        await anyio.to_thread.run_sync(begun.wait, 30)
+        with deaf_from(server, begun, go):
+            for _ in range(2):
+                task.cancel()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await client.ping()
+        lane = lane_of(client)
+        await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0)
+        while lane.arguments.used > 1:
+            assert (await client.call("doubled", torch.ones(4))).sum() == 8
+
+
+# Calls that were not sent.
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.anyio
+async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
+    server: Server, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, times: int
+) -> None:
+    """asyncio's own cancellation, however often it comes, does not leave the thread alone with chunk and descriptors."""
+    encode = codec.encode_arguments
+
+    def slowly(*arguments: Any) -> Any:
+        encoded = encode(*arguments)
+        begun.set()
+        assert go.wait(30)
+        return encoded
+
+    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        await client.call("doubled", torch.ones(4))
+        lane = lane_of(client)
+        with monkeypatch.context() as patch:
+            patch.setattr(codec, "encode_arguments", slowly)
+            task = asyncio.create_task(client.call("doubled", torch.ones(100)))
+            await anyio.to_thread.run_sync(begun.wait, 30)
+            for _ in range(times):
+                task.cancel()
+                await asyncio.sleep(0)
+            assert not task.done()  # it has the thread's memory to see to
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        while lane.arguments.used > 1:
+            assert (await client.call("doubled", torch.ones(4))).sum() == 8
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+@pytest.mark.anyio
+async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, go: threading.Event) -> None:
+    """Its arguments are not taken apart then."""
+    async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        await client.call("doubled", torch.ones(4))
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        free, limiter.total_tokens = limiter.total_tokens, limiter.borrowed_tokens + 1
+        busy = asyncio.create_task(anyio.to_thread.run_sync(go.wait, 30))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert limiter.available_tokens == 0
+        task = asyncio.create_task(client.call("doubled", torch.ones(100)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert lane_of(client).arguments.used <= 1
+        go.set()
+        await busy
+        limiter.total_tokens = free
+
+
+@pytest.mark.anyio
+async def test_work_that_was_withdrawn_does_not_begin() -> None:
+    """A thread that takes it up at that very moment leaves it alone; one that was done with it has a result to undo."""
+    work = ThreadWork(lambda: pytest.fail("it was withdrawn"))
+    assert not await work.stop()
+    work.run()
+    done = ThreadWork(lambda: 7)
+    done.run()
+    assert await done.stop() and done.result() == 7

@@ -1,0 +1,408 @@
+"""Vouchers and the desk: how the maker of memory learns of its last user, and users of its maker's end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory import liveness
+from shared_rpc.memory.bound import voucher_of
+from shared_rpc.memory.desk import DESK, fetch
+from shared_rpc.memory.mechanisms import lifetime
+from shared_rpc.memory.segments import Segment, SegmentInfo
+from tests.kit.bound_host import BACKEND, BoundHost
+from tests.kit.conformance import Peer
+from tests.kit.processes import Child, eventually, open_fds, python
+
+#: A process that takes a descriptor over a socket, and holds it until it is told or killed.
+HOLDER = """
+    import socket, sys
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect({path!r})
+        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+        print("holds")
+        sys.stdin.readline()
+"""
+
+#: A process that issues a voucher and sends it.
+MAKER = """
+    import socket, sys, threading
+    from shared_rpc.memory import liveness
+    ended = threading.Event()
+    fd = liveness.issue(b"from afar", ended.set)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect({path!r})
+        socket.send_fds(sock, [b"x"], [fd])
+    print("sent")
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def ended() -> threading.Event:
+    """Set once the last copy of a voucher's descriptor was closed."""
+    return threading.Event()
+
+
+@pytest.fixture
+def listener(tmp_path: str) -> Iterator[socket.socket]:
+    """Where another process connects to."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(f"{tmp_path}/listener.sock")
+        sock.listen()
+        yield sock
+
+
+def holder(listener: socket.socket, fd: int, children: list[Child]) -> Child:
+    """A process that holds a copy of a descriptor."""
+    child = python(HOLDER.format(path=listener.getsockname()))
+    children.append(child)
+    connection, _ = listener.accept()
+    with connection:
+        socket.send_fds(connection, [b"x"], [fd])
+    child.expect("holds")
+    return child
+
+
+def is_set_soon(event: threading.Event) -> bool:
+    """Whether it is set within what any machine needs."""
+    return event.wait(10.0)
+
+
+def stays_unset(event: threading.Event) -> bool:
+    """Whether a wait that would have been answered at once is not."""
+    return not event.wait(0.1)
+
+
+def stays_empty(freed: list[int]) -> bool:
+    """Whether nothing is freed in the time that it takes to learn of another segment's end."""
+    ended = threading.Event()
+    os.close(liveness.issue(b"beside it", ended.set))
+    return is_set_soon(ended) and not freed
+
+
+# Does anybody hold it?
+
+
+def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
+    """A duplicate is a copy as good as the first; nothing is left open."""
+    before = open_fds()
+    fd = liveness.issue(b"content", ended.set)
+    other = os.dup(fd)
+    os.close(fd)
+    assert stays_unset(ended)
+    os.close(other)
+    assert is_set_soon(ended)
+    eventually(lambda: open_fds() <= before, what=f"{before} open descriptors")
+
+
+def test_a_copy_in_another_process_counts(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
+    """It ends when that process closes it, as it does at its end."""
+    fd = liveness.issue(b"content", ended.set)
+    child = holder(listener, fd, children)
+    os.close(fd)
+    assert stays_unset(ended)
+    child.tell("enough")
+    assert is_set_soon(ended)
+
+
+def test_sigkill_of_the_last_holder_ends_it(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
+    """The kernel closes what a killed process held; one of two holders is not the last."""
+    fd = liveness.issue(b"content", ended.set)
+    one, other = holder(listener, fd, children), holder(listener, fd, children)
+    os.close(fd)
+    one.kill()
+    assert stays_unset(ended)
+    other.kill()
+    assert is_set_soon(ended)
+
+
+def test_a_copy_under_way_counts(ended: threading.Event) -> None:
+    """What was sent and not yet received is held by the message; a receiver that never comes lets go of it."""
+    fd = liveness.issue(b"content", ended.set)
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ours, [b"x"], [fd])
+    os.close(fd)
+    assert stays_unset(ended)
+    ours.close()
+    theirs.close()
+    assert is_set_soon(ended)
+
+
+def test_a_second_description_does_not_count(ended: threading.Event) -> None:
+    """Only copies do: somebody who opens the file anew, to look at it, keeps nothing alive."""
+    fd = liveness.issue(b"content", ended.set)
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(fd)
+    assert is_set_soon(ended)
+    os.close(again)
+
+
+def test_many_vouchers() -> None:
+    """Each has its own end."""
+    ends = [threading.Event() for _ in range(300)]
+    fds = [liveness.issue(b"content", end.set) for end in ends]
+    for fd in fds[::2]:
+        os.close(fd)
+    assert all(is_set_soon(end) for end in ends[::2])
+    assert not any(end.is_set() for end in ends[1::2])
+    for fd in fds[1::2]:
+        os.close(fd)
+    assert all(is_set_soon(end) for end in ends[1::2])
+
+
+def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A driver that refuses to free is no reason for a thread to die in silence."""
+    before = open_fds()
+
+    def fail() -> None:
+        raise RuntimeError("the driver is gone")
+
+    os.close(liveness.issue(b"content", fail))
+    eventually(lambda: "the driver is gone" in caplog.text)
+    eventually(lambda: open_fds() <= before)
+
+
+# What it says.
+
+
+def test_a_voucher_is_final() -> None:
+    """Nobody who holds it can change what it says."""
+    fd = liveness.issue(b"content", lambda: None)
+    assert liveness.read(fd) == b"content"
+    assert not os.get_inheritable(fd)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"forged", 0)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("seals", [0, 0x2 | 0x4])
+def test_a_memfd_that_can_change_is_no_voucher(seals: int) -> None:
+    """Whatever it says, it may say something else next time."""
+    fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, b"shared-rpc voucher 1\ncontent")
+    fcntl.fcntl(fd, 1033, seals)
+    with pytest.raises(CapabilityError, match="no voucher"):
+        liveness.read(fd)
+    os.close(fd)
+
+
+def test_a_voucher_of_another_release_is_refused() -> None:
+    """A content that is not understood is told as such."""
+    with (
+        closing(Segment(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))) as segment,
+        pytest.raises(CapabilityError, match="one release on both sides"),
+    ):
+        voucher_of(segment.fileno())
+
+
+# Does its maker live?
+
+
+def test_the_end_of_the_maker_is_seen(listener: socket.socket, children: list[Child]) -> None:
+    """As soon as it is killed, and not before; what the voucher says stays readable."""
+    child = python(MAKER.format(path=listener.getsockname()))
+    children.append(child)
+    connection, _ = listener.accept()
+    with connection:
+        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+    child.expect("sent")
+    assert liveness.maker_lives(fd)
+    child.kill()
+    assert not liveness.maker_lives(fd)
+    assert liveness.read(fd) == b"from afar"
+    os.close(fd)
+
+
+def test_a_forked_child_of_the_maker_keeps_nothing(children: list[Child]) -> None:
+    """Neither the memory, where it sits on an inherited segment, nor the look of a maker that lives."""
+    child = python(
+        """
+        import os, sys, threading
+        from shared_rpc.memory import liveness
+        from tests.kit.bound_host import BACKEND
+
+        segment = BACKEND.create(1)
+        address = BACKEND.map(segment.fileno(), 1, "read_write")
+        spare = segment.duplicate()
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)  # until the parent is done
+            os._exit(0 if segment.closed and spare.closed else 1)
+        os.close(read)
+        looked = threading.Event()
+        BACKEND.unmap(address, 1)
+        segment.close()
+        spare.close()
+        while not BACKEND.freed:
+            looked.wait(0.001)
+        print("freed beside a child")
+        os.close(write)
+        print("the child ended with", os.waitpid(pid, 0)[1])
+        """
+    )
+    children.append(child)
+    child.expect("freed beside a child")
+    assert child.expect("the child ended with") == "the child ended with 0"
+
+
+def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children: list[Child]) -> None:
+    """A child that outlives the maker has closed what would say that the maker lives."""
+    child = python(
+        """
+        import os, socket, sys
+        from shared_rpc.memory import liveness
+        fd = liveness.issue(b"content", lambda: None)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(%r)
+            socket.send_fds(sock, [b"x"], [fd])
+        pid = os.fork()
+        if pid == 0:
+            print("child", os.getpid())
+            sys.stdin.readline()
+            os._exit(0)
+        os.wait()
+        """
+        % listener.getsockname()
+    )
+    children.append(child)
+    connection, _ = listener.accept()
+    with connection:
+        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+    grandchild = int(child.expect("child").split()[1])
+    assert liveness.maker_lives(fd)
+    os.kill(child.pid, signal.SIGKILL)
+    child.process.wait()
+    assert not liveness.maker_lives(fd)
+    os.kill(grandchild, signal.SIGKILL)
+    os.close(fd)
+
+
+# Memory behind vouchers.
+
+
+def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
+    """During a capture it waits, and the next one who comes by frees it."""
+    backend = BoundHost()
+    backend.waits_for = False
+    segment = backend.create(1)
+    segment.close()
+    eventually(lambda: len(backend._to_free) == 1)
+    assert backend.freed == []
+    backend.waits_for = True
+    with closing(backend.create(1)):
+        assert len(backend.freed) == 1
+
+
+def test_a_segment_is_opened_once_for_all_its_mappings(tmp_path: Path) -> None:
+    """The first of two mappings to be unmapped takes nothing from the second, in whatever process."""
+    peer = Peer(tmp_path, "tests.kit.bound_host:BACKEND")
+    with closing(BACKEND.create(1)) as segment:
+        address = BACKEND.map(segment.fileno(), 1, "read_write")
+        BACKEND.view(address, 4)[:] = b"here"
+        peer.give(segment)
+        before = int(peer.ask("fds"))
+        peer.ask("map read")
+        peer.ask("map read_write")
+        peer.ask("unmap")
+        assert bytes.fromhex(peer.ask("read 0 4")) == b"here"
+        peer.ask("unmap")
+        assert int(peer.ask("fds")) == before
+        BACKEND.unmap(address, 1)
+    assert peer.close() == (0, "")
+
+
+def test_every_mapping_keeps_the_memory(tmp_path: Path) -> None:
+    """The maker's own as well as another process's, although the descriptors they were made from are closed."""
+    backend = BoundHost()
+    peer = Peer(tmp_path, "tests.kit.bound_host:BACKEND")
+    segment = backend.create(1)
+    address = backend.map(segment.fileno(), 1, "read_write")
+    peer.give(segment)
+    peer.ask("map read")
+    peer.ask("close")
+    segment.close()
+    assert stays_empty(backend.freed)
+    backend.unmap(address, 1)
+    assert stays_empty(backend.freed)
+    peer.ask("unmap")
+    eventually(lambda: backend.freed == [address])
+    assert peer.close() == (0, "")
+
+
+def test_memory_of_another_mechanism_is_refused() -> None:
+    """A voucher is believed for the GPU and the mechanism that it names, and the error has both."""
+    backend = BoundHost()
+    other = BoundHost()
+    other.uuid = "GPU-elsewhere"
+    with closing(backend.create(1)) as segment, pytest.raises(CapabilityError, match=r"GPU-of-the-host.*GPU-elsewhere"):
+        other.map(segment.fileno(), 1, "read_write")
+
+
+def test_a_maker_that_gave_its_memory_back_is_told() -> None:
+    """A desk that has nothing for the token any more."""
+    with pytest.raises(CapabilityError, match="gave it back"), closing(BoundHost().create(1)):
+        fetch(DESK.address, bytes(16))
+
+
+def test_the_lifetime_of_memory_is_told() -> None:
+    """By the pid of its maker where it has one."""
+    with closing(BoundHost().create(1)) as segment:
+        assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
+    assert lifetime([]) == ""
+
+
+# The desk.
+
+
+@pytest.fixture
+def left() -> Iterator[tuple[bytes, int]]:
+    """A token for which the desk hands out the reading end of a pipe, and the writing end."""
+    token = os.urandom(16)
+    read, write = os.pipe()
+    DESK.leave(token, read)
+    yield token, write
+    DESK.withdraw(token)
+    os.close(write)
+
+
+def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> None:
+    """Every one who shows the token has a descriptor of his own, until it is withdrawn."""
+    token, write = left
+    one, other = fetch(DESK.address, token), fetch(DESK.address, token)
+    os.write(write, b"ab")
+    assert (os.read(one, 1), os.read(other, 1)) == (b"a", b"b")
+    assert not os.get_inheritable(one)
+    DESK.withdraw(token)
+    with pytest.raises(CapabilityError, match="gave it back"):
+        fetch(DESK.address, token)
+    os.close(one)
+    os.close(other)
+
+
+def test_one_who_says_nothing_holds_the_desk_up_for_a_moment_only(left: tuple[bytes, int]) -> None:
+    """The next one has an answer all the same."""
+    token, _ = left
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect("\0" + DESK.address)
+        os.close(fetch(DESK.address, token))
+
+
+def test_a_desk_that_has_gone_is_told_with_what_may_be_wrong() -> None:
+    """Its process ended, or lives in another network namespace."""
+    with pytest.raises(CapabilityError, match="network namespace"):
+        fetch("shared-rpc-desk-that-never-was", bytes(16))

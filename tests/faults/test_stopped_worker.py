@@ -1,0 +1,276 @@
+"""A worker that does not read, as one that is stopped: what the broker keeps for it has an end, and goes with its callers."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import subprocess
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, errors
+from shared_rpc.broker import backlog as backlog_module
+from shared_rpc.broker.backlog import Backlog
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.lanes import RelayedLane
+from shared_rpc.broker.relay import Relayed
+from shared_rpc.broker.worker import Worker
+from shared_rpc.memory.segments import Segment
+from shared_rpc.records import Arguments
+from shared_rpc.server.executor import Invocation
+from shared_rpc.wire import worker as w
+from shared_rpc.wire.specs import EndpointSpec
+from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
+from tests.kit.processes import Child, eventually, python
+
+#: More than a socket takes that nobody reads.
+LARGE = "x" * 4_000_000
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
+@pytest.fixture
+def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
+    """``stop()`` stops the first worker, and sees to it that the worker is behind; its process id."""
+    stopped: list[int] = []
+
+    def make() -> int:
+        client = app.connect(timeout=0.5)
+        client.call("model")
+        stopped.append(worker_pids(client)[0])
+        os.kill(stopped[-1], signal.SIGSTOP)
+        with pytest.raises(errors.DeadlineExceeded):
+            client.call("echo", [LARGE, torch.ones(1)])
+        client.close()
+        return stopped[-1]
+
+    yield make
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of memory that a process has for itself."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
+        sizes = dict(line.split(":") for line in rollup.read().splitlines()[1:])
+    return int(sizes["Anonymous"].split()[0]) << 10
+
+
+def test_calls_that_were_given_up_leave_nothing(app: BrokerApp, stop: Callable[[], int]) -> None:
+    """Neither their descriptors nor their bytes stay in the broker; when the worker goes on, so do calls."""
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
+    client = app.connect()
+    pid = stop()
+    fds, memory = fds_of(broker.pid), anonymous(broker.pid)
+    for _ in range(5):
+        with app.connect(timeout=0.02) as impatient:
+            for _ in range(4):
+                with pytest.raises(errors.DeadlineExceeded):
+                    impatient.call("echo", [LARGE, torch.ones(1000), torch.ones(3_000_000)])
+    eventually(lambda: fds_of(broker.pid) <= fds, what="descriptors are closed")
+    assert anonymous(broker.pid) - memory < 30 << 20  # 80 MB were sent
+    (worker,) = client.get_server_info()["workers"]
+    assert worker["runs"] == 1
+    assert client.call("model").weight[0, 0] == 4
+    os.kill(pid, signal.SIGCONT)
+    assert client.call("echo", torch.ones(3)).sum() == 3
+    eventually(lambda: client.get_server_info()["workers"][0]["runs"] == 0)
+
+
+def test_clients_that_were_killed_leave_nothing(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
+    """As those that gave up."""
+    broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
+    client = app.connect()
+    pid = stop()
+    fds = fds_of(broker.pid)
+    child = python("""
+        import sys, threading, torch
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        for size in range(20):
+            threading.Thread(target=client.call, args=("echo", torch.ones(3_000_000 + size)), daemon=True).start()
+        sys.stdin.read()
+    """)
+    children.append(child)
+    eventually(lambda: fds_of(broker.pid) >= fds + 40, what="its calls wait")
+    child.kill()
+    eventually(lambda: fds_of(broker.pid) <= fds, what="descriptors are closed")
+    os.kill(pid, signal.SIGCONT)
+    assert client.call("echo", torch.ones(3)).sum() == 3
+
+
+@pytest.mark.parametrize("then", ["it goes on", "it is killed", "it is replaced"])
+def test_calls_wait_until_a_worker_reads(
+    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, then: str
+) -> None:
+    """The same one, or the next, answers those who wait."""
+    app.start()
+    client = app.connect()
+    pid = stop()
+    calls = [threads.submit(client.call, "echo", torch.full((3_000_000,), float(number))) for number in range(8)]
+    eventually(lambda: len(client.list_runs()) >= 8)
+    if then == "it is replaced":
+        client.reload()
+    else:
+        os.kill(pid, signal.SIGCONT if then == "it goes on" else signal.SIGKILL)
+    assert [call.result(30)[0] for call in calls] == list(range(8))
+
+
+def test_a_broker_ends_with_calls_that_wait(
+    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Their callers are told, and the worker that does not read ends with it."""
+    broker = app.start()
+    client = app.connect(connect_timeout=0.0)
+    pid = stop()
+    calls = [threads.submit(client.call, "echo", torch.ones(3_000_000)) for _ in range(8)]
+    eventually(lambda: len(client.list_runs()) >= 8)
+    broker.process.terminate()
+    assert broker.close()[0] == 0
+    assert all(isinstance(call.exception(10), errors.ConnectionClosed) for call in calls)
+    assert not is_running(pid)
+
+
+def test_another_worker_takes_what_one_does_not_read(
+    app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """Of two workers one is stopped: once it is behind, no call goes to it, though the other one has more to do."""
+    app.start("--workers", "2")
+    client = app.connect()
+    eventually(lambda: all(worker["state"] == "ready" for worker in client.get_server_info()["workers"]))
+    pid = stop()
+    slow = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]
+    assert pid not in {int(client.call("pid")) for _ in range(5)}
+    (tmp_path / "go").touch()
+    assert [call.result(20) for call in slow] == [0, 0, 0]
+
+
+def test_more_calls_than_may_wait_fail_at_once(app: BrokerApp, stop: Callable[[], int], children: list[Child]) -> None:
+    """With an error that names the worker. Attaching goes on, and so do those that waited, when the worker reads again."""
+    code = """
+        import resource, runpy
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+        runpy.run_module("shared_rpc.broker", run_name="__main__")
+    """
+    broker = Child("-c", textwrap.dedent(code), str(app.file))
+    children.append(broker)
+    broker.expect("serving")
+    pid = stop()
+
+    async def main() -> list[Any]:
+        async with AsyncClient(app.base_path, device="cpu") as client:
+            calls = [asyncio.ensure_future(client.call("echo", torch.full((10,), float(number)))) for number in range(200)]
+            waiting = set(calls)
+            while len(waiting) > 150:
+                done, waiting = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+                assert done
+            with app.connect() as another:
+                assert another.call("model").weight[0, 0] == 4
+            os.kill(pid, signal.SIGCONT)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(main())
+    refused = [result for result in results if isinstance(result, errors.ServerBusy)]
+    assert len(refused) == 50
+    assert all(f"at most 150 descriptors): worker {pid} does not read" in str(error) for error in refused)
+    answered = {number: result for number, result in enumerate(results) if not isinstance(result, Exception)}
+    assert len(answered) == 150 and all(result.unique().tolist() == [number] for number, result in answered.items())
+
+
+def run(*, nbytes: int = 0, segments: int = 0) -> Relayed:
+    """A run whose arguments have so many bytes and descriptors."""
+    arguments = Arguments([], {}, segments=cast("list[Segment]", [None] * segments), nbytes=nbytes)
+    invocation = Invocation(
+        EndpointSpec("f"), arguments, True, frozenset(), False, "session", False, lambda _: None, lambda: None, lambda _: None
+    )
+    return Relayed(1, cast("Any", None), invocation, lambda _: None)
+
+
+@pytest.mark.parametrize("unit", ["calls", "bytes", "descriptors"])
+def test_what_may_wait(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, bytes and descriptors each have a limit, and what waits no more counts no more."""
+    monkeypatch.setattr(backlog_module.resource, "getrlimit", lambda _: (8, 8))
+    backlog = Backlog(runs=4 if unit == "calls" else 100, nbytes=400)
+    size = {"bytes": {"nbytes": 100}, "descriptors": {"segments": 1}}.get(unit, {})
+    runs = [run(**size) for _ in range(4)]
+    for each in runs:
+        backlog.check(each, "")
+        backlog.add(each)
+    with pytest.raises(errors.ServerBusy, match=rf"at most \d+ {unit}\): because"):
+        backlog.check(run(**size), "because")
+    assert backlog.take(runs[1].invocation) is runs[1]
+    assert backlog.take(runs[1].invocation) is None
+    backlog.check(run(**size), "")
+    assert list(backlog) == [runs[0], runs[2], runs[3]]
+
+
+class Peer:
+    """What it was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        """See :class:`Worker`."""
+        self.sent.append(message)
+
+
+def test_a_worker_is_asked_for_chunks_once() -> None:
+    """However often the client asks for them, until the worker has given some back, or has ended."""
+    peer = Peer()
+    worker = cast("Worker", peer)
+    lane = RelayedLane("app", "session")
+    lane.sent(worker, [1, 2, 3])
+    for _ in range(100):
+        lane.await_chunks(lambda: None)
+    assert peer.sent == [w.AwaitChunks("app", "session")]
+    lane.came_back(worker, [])
+    lane.await_chunks(lambda: None)
+    assert len(peer.sent) == 1
+    lane.came_back(worker, [1])
+    lane.await_chunks(lambda: None)
+    assert len(peer.sent) == 2
+    lane.lost(worker)
+    lane.sent(worker, [4])
+    lane.await_chunks(lambda: None)
+    assert len(peer.sent) == 3
+
+
+def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
+    """However many were while it did not read."""
+
+    class Deaf:
+        """Starts a process that never reads."""
+
+        def device_of(self, number: int) -> None:
+            """See :class:`WorkerCommand`."""
+
+        def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+            """See :class:`WorkerCommand`."""
+            return subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,))
+
+    async def main() -> None:
+        caught_up = asyncio.Event()
+        worker = Worker(cast("WorkerCommand", Deaf()), 0, lambda *_: None, lambda _: None, caught_up.set)
+        worker.send(w.Stop(), payload=bytes(1_000_000))
+        assert worker.congested
+        unread = worker._link._socket.unsent
+        for _ in range(1000):
+            worker.reclaim()
+        assert worker._link._socket.unsent == unread
+        worker.end(0)
+
+    asyncio.run(main())

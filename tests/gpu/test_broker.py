@@ -1,0 +1,120 @@
+"""A broker and its workers over the memory of a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from shared_rpc import Client, errors
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.processes import eventually
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = """
+provider.device = "cuda"
+
+@provider.share
+def weights(value):
+    return torch.full((1 << 20,), float(value), device="cuda")
+
+@provider.share(cache=False)
+def plus(x):
+    return x + 1
+"""
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app on the GPU that is not served yet."""
+    broker_app.write(ON_GPU)
+    return broker_app
+
+
+def connect(app: BrokerApp) -> Client:
+    """A client on the GPU."""
+    return app.connect(device="cuda", timeout=60.0)
+
+
+def test_objects_outlive_the_worker_that_built_them(app: BrokerApp) -> None:
+    """Every byte, for who had attached and for who attaches after its death; a write is seen, and the next build succeeds."""
+    app.start()
+    client = connect(app)
+    before = client.call("weights", 7)
+    first = worker_pids(client)[0]
+    os.kill(first, signal.SIGKILL)
+    after = connect(app).call("weights", 7)
+    assert bool((after == 7).all())
+    after.fill_(9)
+    torch.cuda.synchronize()
+    assert bool((before == 9).all())
+    another_worker(client, first)
+    assert bool((client.call("weights", 8) == 8).all())
+
+
+def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
+    """It has neither CUDA nor torch, and the device's memory is that of the objects."""
+    broker = app.start()
+    client = connect(app)
+    kept = client.call("weights", 1), client.create_buffer(1 << 20), client.call("plus", torch.ones(10, device="cuda"))
+    with open(f"/proc/{broker.pid}/maps", encoding="utf-8") as maps:
+        libraries = maps.read()
+    for name in ("libtorch", "libcuda", "/dev/nvidia"):
+        assert name not in libraries
+    assert len(kept) == 3
+
+
+def test_short_calls_through_a_worker(app: BrokerApp) -> None:
+    """Arguments and results in pools, by reference and back; what a dead worker had borrowed is the client's again."""
+    app.start()
+    client = connect(app)
+    x = torch.arange(5000.0, device="cuda")
+    for _ in range(50):
+        assert torch.equal(client.call("plus", x), x + 1)
+        assert torch.equal(client.call("echo", x), x)
+    kept = client.call("plus", x)
+    assert torch.equal(client.call("plus", kept), x + 2)
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    assert torch.equal(client.call("plus", kept), x + 2)
+    assert torch.equal(kept, x + 1)
+
+
+def test_buffers_come_from_a_worker_and_outlive_it(app: BrokerApp) -> None:
+    """The broker cannot make memory of a GPU; what a worker made for it is anybody's."""
+    app.start()
+    client = connect(app)
+    buffer = client.create_buffer((1024, 1024), dtype="float32", zero=True)
+    buffer.value.fill_(3)
+    torch.cuda.synchronize()
+    first = worker_pids(client)[0]
+    os.kill(first, signal.SIGKILL)
+    assert connect(app).get_buffer(buffer.object_id).value.sum() == 3 * 1024 * 1024
+    another_worker(client, first)
+    assert client.create_buffer(4096, zero=True).value.sum() == 0
+    assert {device["kind"] for device in client.list_devices()} == {"cuda", "cpu"}
+
+
+def test_memory_of_a_killed_build_goes_with_its_worker(app: BrokerApp) -> None:
+    """A worker that dies with 1 GiB which nobody was given leaves nothing of it."""
+    app.write(
+        ON_GPU,
+        """
+        @provider.share(cache=False)
+        def die():
+            torch.ones(1 << 28, device="cuda")
+            torch.cuda.synchronize()
+            os.kill(os.getpid(), 9)
+        """,
+    )
+    app.start()
+    client = connect(app)
+    client.call("weights", 1)
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("die")
+    # The next worker's context comes with its first build.
+    eventually(lambda: torch.cuda.mem_get_info()[0] >= free - (64 << 20), what="its memory is free again")

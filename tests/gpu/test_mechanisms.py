@@ -1,0 +1,395 @@
+"""By which mechanism a GPU's memory is shared: the choice, its reasons, and what each mechanism does between processes."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from contextlib import closing
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.cli import doctor
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
+from shared_rpc.memory import mechanisms
+from shared_rpc.memory.mechanisms import Choice, chosen, facts, settle
+from shared_rpc.memory.segments import Mechanism, SegmentInfo, backend_for
+from tests.kit.bound_host import BoundHost
+from tests.kit.processes import Child, eventually, python
+
+GPU = "GPU-00000000-0000-0000-0000-00000000000a"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``gpu("vmm", "ipc")`` has this process see a GPU with these mechanisms and no others."""
+
+    def has(*names: str) -> None:
+        lacks = {name: "" if name in names else f"no {name}" for name in mechanisms.PREFERENCE}
+        for module in (mechanisms, doctor):
+            monkeypatch.setattr(module, "survey", lambda device: lacks)
+        monkeypatch.setattr(mechanisms, "_chosen", {})
+        monkeypatch.setattr(mechanisms, "_forced", set())
+
+    return has
+
+
+# The choice.
+
+
+@pytest.mark.parametrize(
+    ("there", "name", "reason"),
+    [
+        (("vmm", "ipc", "pool"), "vmm", "the GPU has virtual memory management and exports POSIX descriptors"),
+        (("ipc", "pool"), "ipc", "the GPU has no vmm"),
+        (("pool",), "pool", "the GPU has no vmm; the GPU has no ipc"),
+    ],
+)
+def test_the_first_that_the_gpu_has_is_used(gpu: Callable[..., None], there: tuple[str, ...], name: str, reason: str) -> None:
+    """And the reason says what those before it lack."""
+    gpu(*there)
+    assert chosen(GPU) == settle("auto", GPU) == Choice(name, reason)
+
+
+def test_a_gpu_that_can_share_in_no_way_is_told_with_all_reasons(gpu: Callable[..., None]) -> None:
+    """Where it is used; those who only look see the same text."""
+    gpu()
+    with pytest.raises(CapabilityError, match=re.escape("(vmm: no vmm; ipc: no ipc; pool: no pool): use device='cpu'")):
+        chosen(GPU)
+    assert facts("auto", GPU)["name"] is None
+    assert "ipc: no ipc" in facts("auto", GPU)["reason"]
+
+
+def test_what_is_asked_for_is_used(gpu: Callable[..., None]) -> None:
+    """For the whole process, also where somebody has looked before."""
+    gpu("vmm", "ipc", "pool")
+    assert chosen(GPU).name == "vmm"
+    assert settle("ipc", GPU) == Choice("ipc", "asked for by Provider(mechanism='ipc')")
+    assert chosen(GPU) == settle("auto", GPU) == settle("ipc", GPU)
+
+
+def test_what_the_gpu_lacks_cannot_be_asked_for(gpu: Callable[..., None]) -> None:
+    """The error says what is missing and what there is."""
+    gpu("ipc", "pool")
+    with pytest.raises(CapabilityError, match=f"{GPU} has no vmm: use 'auto' or 'ipc' or 'pool'"):
+        settle("vmm", GPU)
+    assert chosen(GPU).name == "ipc"
+
+
+def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -> None:
+    """A process makes the segments of a GPU in one way."""
+    gpu("vmm", "ipc", "pool")
+    settle("ipc", GPU)
+    with pytest.raises(ConfigurationError, match="mechanism='pool', and another provider of this process asked for 'ipc'"):
+        settle("pool", GPU)
+
+
+def test_an_option_that_is_none_is_refused(provider: Provider) -> None:
+    """When it is first needed, with those that there are."""
+    provider.mechanism = "cuda_ipc"  # type: ignore[assignment]
+    provider.share("load")(lambda: torch.ones(1))
+    with pytest.raises(ConfigurationError, match="mechanism='cuda_ipc': use 'auto', 'vmm', 'ipc' or 'pool'"):
+        provider.call("load")
+
+
+@pytest.mark.parametrize("mode", ["local", "server", "client"])
+@pytest.mark.parametrize("name", ["vmm", "ipc", "pool"])
+def test_the_host_has_no_choice(base_path: str, mode: str, name: str) -> None:
+    """A mechanism of GPUs and host memory do not go together, in whatever role."""
+    provider = Provider(base_path, device="cpu", mechanism=name, execution_mode=mode, server_startup_timeout=0.0)
+    provider.share("load")(lambda: torch.ones(1))
+    for action in (lambda: provider.call("load"), provider.get_runtime_info):
+        with pytest.raises(ConfigurationError, match=f"mechanism='{name}' is a way to share a GPU's memory.*device='cuda'"):
+            action()
+    provider.close()
+
+
+def test_a_server_on_the_host_refuses_a_mechanism_of_gpus(base_path: str) -> None:
+    """Before it listens."""
+    server = Server(Provider(base_path, device="cpu", mechanism="ipc"))
+    with pytest.raises(ConfigurationError, match="leave mechanism='auto'"):
+        server.start()
+    assert not server.running
+
+
+def test_a_provider_that_travels_keeps_its_mechanism(base_path: str) -> None:
+    """A class that travels as code may refer to it."""
+    make, _ = Provider(base_path, mechanism="pool").__reduce__()
+    assert isinstance(make, functools.partial)
+    assert make().mechanism == "pool"
+
+
+# Segments name it.
+
+
+def test_a_segment_of_the_host_is_a_memfd() -> None:
+    """Also where the mechanism is not said."""
+    with closing(backend_for("cpu").create(1)) as segment:
+        assert segment.info.mechanism == "memfd"
+    assert msgspec.json.decode(b'["a", 4096, "cpu"]', type=SegmentInfo).mechanism == "memfd"
+
+
+@pytest.mark.parametrize(("device", "mechanism"), [("cpu", "ipc"), ("cpu", "vmm"), (GPU, "memfd")])
+def test_a_mechanism_that_does_not_go_with_the_device_is_refused(device: str, mechanism: Mechanism) -> None:
+    """A segment from elsewhere may say anything."""
+    with pytest.raises(CapabilityError, match=f"no memory on {device} is shared by the mechanism '{mechanism}'"):
+        backend_for(device, mechanism)
+
+
+def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    """What the driver said, whose memory it is, and what to do about it."""
+
+    def refuse(self: BoundHost, voucher: object) -> None:
+        raise CapabilityError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(BoundHost, "open", refuse)
+    maker, consumer = BoundHost(), BoundHost()
+    with (
+        closing(maker.create(1)) as segment,
+        pytest.raises(CapabilityError, match=r"by the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
+    ):
+        consumer.map(segment.fileno(), 1, "read_write")
+
+
+@pytest.mark.parametrize(("mechanism", "module"), [("vmm", "vmm"), ("ipc", "ipc"), ("pool", "pool_ipc")])
+def test_a_process_without_bindings_is_told_what_it_cannot_open(
+    mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attach says how the memory is shared, what is missing here, and how to get it."""
+    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)  # type: ignore[arg-type]
+    with pytest.raises(CapabilityError) as caught:
+        backend_for("GPU-of-another-host", mechanism)
+    text = str(caught.value)
+    assert text.startswith(f"memory on GPU-of-another-host that is shared by the mechanism '{mechanism}' needs cuda-bindings (")
+    assert text.endswith("pip install 'shared-rpc[cuda]'")
+
+
+# Info.
+
+
+def test_info_tells_the_mechanism_and_the_lifetime(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """Of the server, and of an object."""
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    serve()
+    client = connect()
+    assert client.get_server_info()["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd"}
+    with client.call("load") as handle:
+        assert "lifetime" not in handle.get_object_info()
+
+
+@pytest.mark.parametrize(
+    ("there", "state", "text"),
+    [
+        (("vmm", "ipc", "pool"), "good", "vmm yes, ipc yes, pool yes; uses vmm: the GPU has virtual memory management"),
+        (("ipc",), "limited", "vmm no, ipc yes, pool no; uses ipc: the GPU has no vmm"),
+        ((), "limited", "can share memory in no way"),
+    ],
+)
+def test_the_doctor_tells_what_works_and_what_is_used(
+    gpu: Callable[..., None], there: tuple[str, ...], state: str, text: str
+) -> None:
+    """For each GPU, with what to do where it is not the best."""
+    gpu(*there)
+    finding = doctor._gpu("GPU 0", GPU, ", no peers")
+    assert (finding.state, bool(finding.fix)) == (state, state != "good")
+    assert finding.found.startswith(f"{GPU}, no peers; ")
+    assert text in finding.found
+
+
+# Between processes, on a GPU.
+
+#: A server of one mechanism; it ends with its standard input.
+SERVER = """
+    import sys, torch
+    from shared_rpc import Provider, Server
+    provider = Provider({base!r}, device="cuda:0", mechanism={mechanism!r})
+
+    @provider.share(managed=True)
+    def model():
+        module = torch.nn.Linear(8192, 16384, bias=False, device="cuda:0")
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+        return module
+
+    @provider.share(cache=False)
+    def fill(weight: torch.Tensor, value: float):
+        weight.fill_(value)
+        return weight.sum(dim=1).double().sum().reshape(1)
+
+    @provider.share(cache=False)
+    def total(weight: torch.Tensor):
+        return weight.sum(dim=1).double().sum().reshape(1)
+
+    with Server(provider) as server:
+        torch.cuda.synchronize()
+        print("serving", server.socket_path)
+        sys.stdin.readline()
+"""
+
+#: A client that attaches, and then does what it is told.
+CLIENT = """
+    import sys, torch
+    from shared_rpc import Client
+    client = Client(socket_path={path!r}, connect_timeout=0.0)
+    handle = client.call("model")
+    weight = handle.value.weight.data
+    print("attached", handle.object_id)
+    for line in sys.stdin:
+        try:
+            match line.split():
+                case ["sum"]:
+                    print("sum", weight.sum(dim=1).double().sum().item())
+                case ["write", value]:
+                    weight.fill_(float(value))
+                    torch.cuda.synchronize()
+                    print("wrote", client.call("total", weight).item())
+                case ["ask", value]:
+                    print("asked", client.call("fill", weight, float(value)).item())
+                case ["release"]:
+                    del weight
+                    handle.release()
+                    print("released")
+                    del handle
+        except Exception as error:
+            print("failed", type(error).__name__, error)
+    client.close()
+"""
+COUNT = 8192 * 16384
+#: Bytes that the driver takes for streams and kernels when they are first used, in two processes.
+SLACK = 192 << 20
+
+
+@pytest.fixture(params=mechanisms.PREFERENCE)
+def mechanism(request: pytest.FixtureRequest) -> str:
+    """Each mechanism that the first GPU has."""
+    lacks = mechanisms.lacking(0)
+    if lacks[request.param]:
+        pytest.skip(f"the GPU has {lacks[request.param]}")
+    return str(request.param)
+
+
+@pytest.fixture
+def server(mechanism: str, base_path: str, children: list[Child]) -> tuple[Child, str]:
+    """A server of that mechanism, and its socket."""
+    child = python(SERVER.format(base=base_path, mechanism=mechanism))
+    children.append(child)
+    return child, child.expect("serving").split()[1]
+
+
+@pytest.fixture
+def attach(server: tuple[Child, str], children: list[Child]) -> Callable[[], Child]:
+    """``attach()`` starts a client that has the model."""
+
+    def start() -> Child:
+        child = python(CLIENT.format(path=server[1]))
+        children.append(child)
+        child.expect("attached")
+        return child
+
+    return start
+
+
+def used() -> int:
+    """Bytes in use on the GPU, by whatever process."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+def drop(path: str) -> None:
+    """Have the server forget the model."""
+    with Client(socket_path=path) as client:
+        client.invalidate_endpoint_cache("model")
+
+
+@pytest.mark.gpu
+def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+    """By the server, by the client that wrote and by another one; info tells the mechanism and whose memory it is."""
+    one, other = attach(), attach()
+
+    one.tell("write 2")
+    assert one.expect("wrote") == f"wrote {2.0 * COUNT}"
+    other.tell("sum")
+    assert other.expect("sum") == f"sum {2.0 * COUNT}"
+    other.tell("ask 3")
+    assert other.expect("asked") == f"asked {3.0 * COUNT}"
+    one.tell("sum")
+    assert one.expect("sum") == f"sum {3.0 * COUNT}"
+
+    with Client(socket_path=server[1]) as client:
+        found = client.get_server_info()["mechanism"]
+        assert found == {"name": mechanism, "reason": f"asked for by Provider(mechanism={mechanism!r})"}
+        with client.call("model") as handle:
+            bound = f"bound to the life of pid {server[0].pid}"
+            expected = None if mechanism == "vmm" else bound
+            assert handle.get_object_info().get("lifetime") == expected
+
+
+@pytest.mark.gpu
+def test_memory_comes_back_after_a_client_was_killed(
+    mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
+) -> None:
+    """Half a gigabyte: held by the killed client until the kernel closed its descriptors, then by nobody."""
+    idle = used()
+    first = attach()  # what the server keeps for good, kernels and workspaces, is there after this
+    first.tell("ask 1")
+    first.expect("asked")
+    first.tell("release")
+    first.expect("released")
+    first.close()
+    drop(server[1])
+    eventually(lambda: used() <= idle + 2 * COUNT, seconds=30.0, what=f"the model gone from {used()} bytes in use")
+    before = used()
+
+    client = attach()
+    client.tell("write 2")
+    client.expect("wrote")
+    drop(server[1])
+    client.tell("sum")
+    assert client.expect("sum") == f"sum {2.0 * COUNT}"  # it holds what the server has forgotten
+    assert used() > before + 2 * COUNT
+    client.kill()
+
+    eventually(lambda: used() <= before + SLACK, seconds=30.0, what=f"{before} bytes in use, and not {used()}")
+
+
+@pytest.mark.gpu
+def test_memory_comes_back_after_a_client_released(
+    mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
+) -> None:
+    """The client lives on, with a context and without the memory."""
+    client = attach()
+    client.tell("ask 1")
+    client.expect("asked")
+    before = used()
+    client.tell("release")
+    client.expect("released")
+    drop(server[1])
+    eventually(lambda: used() <= before - 4 * COUNT + SLACK, seconds=30.0, what=f"half a GiB less than {before} in use")
+
+
+@pytest.mark.gpu
+def test_the_end_of_the_server(mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]) -> None:
+    """By VMM a client computes on. By the others it may read what was there or be refused by the driver, and never reads
+    anything else; asking for more is answered as it is by any server that has gone.
+    """
+    client = attach()
+    client.tell("write 2")
+    client.expect("wrote")
+    server[0].kill()
+
+    client.tell("sum")
+    line = client.expect("")
+    assert line == f"sum {2.0 * COUNT}" or (mechanism != "vmm" and line.startswith("failed")), line
+    client.tell("ask 1")
+    told = client.expect("failed").split()[1]
+    if line.startswith("sum"):
+        assert told in (ConnectionClosed.__name__, ConnectError.__name__)
+    client.kill()

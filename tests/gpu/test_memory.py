@@ -1,0 +1,232 @@
+"""Segments on the host and on a GPU: one contract, see tests/kit/conformance.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.memfd import HOST, MemfdBackend
+from shared_rpc.memory.segments import Backend, Mechanism, Segment, backend_for
+from tests.kit import segment_peer
+from tests.kit.bound_host import BACKEND
+from tests.kit.conformance import BackendConformance
+from tests.kit.processes import Child, python
+
+
+class TestHost(BackendConformance):
+    """Host memory."""
+
+    seals = True
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Anonymous files."""
+        return MemfdBackend()
+
+    def footprint(self, backend: Backend) -> int:
+        """Mappings of segments, as the kernel lists them."""
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:shared-rpc-" in line for line in maps)
+
+    def assert_died_of_write(self, code: int, errors: str) -> None:
+        """By signal, at the very instruction."""
+        assert code == -signal.SIGSEGV
+
+
+class TestBoundHost(BackendConformance):
+    """Memory that belongs to its maker, as CUDA's IPC and pools have it, without a GPU."""
+
+    seals = False
+    remaps = False
+    survives_maker = False
+    protects = False
+    held = 1
+    own = "tests.kit.bound_host:BACKEND"
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Host memory behind vouchers."""
+        return BACKEND
+
+    def footprint(self, backend: Backend) -> int:
+        """Mappings, as the kernel lists them."""
+        return TestHost.footprint(self, backend)
+
+
+def _gpu_backend(mechanism: Mechanism) -> Backend:
+    from shared_rpc.memory.cuda import visible_gpus
+    from shared_rpc.memory.mechanisms import survey
+
+    uuid = visible_gpus()[0]
+    if survey(uuid)[mechanism]:
+        pytest.skip(f"the GPU has {survey(uuid)[mechanism]}")
+    return backend_for(uuid, mechanism)
+
+
+@pytest.mark.gpu
+class TestVmm(BackendConformance):
+    """The memory of one GPU."""
+
+    seals = False
+    slack = 1 << 20
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        return _gpu_backend("vmm")
+
+    def footprint(self, backend: Backend) -> int:
+        """Bytes in use on the GPU, by whatever process; a segment has 2 MiB at least."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info(backend.ordinal)
+        return total - free
+
+    def assert_died_of_write(self, code: int, errors: str) -> None:
+        """By an error of the driver that names it."""
+        assert code != 0
+        assert "illegal memory access" in errors
+
+    def test_other_gpus_may_use_what_is_mapped(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """A tensor is copied to another GPU that reaches this one, and comes back as it was."""
+        import torch
+
+        if not backend.peers:
+            pytest.skip("needs two GPUs that are peers")
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"away")
+        here = segment_peer.tensor_of(backend, address, 4)
+        away = here.to(f"cuda:{backend.peers[0]}")
+        assert bytes(away.tolist()) == b"away"
+        torch.cuda.synchronize(away.device)
+
+    def test_unknown_gpu_cannot_allocate(self, backend: Backend) -> None:
+        """A GPU that this process does not see is reached through one that it sees, and not to allocate."""
+        elsewhere = "GPU-00000000-0000-0000-0000-000000000000"
+        with pytest.raises(CapabilityError, match=f"{elsewhere} is not visible"):
+            backend_for(elsewhere).create(1)
+
+    def test_no_gpu_in_sight(self, device: str, children: list[Child]) -> None:
+        """A process that sees no GPU is told which one the memory is on, and where to look."""
+        child = python(
+            f"""
+            from shared_rpc.errors import CapabilityError
+            from shared_rpc.memory.segments import backend_for
+            try:
+                backend_for({device!r})
+            except CapabilityError as error:
+                print("refused:", error)
+            """,
+            environ={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        children.append(child)
+        line = child.expect("refused:")
+        assert device in line
+        assert "CUDA_VISIBLE_DEVICES" in line
+
+
+class _Bound(TestVmm):
+    """What both mechanisms share whose memory ends with its maker."""
+
+    remaps = False
+    survives_maker = False
+    protects = False
+    held = 1
+
+    def test_is_forced_for_a_segment_alone(self, backend: Backend, segment: Segment) -> None:
+        """A segment names its mechanism, so that a consumer opens it in that way whatever it would use itself."""
+        assert backend_for(segment.info.device, segment.info.mechanism) is backend
+
+
+@pytest.mark.gpu
+class TestIpc(_Bound):
+    """The memory of one GPU by legacy CUDA IPC."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        return _gpu_backend("ipc")
+
+
+@pytest.mark.gpu
+class TestPool(_Bound):
+    """The memory of one GPU by stream-ordered pools."""
+
+    # A pool reserves more than it was asked for.
+    slack = 64 << 20
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The first GPU that is visible."""
+        return _gpu_backend("pool")
+
+
+def test_host_size_is_fixed() -> None:
+    """Nobody who holds the descriptor can cut the memory off under a reader, which would end it with SIGBUS."""
+    with closing(HOST.create(1)) as segment:
+        for nbytes in (0, 2 * segment.info.nbytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.fileno(), nbytes)
+        assert os.fstat(segment.fileno()).st_size == segment.info.nbytes
+
+
+def test_host_seal_refuses_other_ways_to_write() -> None:
+    """After a seal, neither a new description of the file nor write(2) changes the memory."""
+    with closing(HOST.create(1)) as segment:
+        HOST.seal(segment.fileno())
+        again = os.open(f"/proc/self/fd/{segment.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with pytest.raises(CapabilityError, match="access='read'"):
+                HOST.map(again, segment.info.nbytes, "read_write")
+            with pytest.raises(PermissionError):
+                os.write(again, b"x")
+        finally:
+            os.close(again)
+
+
+def test_host_seals_are_final() -> None:
+    """Nobody who is sent a sealed segment can add a seal that its maker would meet."""
+    with closing(HOST.create(1)) as segment:
+        HOST.seal(segment.fileno())
+        with pytest.raises(PermissionError):
+            HOST.seal(segment.fileno())
+
+
+def test_gpu_memory_without_cuda_bindings(children: list[Child]) -> None:
+    """Where the bindings are missing, the error says what to install."""
+    child = python(
+        """
+        import sys
+        sys.modules["cuda.bindings"] = None
+        from shared_rpc.errors import CapabilityError
+        from shared_rpc.memory.segments import backend_for
+        try:
+            backend_for("GPU-00000000-0000-0000-0000-000000000000")
+        except CapabilityError as error:
+            print("refused:", error)
+        """
+    )
+    children.append(child)
+    assert "pip install 'shared-rpc[cuda]'" in child.expect("refused:")
+
+
+def test_host_memory_needs_no_torch(children: list[Child]) -> None:
+    """A process makes, maps and holds host memory without loading torch."""
+    child = python(
+        """
+        import sys
+        from shared_rpc.memory.segments import backend_for
+        backend = backend_for("cpu")
+        segment = backend.create(1)
+        backend.unmap(backend.map(segment.fileno(), segment.info.nbytes, "read_write"), segment.info.nbytes)
+        segment.close()
+        print("torch loaded:", "torch" in sys.modules)
+        """
+    )
+    children.append(child)
+    assert child.expect("torch loaded:") == "torch loaded: False"

@@ -1,0 +1,418 @@
+"""Several GPUs: objects that span them, and clients that see them in another order, one of them, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Provider, Server
+from tests.kit.processes import Child, python
+from tests.kit.spanning import Spanning
+
+pytestmark = pytest.mark.gpu
+
+#: A client process, as far as all of them are the same. ``tell`` answers with a line of JSON.
+CLIENT = """
+import json
+import torch
+from shared_rpc import Client, errors
+
+def gpu_of(tensor):
+    return "GPU-" + str(torch.cuda.get_device_properties(tensor.device).uuid)
+
+def tell(**facts):
+    print("told", json.dumps(facts))
+
+"""
+
+#: A server process on its first GPU.
+SERVER = """
+import sys
+from shared_rpc import Provider, Server
+
+provider = Provider(device="cuda:0")
+
+@provider.share(cache=False)
+def echo(x):
+    return x
+
+@provider.share(cache=False)
+def plus_one(x):
+    return x + 1
+
+with Server(provider) as server:
+    print("ready", server.socket_path)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def gpus() -> list[str]:
+    """The UUIDs of this process's ``cuda:0`` and ``cuda:1``, which reach each other."""
+    from shared_rpc.memory.vmm import peer_capable, visible_gpus
+
+    seen = visible_gpus()
+    if len(seen) < 2 or not (peer_capable(0, 1) and peer_capable(1, 0)):
+        pytest.skip("needs two GPUs that are peers")
+    return list(seen[:2])
+
+
+@pytest.fixture
+def provider(base_path: str) -> Provider:
+    """The server's script, on its first GPU; it uses the second one too."""
+    provider = Provider(base_path, device="cuda:0")
+
+    @provider.share(managed=True)
+    def spanning() -> torch.nn.Module:
+        return Spanning("cuda:0", "cuda:1")
+
+    @provider.share
+    def weights() -> torch.Tensor:
+        return torch.arange(64.0, device="cuda:0").reshape(8, 8)
+
+    @provider.share(cache=False)
+    def on_both() -> dict[str, Any]:
+        base = torch.arange(12.0, device="cuda:1")
+        return {"first": torch.arange(3.0, device="cuda:0"), "second": [base, base[4:8]], "note": 1}
+
+    @provider.share(cache=False)
+    def echo(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @provider.share(cache=False)
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @provider.share(cache=False)
+    def gathered(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor.to("cuda:0") for tensor in tensors])
+
+    return provider
+
+
+@pytest.fixture
+def server(gpus: list[str], provider: Provider) -> Iterator[Server]:
+    """That script's server, in this process, which sees both GPUs."""
+    with Server(provider) as server:
+        yield server
+
+
+def listed(gpus: list[str], order: list[int], by: str = "uuid") -> dict[str, str]:
+    """The environment of a process that sees those of this process's GPUs, in that order."""
+    names = gpus if by == "uuid" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in order)}
+
+
+def client(children: list[Child], environ: dict[str, str], code: str) -> Child:
+    """A client process that runs ``code``."""
+    child = python(CLIENT + code, environ=environ)
+    children.append(child)
+    return child
+
+
+def told(child: Child) -> dict[str, Any]:
+    """What a client told next."""
+    facts: dict[str, Any] = json.loads(child.expect("told ").removeprefix("told "))
+    return facts
+
+
+def computed(provider: Provider) -> list[list[float]]:
+    """What the server's own object computes."""
+    with provider.call("spanning") as handle:
+        result: list[list[float]] = handle.value(torch.ones(2, 8, device="cuda:0")).tolist()
+        return result
+
+
+# Objects on two GPUs.
+
+
+@pytest.mark.parametrize("by", ["index", "uuid"])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
+def test_an_object_that_spans_gpus(
+    server: Server, provider: Provider, gpus: list[str], children: list[Child], order: list[int], by: str
+) -> None:
+    """Whatever a client calls its GPUs: each tensor, and each device in an attribute, is of the GPU that it was on."""
+    child = client(
+        children,
+        listed(gpus, order, by),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client, client.call("spanning") as handle:
+    model = handle.value
+    tensors = [*model.parameters(), model.scale]
+    tell(
+        devices=[str(tensor.device) for tensor in tensors],
+        gpus=[gpu_of(tensor) for tensor in tensors],
+        attributes=[str(device) for device in model.devices],
+        result=model(torch.ones(2, 8, device="cuda:0")).tolist(),
+    )
+""",
+    )
+
+    facts = told(child)
+
+    names = [f"cuda:{order.index(number)}" for number in (0, 1)]
+    assert facts["devices"] == [names[0], names[0], names[1], names[1], names[1]]
+    assert facts["gpus"] == [gpus[0], gpus[0], gpus[1], gpus[1], gpus[1]]
+    assert facts["attributes"] == names
+    assert facts["result"] == computed(provider)
+
+
+@pytest.mark.parametrize("seen", [0, 1], ids=["first", "second"])
+def test_an_object_that_spans_gpus_where_one_is_seen(
+    server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: int
+) -> None:
+    """The part on the other GPU is reached as a peer's: it is read, computed with and written."""
+    before = computed(provider)
+    child = client(
+        children,
+        listed(gpus, [seen]),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client, client.call("spanning") as handle:
+    model = handle.value
+    tensors = [*model.parameters(), model.scale]
+    before = model(torch.ones(2, 8, device="cuda:0")).tolist()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(2)
+    torch.cuda.synchronize()
+    tell(
+        count=torch.cuda.device_count(),
+        devices=sorted({{str(tensor.device) for tensor in tensors}}),
+        before=before,
+        after=model(torch.ones(2, 8, device="cuda:0")).tolist(),
+    )
+""",
+    )
+
+    facts = told(child)
+
+    assert (facts["count"], facts["devices"]) == (1, ["cuda:0"])
+    assert facts["before"] == before
+    assert facts["after"] == computed(provider) != before
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
+def test_a_result_on_both_gpus(server: Server, gpus: list[str], children: list[Child], order: list[int]) -> None:
+    """Tensors on the provider's GPU and on another one, views among them, in one result."""
+    child = client(
+        children,
+        listed(gpus, order),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client:
+    result = client.call("on_both")
+    base, view = result["second"]
+    base.add_(1)
+    tell(
+        gpus=[gpu_of(tensor) for tensor in (result["first"], base, view)],
+        first=result["first"].tolist(),
+        view=view.tolist(),
+        note=result["note"],
+    )
+""",
+    )
+
+    assert told(child) == {"gpus": [gpus[0], gpus[1], gpus[1]], "first": [0, 1, 2], "view": [5, 6, 7, 8], "note": 1}
+
+
+# From one GPU to another.
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
+def test_shared_memory_is_copied_to_another_gpu(
+    server: Server, gpus: list[str], children: list[Child], order: list[int]
+) -> None:
+    """``.to`` the other GPU: as it is, transposed, and as another dtype."""
+    child = client(
+        children,
+        listed(gpus, order),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client:
+    weights = client.call("weights")
+    there = "cuda:{order.index(1)}"
+    copies = [weights.to(there), weights.T.to(there), weights[1::2, ::3].to(there), weights.to(there, torch.float64)]
+    tell(
+        gpus=sorted({{gpu_of(copy) for copy in copies}}),
+        equal=[
+            bool(copy.cpu().eq(expected.cpu()).all())
+            for copy, expected in zip(copies, [weights, weights.T, weights[1::2, ::3], weights])
+        ],
+        total=copies[0].sum().item(),
+    )
+""",
+    )
+
+    assert told(child) == {"gpus": [gpus[1]], "equal": [True] * 4, "total": 2016}
+
+
+def test_shared_memory_is_written_from_another_gpu(
+    server: Server, provider: Provider, gpus: list[str], children: list[Child]
+) -> None:
+    """``copy_`` of a tensor on the other GPU, as when new weights come from there: contiguous, and strided."""
+    child = client(
+        children,
+        listed(gpus, [0, 1]),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client:
+    weights = client.call("weights")
+    weights.copy_(torch.full((8, 8), 7.0, device="cuda:1"))
+    weights[:, ::2].copy_(torch.full((8, 4), 9.0, device="cuda:1"))
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    tell(row=weights[3].tolist())
+""",
+    )
+
+    assert told(child)["row"] == [9, 7, 9, 7, 9, 7, 9, 7]
+    assert provider.call("weights").sum().item() == 32 * 7 + 32 * 9
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
+def test_arguments_on_another_gpu_than_the_providers(
+    server: Server, gpus: list[str], children: list[Child], order: list[int]
+) -> None:
+    """They arrive on the GPU that they were on, alone and beside others, and what is made of them stays there."""
+    child = client(
+        children,
+        listed(gpus, order),
+        f"""
+here, there = "cuda:{order.index(0)}", "cuda:{order.index(1)}"
+with Client(socket_path={server.socket_path!r}) as client:
+    argument = torch.arange(6.0, device=there).reshape(2, 3).T
+    same, more = client.call("echo", argument), client.call("plus_one", argument)
+    both = client.call("gathered", torch.zeros(2, device=here), torch.ones(2, device=there))
+    task = client.wait_for_task(client.submit("plus_one", argument), 30)
+    tell(
+        gpus=[gpu_of(tensor) for tensor in (same, more, task, both)],
+        stride=same.stride(),
+        values=[tensor.tolist() for tensor in (same, more, task, both)],
+    )
+""",
+    )
+
+    facts = told(child)
+
+    assert facts["gpus"] == [gpus[1], gpus[1], gpus[1], gpus[0]]
+    assert facts["stride"] == [1, 3]
+    more = [[1, 4], [2, 5], [3, 6]]
+    assert facts["values"] == [[[0, 3], [1, 4], [2, 5]], more, more, [[0, 0], [1, 1]]]
+
+
+def test_arguments_of_a_client_that_sees_another_gpu(server: Server, gpus: list[str], children: list[Child]) -> None:
+    """Its own tensors, and what it made of a peer's memory, arrive on the GPU that it sees."""
+    child = client(
+        children,
+        listed(gpus, [1]),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client:
+    weights = client.call("weights")
+    named, copied = client.call("plus_one", weights), client.call("plus_one", weights * 2)
+    own = client.call("echo", torch.ones(3, device="cuda:0"))
+    tell(totals=[tensor.sum().item() for tensor in (named, copied, own)])
+    tell(gpu=gpu_of(own))
+""",
+    )
+
+    assert told(child)["totals"] == [2016 + 64, 2 * 2016 + 64, 3]
+    assert told(child)["gpu"] == gpus[1]
+
+
+def test_arguments_on_a_gpu_that_the_server_does_not_see(gpus: list[str], base_path: str, children: list[Child]) -> None:
+    """The server reaches them as a peer's; what it makes of them is on its own GPU, and what it gives back stays there."""
+    server = python(SERVER, environ=listed(gpus, [0]))
+    children.append(server)
+    path = server.expect("ready").removeprefix("ready ")
+    child = client(
+        children,
+        listed(gpus, [0, 1]),
+        f"""
+with Client(socket_path={path!r}) as client:
+    argument = torch.arange(6.0, device="cuda:1")
+    same, more = client.call("echo", argument), client.call("plus_one", argument)
+    tell(gpus=[gpu_of(same), gpu_of(more)], same=same.tolist(), more=more.tolist())
+""",
+    )
+
+    assert told(child) == {"gpus": [gpus[1], gpus[0]], "same": [0, 1, 2, 3, 4, 5], "more": [1, 2, 3, 4, 5, 6]}
+
+
+# Which server, and which GPU.
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
+def test_a_server_for_each_gpu(gpus: list[str], base_path: str, children: list[Child], order: list[int]) -> None:
+    """Two servers at one base path: a client names its GPU as it sees it, and finds that GPU's server."""
+    with ExitStack() as stack:
+        for number in (0, 1):
+            provider = Provider(base_path, device=f"cuda:{number}")
+            provider.share("made")(lambda number=number: torch.full((4,), float(number), device="cuda"))
+            stack.enter_context(Server(provider))
+        child = client(
+            children,
+            listed(gpus, order),
+            """
+for device in ("cuda:0", "cuda:1", "cuda"):
+    with Client(device=device) as client:
+        made = client.call("made")
+        tell(device=str(made.device), gpu=gpu_of(made), values=made.tolist(), server=client.get_server_info()["device"])
+""",
+        )
+
+        for index in (0, 1, 0):
+            number = order[index]
+            gpu = gpus[number]
+            assert told(child) == {"device": f"cuda:{index}", "gpu": gpu, "values": [number] * 4, "server": gpu}
+
+
+def test_a_gpu_that_a_client_does_not_see_cannot_be_named(gpus: list[str], base_path: str, children: list[Child]) -> None:
+    """The error says how many it sees."""
+    child = client(
+        children,
+        listed(gpus, [0]),
+        """
+try:
+    Client(device="cuda:1").ping()
+except errors.CapabilityError as error:
+    tell(error=str(error))
+""",
+    )
+
+    assert told(child)["error"] == "device='cuda:1', and this process sees 1 GPUs"
+
+
+def test_a_process_that_sees_no_gpu(base_path: str, children: list[Child]) -> None:
+    """It is told which GPU the memory is on and where to look; its lease goes back, and the server goes on."""
+    from shared_rpc.memory.vmm import visible_gpus
+
+    provider = Provider(base_path, device="cuda:0")
+    provider.share("weights", managed=True)(lambda: torch.ones(4, device="cuda:0"))
+    with Server(provider) as server:
+        child = client(
+            children,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            f"""
+with Client(socket_path={server.socket_path!r}) as client:
+    try:
+        client.call("weights")
+    except errors.CapabilityError as error:
+        (weights,) = client.list_objects()
+        tell(count=torch.cuda.device_count(), error=str(error), leases=weights["leases"], ping=client.ping() > 0)
+try:
+    Client(device="cuda").ping()
+except errors.CapabilityError as error:
+    tell(error=str(error))
+""",
+        )
+
+        facts = told(child)
+        assert (facts["count"], facts["leases"], facts["ping"]) == (0, 0, True)
+        assert visible_gpus()[0] in facts["error"] and "CUDA_VISIBLE_DEVICES" in facts["error"]
+        assert "device='cuda'" in told(child)["error"]

@@ -1,0 +1,133 @@
+"""Apps served by a broker and its workers, as a user's shell starts them."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared_rpc import Client
+from tests.kit.processes import Child, eventually
+
+#: What every app begins with, and the endpoints that the tests of crashes need.
+APP = """
+import ctypes, os, sys, time
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+@provider.share
+def model(size=4):
+    module = torch.nn.Linear(size, size)
+    torch.nn.init.constant_(module.weight, size)
+    return module
+
+@provider.share(managed=True)
+def held(size=4):
+    return torch.full((size,), 7.0)
+
+@provider.share(cache=False)
+def echo(x):
+    return x
+
+@provider.share
+def slow(path, key=0):
+    wait(path)
+    return torch.zeros(1)
+
+def wait(path):
+    '''Say that it began, and go on when the file is there.'''
+    open(f"{path}-begun-{os.getpid()}", "w").close()
+    while not os.path.exists(path):
+        time.sleep(0.005)
+
+@provider.share(cache=False)
+def end(how):
+    print("its last words", file=sys.stderr, flush=True)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), 9)
+
+@provider.share(cache=False)
+def plain():
+    return torch.zeros(1)
+
+@provider.share(cache=False)
+def pid():
+    return torch.tensor(os.getpid())
+"""
+
+
+class BrokerApp:
+    """An app file, the broker that serves it, and clients of it."""
+
+    def __init__(self, directory: Path, base_path: str, children: list[Child]) -> None:
+        self.file = directory / "app.py"
+        self.base_path = base_path
+        self._children = children
+        self._clients: list[Client] = []
+
+    def write(self, *pieces: str) -> None:
+        """The app as it is now: :data:`APP`, and other code after it."""
+        self.file.write_text(APP + "".join(textwrap.dedent(piece) for piece in pieces))
+
+    def start(self, *options: str, fresh: bool = False) -> Child:
+        """A broker that serves it, once it does.
+
+        :param fresh: for tests of what a broker imports, or how its workers start.
+        """
+        child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
+        self._children.append(child)
+        child.expect("serving")
+        return child
+
+    def connect(self, **options: Any) -> Client:
+        """A client of it."""
+        client = Client(self.base_path, **{"device": "cpu", "timeout": 30.0, "connect_timeout": 5.0, **options})
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        """Hang up."""
+        for client in self._clients:
+            client.close()
+
+
+def worker_pids(client: Client) -> list[int]:
+    """The workers that run."""
+    return [worker["pid"] for worker in client.get_server_info()["workers"]]
+
+
+def another_worker(client: Client, earlier: int) -> int:
+    """Wait until there is one in place of an earlier one, and it is ready: its process id."""
+
+    def ready() -> list[int]:
+        workers = client.get_server_info()["workers"]
+        return [worker["pid"] for worker in workers if worker["pid"] != earlier and worker["state"] == "ready"]
+
+    eventually(lambda: bool(ready()), 40.0, "another worker")
+    return ready()[0]
+
+
+def begun(path: Path) -> Callable[[], bool]:
+    """Whether an endpoint that waits for ``path`` has begun."""
+    return lambda: bool(list(path.parent.glob(f"{path.name}-begun-*")))
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there that has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def fds_of(pid: int) -> int:
+    """How many descriptors a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,0 +1,456 @@
+"""What every :class:`~shared_rpc.memory.segments.Backend` promises, as tests.
+
+Derive a class, give it a ``backend`` fixture and say how its memory is counted (:meth:`BackendConformance.footprint`) and
+how a forbidden write ends (:meth:`BackendConformance.assert_died_of_write`). Everything that the contract
+promises is then tried, between real processes where it speaks of processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.segments import Backend, Segment
+from tests.kit import segment_peer
+from tests.kit.processes import Child, eventually, open_fds
+
+__all__ = ["BackendConformance", "Peer"]
+
+
+class Peer(Child):
+    """A :mod:`tests.kit.segment_peer`, and our end of its socket."""
+
+    def __init__(self, folder: Path, *backend: str) -> None:
+        path = str(folder / "peer.sock")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            super().__init__("-m", "tests.kit.segment_peer", path, *backend)
+            self.sock, _ = listener.accept()
+        os.unlink(path)
+
+    def ask(self, command: str) -> str:
+        """The answer to a command."""
+        self.tell(command)
+        return self.expect("answer:").removeprefix("answer: ")
+
+    def give(self, segment: Segment) -> None:
+        """Have it receive a segment."""
+        segment_peer.send(self.sock, segment)
+        self.ask("receive")
+
+    def create(self, device: str, mechanism: str, nbytes: int) -> Segment:
+        """Have it make a segment; we hold a descriptor too."""
+        self.ask(f"create {device} {mechanism} {nbytes}")
+        return segment_peer.receive(self.sock)
+
+    def close(self) -> tuple[int, str]:
+        """See :meth:`Child.close`; our end of the socket closes too."""
+        self.sock.close()
+        return super().close()
+
+
+def _await_makers() -> None:
+    """Wait until this process has learned of the last user of what it made: a thread waits for each."""
+    waiting = "shared-rpc-voucher"
+    eventually(lambda: waiting not in {thread.name for thread in threading.enumerate()}, what=f"no thread {waiting}")
+
+
+class BackendConformance:
+    """The contract of :class:`~shared_rpc.memory.segments.Backend`."""
+
+    #: Whether :meth:`Backend.seal` can refuse a writable mapping, or only a consumer's good will.
+    seals: ClassVar[bool]
+    #: Whether a process can have a segment at several addresses. Legacy IPC and pools give the address that is there.
+    remaps: ClassVar[bool] = True
+    #: Whether the memory outlives the process that made it. Legacy IPC and pools allocate for their process.
+    survives_maker: ClassVar[bool] = True
+    #: Whether a mapping for reading refuses writes. Legacy IPC has no such mapping, and pools not for their own GPU.
+    protects: ClassVar[bool] = True
+    #: Descriptors that a mapping holds. Where the maker must learn of the last user, each mapping is one that it counts.
+    held: ClassVar[int] = 0
+    #: ``module:name`` of the backend, where it is none of the library's.
+    own: ClassVar[str] = ""
+    #: How much the footprint may differ without a leak, less than what one segment adds to it.
+    slack: ClassVar[int] = 0
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The backend under test."""
+        raise NotImplementedError
+
+    def footprint(self, backend: Backend) -> int:
+        """How much is mapped or in use now, in any unit: what a leaked segment or mapping adds to."""
+        raise NotImplementedError
+
+    def assert_died_of_write(self, code: int, errors: str) -> None:
+        """Check how a process ended that wrote to a read-only mapping."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def device(self, backend: Backend) -> str:
+        """The backend's device id."""
+        with closing(backend.create(1)) as segment:
+            return segment.info.device
+
+    @pytest.fixture
+    def mechanism(self, backend: Backend) -> str:
+        """The backend's mechanism, as segments name it."""
+        with closing(backend.create(1)) as segment:
+            return segment.info.mechanism
+
+    @pytest.fixture
+    def segment(self, backend: Backend) -> Iterator[Segment]:
+        """A segment of two granules."""
+        with closing(backend.create(2 * backend.granularity)) as segment:
+            yield segment
+
+    @pytest.fixture
+    def mapped(self, backend: Backend) -> Iterator[Callable[..., int]]:
+        """``mapped(segment, access)`` maps; it is unmapped at the end."""
+        with ExitStack() as stack:
+
+            def mapped(segment: Segment, access: str = "read_write") -> int:
+                nbytes = segment.info.nbytes
+                address = backend.map(segment.fileno(), nbytes, access)
+                stack.callback(backend.unmap, address, nbytes)
+                stack.callback(backend.synchronize)
+                return address
+
+            yield mapped
+
+    @pytest.fixture
+    def peer(self, tmp_path: Path) -> Iterator[Callable[[], Peer]]:
+        """``peer()`` starts a process; those that still run at the end are ended."""
+        with ExitStack() as stack:
+
+            def start() -> Peer:
+                peer = Peer(tmp_path, *([self.own] if self.own else []))
+                stack.callback(lambda: peer.process.stdout.closed or peer.kill())
+                return peer
+
+            yield start
+
+    @pytest.fixture
+    def nothing_left(self, backend: Backend, device: str) -> Iterator[None]:
+        """Fails if descriptors, mappings or memory remain. Request it before what opens them."""
+        # What a driver opens and keeps once memory has been used is there before anything is counted.
+        with closing(backend.create(1)) as segment:
+            address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+            segment_peer.store(backend, address, b"warm")
+            segment_peer.load(backend, address, 4)
+            backend.unmap(address, segment.info.nbytes)
+        gc.collect()
+        _await_makers()
+        fds, footprint = open_fds(), self.footprint(backend)
+        yield
+        gc.collect()
+        _await_makers()
+        assert open_fds() <= fds
+        # A driver gives the memory of a process that died back in its own time.
+        eventually(lambda: self.footprint(backend) <= footprint + self.slack, what=f"footprint back to {footprint}")
+
+    # Creating.
+
+    @pytest.mark.parametrize("granules, extra, expected", [(0, 1, 1), (1, 0, 1), (1, 1, 2), (3, -1, 3)])
+    def test_size_is_rounded_up_to_granules(self, backend: Backend, granules: int, extra: int, expected: int) -> None:
+        """A segment has whole granules, and never fewer bytes than were asked for."""
+        with closing(backend.create(granules * backend.granularity + extra)) as segment:
+            assert segment.info.nbytes == expected * backend.granularity
+
+    def test_ids_are_unique(self, backend: Backend) -> None:
+        """Two segments never have the same id, in whatever process they are made."""
+        with closing(backend.create(1)) as one, closing(backend.create(1)) as other:
+            assert one.info.id != other.info.id
+
+    def test_memory_is_zeroed(self, backend: Backend, mapped: Callable[..., int]) -> None:
+        """New memory holds zeros, also where used memory was given back just before."""
+        with closing(backend.create(backend.granularity)) as used:
+            nbytes = used.info.nbytes
+            address = backend.map(used.fileno(), nbytes, "read_write")
+            segment_peer.store(backend, address, b"\xff" * nbytes)
+            backend.unmap(address, nbytes)
+        with closing(backend.create(backend.granularity)) as segment:
+            assert segment_peer.load(backend, mapped(segment), nbytes) == bytes(nbytes)
+
+    def test_descriptors_close_on_exec(self, segment: Segment) -> None:
+        """A program that is started later does not inherit the memory, neither from the maker nor from a duplicate."""
+        with closing(segment.duplicate()) as other:
+            assert not os.get_inheritable(segment.fileno())
+            assert not os.get_inheritable(other.fileno())
+
+    def test_more_than_there_is(self, nothing_left: None, backend: Backend) -> None:
+        """What cannot be had is refused with its size, and nothing stays behind."""
+        with pytest.raises(CapabilityError, match=str(1 << 60)), closing(backend.create(1 << 60)) as segment:
+            backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+
+    # Owning a descriptor.
+
+    def test_closing_twice(self, nothing_left: None, backend: Backend) -> None:
+        """Closing again is harmless, and closes nobody else's descriptor that got the same number."""
+        segment = backend.create(1)
+        number = segment.fileno()
+        segment.close()
+        with open(os.devnull) as reused:
+            assert reused.fileno() == number
+            segment.close()
+            os.fstat(reused.fileno())
+        assert segment.closed
+
+    def test_closed_segment_has_no_descriptor(self, backend: Backend) -> None:
+        """A closed segment is an error that names it, never the descriptor -1."""
+        segment = backend.create(1)
+        segment.close()
+        with pytest.raises(ValueError, match=segment.info.id):
+            segment.fileno()
+
+    def test_duplicate_owns_its_descriptor(self, nothing_left: None, backend: Backend, mapped: Callable[..., int]) -> None:
+        """A duplicate is the same memory under another descriptor, and may tell consumers another access."""
+        with closing(backend.create(1)) as segment:
+            address = mapped(segment)
+            duplicate = segment.duplicate("read")
+        with closing(duplicate):
+            assert (duplicate.info.id, duplicate.info.access, segment.info.access) == (segment.info.id, "read", "read_write")
+            segment_peer.store(backend, address, b"same")
+            assert segment_peer.load(backend, mapped(duplicate, "read"), 4) == b"same"
+
+    def test_dropping_an_open_segment_warns(self, nothing_left: None, backend: Backend) -> None:
+        """A segment that is dropped unclosed warns and is closed."""
+        with pytest.warns(ResourceWarning, match="dropped with its fd"):
+            backend.create(1)
+            gc.collect()
+
+    # Mapping.
+
+    def test_mappings_share_the_memory(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """A write through one mapping is seen through another, to the last byte."""
+        one, other = mapped(segment), mapped(segment)
+        last = segment.info.nbytes - 4
+        segment_peer.store(backend, one + last, b"last")
+        assert (one != other) == self.remaps
+        assert segment_peer.load(backend, other + last, 4) == b"last"
+
+    def test_read_mapping_sees_writes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """A read-only mapping shows what is written through a writable one, before and after it was made."""
+        writable = mapped(segment)
+        segment_peer.store(backend, writable, b"before")
+        readable = mapped(segment, "read")
+        segment_peer.store(backend, writable + 6, b"after")
+        assert segment_peer.load(backend, readable, 11) == b"beforeafter"
+
+    def test_view_shows_the_mapped_bytes(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """The view is the mapped memory itself, for anything that reads the protocol it has."""
+        import torch
+
+        address = mapped(segment)
+        view = backend.view(address, 4)
+        segment_peer.store(backend, address, b"view")
+        if not hasattr(view, "__cuda_array_interface__"):
+            view = torch.frombuffer(view, dtype=torch.uint8)
+        assert torch.as_tensor(view).data_ptr() == address
+        assert bytes(torch.as_tensor(view).tolist()) == b"view"
+
+    def test_descriptor_may_close_before_the_mapping(self, nothing_left: None, backend: Backend) -> None:
+        """A mapping keeps the memory alone; unmapping gives it back."""
+        segment = backend.create(1)
+        nbytes = segment.info.nbytes
+        address = backend.map(segment.fileno(), nbytes, "read_write")
+        segment.close()
+        segment_peer.store(backend, address, b"alive")
+        assert segment_peer.load(backend, address, 5) == b"alive"
+        backend.synchronize()
+        backend.unmap(address, nbytes)
+
+    def test_content_outlives_mappings(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """Unmapping and mapping again shows the same bytes: the descriptor keeps the memory."""
+        address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+        segment_peer.store(backend, address, b"kept")
+        backend.unmap(address, segment.info.nbytes)
+        assert segment_peer.load(backend, mapped(segment), 4) == b"kept"
+
+    def test_no_leak_in_two_hundred_rounds(self, nothing_left: None, backend: Backend) -> None:
+        """Creating, mapping, unmapping and closing leaves no descriptor, mapping or memory."""
+        for _ in range(200):
+            with closing(backend.create(4 * backend.granularity)) as segment:
+                nbytes = segment.info.nbytes
+                backend.unmap(backend.map(segment.fileno(), nbytes, "read_write"), nbytes)
+
+    # Refusing what is no segment. Each way of failing must leave the descriptor to its owner and nothing else.
+
+    def test_announced_size_is_not_believed(self, nothing_left: None, backend: Backend) -> None:
+        """A segment smaller than announced is refused: reading past its end would end the process."""
+        with closing(backend.create(1)) as segment:
+            nbytes = segment.info.nbytes + backend.granularity
+            with pytest.raises(CapabilityError, match=str(nbytes)):
+                backend.map(segment.fileno(), nbytes, "read_write")
+            os.fstat(segment.fileno())
+
+    @pytest.mark.parametrize("kind", ["unsealed memfd", "file", "pipe", "socket"])
+    @pytest.mark.parametrize("access", ["read_write", "read"])
+    def test_foreign_descriptor_is_refused(
+        self, nothing_left: None, backend: Backend, tmp_path: Path, kind: str, access: str
+    ) -> None:
+        """A descriptor that is none of ours is refused, and stays its owner's."""
+        nbytes = backend.granularity
+        with ExitStack() as stack:
+            if kind == "unsealed memfd":
+                fd = os.memfd_create("foreign")
+                stack.callback(os.close, fd)
+                os.ftruncate(fd, nbytes)
+            elif kind == "file":
+                file = stack.enter_context(open(tmp_path / "file", "w+b"))
+                file.truncate(nbytes)
+                fd = file.fileno()
+            elif kind == "pipe":
+                fd, other = os.pipe()
+                stack.callback(os.close, other)
+                stack.callback(os.close, fd)
+            else:
+                fd = stack.enter_context(socket.socket(socket.AF_UNIX)).fileno()
+            with pytest.raises(CapabilityError):
+                backend.map(fd, nbytes, access)
+            os.fstat(fd)
+
+    def test_closed_descriptor_is_refused(self, nothing_left: None, backend: Backend) -> None:
+        """A descriptor that is not open is refused like one that is none of ours."""
+        with closing(backend.create(1)) as segment:
+            nbytes, fd = segment.info.nbytes, segment.fileno()
+        with pytest.raises(CapabilityError):
+            backend.map(fd, nbytes, "read_write")
+
+    # Sealing.
+
+    def test_sealing_refuses_new_writers(
+        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int]
+    ) -> None:
+        """After a seal, the mapping that exists still writes, new readers come, and new writers where possible do not."""
+        writable = mapped(segment)
+        backend.seal(segment.fileno())
+        segment_peer.store(backend, writable, b"sealed")
+        assert segment_peer.load(backend, mapped(segment, "read"), 6) == b"sealed"
+        if self.seals:
+            with pytest.raises(CapabilityError, match="access='read'"):
+                backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+
+    # Between processes.
+
+    def test_another_process_maps_it(
+        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
+    ) -> None:
+        """A process that received the descriptor sees our writes, and we see its."""
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"ours")
+        other = peer()
+        other.give(segment)
+        other.ask("map read_write")
+        assert bytes.fromhex(other.ask("read 0 4")) == b"ours"
+        other.ask(f"write 1 {b'eir'.hex()}")
+        assert segment_peer.load(backend, address, 4) == b"oeir"
+
+    def test_what_a_killed_maker_leaves(
+        self,
+        nothing_left: None,
+        backend: Backend,
+        device: str,
+        mechanism: str,
+        mapped: Callable[..., int],
+        peer: Callable[[], Peer],
+    ) -> None:
+        """SIGKILL of the maker leaves the memory to whoever holds the descriptor, even if it is mapped nowhere.
+
+        Where the memory ends with its maker, nobody is given an address of it any more, and the error says whose it was.
+        """
+        maker = peer()
+        with closing(maker.create(device, mechanism, 1)) as segment:
+            maker.ask("map read_write")
+            maker.ask(f"write 0 {b'survives'.hex()}")
+            maker.kill()
+            if not self.survives_maker:
+                with pytest.raises(CapabilityError, match=rf"pid {maker.pid}.*has ended.*mechanism='vmm'"):
+                    mapped(segment)
+                return
+            late = peer()
+            late.give(segment)
+            late.ask("map read")
+            assert bytes.fromhex(late.ask("read 0 8")) == b"survives"
+            assert segment_peer.load(backend, mapped(segment), 8) == b"survives"
+            late.kill()
+
+    def test_memory_stays_while_another_process_maps_it(
+        self, nothing_left: None, backend: Backend, segment: Segment, peer: Callable[[], Peer]
+    ) -> None:
+        """Its maker unmaps and closes; who has it mapped reads on, and the memory goes with that process alone."""
+        address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+        segment_peer.store(backend, address, b"stays")
+        used = self.footprint(backend)
+        other = peer()
+        other.give(segment)
+        other.ask("map read")
+        other.ask("close")
+        backend.synchronize()
+        backend.unmap(address, segment.info.nbytes)
+        segment.close()
+        with closing(backend.create(segment.info.nbytes)) as next_one:
+            again = backend.map(next_one.fileno(), next_one.info.nbytes, "read_write")
+            segment_peer.store(backend, again, b"other")
+            assert bytes.fromhex(other.ask("read 0 5")) == b"stays"
+            backend.synchronize()
+            backend.unmap(again, next_one.info.nbytes)
+        assert used > 0
+        other.kill()
+
+    def test_killed_reader_gives_its_share_back(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
+    ) -> None:
+        """SIGKILL of a process that has mapped the memory changes nothing for the others."""
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"stays")
+        reader = peer()
+        reader.give(segment)
+        reader.ask("map read_write")
+        reader.kill()
+        assert segment_peer.load(backend, address, 5) == b"stays"
+
+    def test_writing_to_a_read_mapping_ends_the_writer_alone(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
+    ) -> None:
+        """A process that writes to what it mapped for reading dies of it; the bytes and the others stay as they were.
+
+        Where the mechanism cannot protect, that is how it is, and a mapping for reading must at least be had.
+        """
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"intact")
+        bystander, culprit = peer(), peer()
+        for process in (bystander, culprit):
+            process.give(segment)
+            process.ask("map read")
+        assert bytes.fromhex(culprit.ask("read 0 6")) == b"intact"
+        if not self.protects:
+            culprit.ask(f"write 0 {b'broken'.hex()}")
+            assert segment_peer.load(backend, address, 6) == b"broken"
+            return
+        culprit.tell(f"write 0 {b'broken'.hex()}")
+        self.assert_died_of_write(*culprit.close())
+        assert bytes.fromhex(bystander.ask("read 0 6")) == b"intact"
+        assert segment_peer.load(backend, address, 6) == b"intact"
+
+    def test_peer_holds_one_descriptor(self, segment: Segment, peer: Callable[[], Peer]) -> None:
+        """Receiving and mapping costs a process the one descriptor that it was sent, and what its mappings hold."""
+        other = peer()
+        before = int(other.ask("fds"))
+        other.give(segment)
+        received = int(other.ask("fds"))
+        other.ask("map read_write")
+        opened = int(other.ask("fds"))  # a GPU's driver opens files of its own, once
+        other.ask("map read")
+        assert received == before + 1
+        assert int(other.ask("fds")) == opened + self.held

@@ -1,0 +1,110 @@
+"""Real child processes that talk by lines, and waiting for what another process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from tests.kit.forks import NO_FORK_WARNING, Popen
+
+ROOT = Path(__file__).parent.parent.parent
+#: For processes that are to find this source, and what these tests find where they find it.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+class Child:
+    """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
+
+    :param options: of the interpreter.
+    :param fresh: whether it is to be a new process, and no fork, see :class:`tests.kit.forks.Popen` for this and the next one.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        environ: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
+        options: Sequence[str] = ("-u",),
+        fresh: bool = False,
+        has_workers: bool = False,
+    ) -> None:
+        self.process = Popen(
+            [sys.executable, *options, *arguments],
+            fresh=fresh,
+            has_workers=has_workers,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            pass_fds=pass_fds,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": NO_FORK_WARNING, **(environ or {})},
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    def expect(self, text: str) -> str:
+        """Read lines of its standard output until one contains ``text``, and return it."""
+        return self._expect(self.process.stdout, text)
+
+    def expect_error(self, text: str) -> str:
+        """The same, of its standard error."""
+        return self._expect(self.process.stderr, text)
+
+    def _expect(self, stream: IO[str] | None, text: str) -> str:
+        assert stream is not None
+        seen = []
+        for line in stream:
+            seen.append(line)
+            if text in line:
+                return line.rstrip("\n")
+        self.process.wait()
+        assert self.process.stderr is not None
+        raise AssertionError(f"{text!r} was not printed; but: {''.join(seen)}; stderr: {self.process.stderr.read()}")
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.send_signal(signal.SIGKILL)
+        self.close()
+
+    def close(self) -> tuple[int, str]:
+        """Wait for the end: its exit code and what it wrote to standard error."""
+        _, errors = self.process.communicate(timeout=50)
+        return self.process.returncode, errors
+
+
+def python(code: str, *, environ: dict[str, str] | None = None, fresh: bool = False) -> Child:
+    """A child that runs a piece of code."""
+    return Child("-c", textwrap.dedent(code), environ=environ, fresh=fresh)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str = "") -> float:
+    """Wait until another process or thread has made ``condition`` true; the seconds it took."""
+    begin = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin > seconds:
+            raise AssertionError(f"not within {seconds} s: {what or condition}")
+        time.sleep(0.002)
+    return time.monotonic() - begin
+
+
+def open_fds() -> int:
+    """How many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,121 @@
+"""The process at the other end of a segment: it maps what it is sent and does what it is told, line by line.
+
+``python -m tests.kit.segment_peer <socket path> [<module>:<backend>]`` connects; the descriptor comes over SCM_RIGHTS with the
+segment's info as its bytes. Commands on standard input, one answer on standard output each::
+
+    create <device> <mechanism> <nbytes>    make a segment and send it
+    unmap                       undo the last map
+    close                       close the descriptor
+    receive                     take a descriptor; nothing is mapped yet
+    map <access>                map it
+    read <offset> <nbytes>      print the bytes, in hex
+    write <offset> <hex>        write them
+    fds                         print how many descriptors are open
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import sys
+
+import msgspec
+
+from shared_rpc.memory.segments import Backend, Segment, SegmentInfo, backend_for
+from tests.kit.processes import open_fds
+
+
+def load(backend: Backend, address: int, nbytes: int) -> bytes:
+    """Bytes of mapped memory, whatever it is made of."""
+    view = backend.view(address, nbytes)
+    if isinstance(view, memoryview):
+        return bytes(view)
+    return tensor_of(backend, address, nbytes).cpu().numpy().tobytes()
+
+
+def store(backend: Backend, address: int, data: bytes) -> None:
+    """Write ``data`` there; on a GPU it is there when this returns."""
+    view = backend.view(address, len(data))
+    if isinstance(view, memoryview):
+        view[:] = data
+        return
+    import torch
+
+    target = tensor_of(backend, address, len(data))
+    # Written by a kernel, as tensors are.
+    torch.add(torch.tensor(list(data), dtype=torch.uint8, device=target.device), 0, out=target)
+    torch.cuda.synchronize(target.device)
+
+
+def tensor_of(backend, address, nbytes):
+    """Mapped memory of a GPU, as bytes."""
+    import torch
+
+    from shared_rpc.codec.tensors import bytes_at
+
+    return bytes_at(address, nbytes, torch.device("cuda", backend.ordinal))
+
+
+def send(sock: socket.socket, segment: Segment) -> None:
+    """Send a segment; the descriptor is borrowed."""
+    socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno()])
+
+
+def receive(sock: socket.socket) -> Segment:
+    """The segment that was sent; the caller owns it."""
+    body, fds, _, _ = socket.recv_fds(sock, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+    return Segment(msgspec.json.decode(body, type=SegmentInfo), fds[0])
+
+
+def main(path: str, own: str = "") -> None:
+    """Obey until standard input ends. ``own`` is a backend to use in place of the library's."""
+    if own:
+        module, _, name = own.partition(":")
+        backend = getattr(importlib.import_module(module), name)
+
+        def backend_of(device, mechanism):
+            return backend
+    else:
+        backend_of = backend_for
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        segment: Segment | None = None
+        address = 0
+        for line in sys.stdin:
+            match line.split():
+                case ["create", device, mechanism, nbytes]:
+                    segment = backend_of(device, mechanism).create(int(nbytes))
+                    send(sock, segment)
+                    answer = "created"
+                case ["receive"]:
+                    segment = receive(sock)
+                    answer = "received"
+                case ["map", access]:
+                    address = backend_of(segment.info.device, segment.info.mechanism).map(
+                        segment.fileno(), segment.info.nbytes, access
+                    )
+                    answer = "mapped"
+                case ["read", offset, nbytes]:
+                    answer = load(
+                        backend_of(segment.info.device, segment.info.mechanism), address + int(offset), int(nbytes)
+                    ).hex()
+                case ["write", offset, data]:
+                    store(backend_of(segment.info.device, segment.info.mechanism), address + int(offset), bytes.fromhex(data))
+                    answer = "written"
+                case ["unmap"]:
+                    backend = backend_of(segment.info.device, segment.info.mechanism)
+                    backend.synchronize()
+                    backend.unmap(address, segment.info.nbytes)
+                    answer = "unmapped"
+                case ["close"]:
+                    segment.close()
+                    answer = "closed"
+                case ["fds"]:
+                    answer = str(open_fds())
+            print("answer:", answer)
+        if segment is not None:
+            segment.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,157 @@
+"""A service manager as far as a broker sees one: it listens, starts, is notified, and keeps descriptors. See sd_notify(3)."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child, eventually
+
+#: Runs in the child before the program that it becomes: the descriptors are to begin at 3, and LISTEN_PID is its own.
+_LAUNCH = """
+import fcntl, os, sys
+given = [int(fd) for fd in sys.argv[1].split(",") if fd]
+fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in given]
+for fd in given:
+    os.close(fd)
+for number, fd in enumerate(fds):
+    os.dup2(fd, 3 + number)
+    os.close(fd)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class ServiceManager:
+    """Runs ``shared-rpc serve`` of an app.
+
+    :param capacity: FileDescriptorStoreMax=; what is more is dropped without a word.
+    :param listen: False to leave the socket to the broker.
+    """
+
+    def __init__(
+        self, app: BrokerApp, directory: Path, children: list[Child], *, capacity: int = 1000, listen: bool = True
+    ) -> None:
+        self.app = app
+        self.capacity = capacity
+        #: What it keeps: names and descriptors.
+        self.store: list[tuple[str, int]] = []
+        #: All lines it was told, as they came.
+        self.told: list[str] = []
+        self.environ: dict[str, str] = {}
+        self._children = children
+        self._lock = threading.Lock()
+        self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notified.bind(str(directory / "notify"))
+        self.listener: socket.socket | None = None
+        if listen:
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.listener.bind(self.path)
+            self.listener.listen(100)
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> str:
+        """Where it listens."""
+        return f"{self.app.base_path}-cpu.sock"
+
+    def start(self, *options: str, wait_for: str = "serving") -> Child:
+        """A process of the service, with the sockets first and then what is stored, in no order that could be relied on."""
+        with self._lock:
+            passed = [("shared-rpc.socket", self.listener.fileno())] if self.listener is not None else []
+            passed += sorted(self.store, key=lambda entry: entry[0][::-1])
+            environ = {
+                "LISTEN_FDS": str(len(passed)),
+                "LISTEN_FDNAMES": ":".join(name for name, _ in passed),
+                "NOTIFY_SOCKET": self._notified.getsockname(),
+                **self.environ,
+            }
+            fds = [fd for _, fd in passed]
+            command = ("-m", "shared_rpc.cli", "serve", str(self.app.file), *options)
+            child = Child(
+                "-c",
+                _LAUNCH,
+                ",".join(str(fd) for fd in fds),
+                *command,
+                environ=environ,
+                cwd=self.app.file.parent,
+                pass_fds=fds,
+                has_workers=True,
+            )
+        self._children.append(child)
+        if wait_for:
+            child.expect(wait_for)
+        return child
+
+    def names(self, kind: str = "") -> list[str]:
+        """Of what it keeps."""
+        with self._lock:
+            return [name for name, _ in self.store if name.startswith(kind)]
+
+    def fd(self, name: str) -> int:
+        """What it keeps under a name."""
+        with self._lock:
+            return dict(self.store)[name]
+
+    def replace(self, name: str, fd: int) -> None:
+        """Keep something else under a name, which it owns from here on."""
+        with self._lock:
+            for index, (kept, earlier) in enumerate(self.store):
+                if kept == name:
+                    self.store[index] = name, fd
+                    os.close(earlier)
+
+    def was_told(self, line: str) -> bool:
+        """Whether a line has come that begins so."""
+        return any(told.startswith(line) for told in self.told)
+
+    def expect(self, condition: Callable[[], bool]) -> None:
+        """Wait for what the broker is about to tell."""
+        eventually(condition, what=f"told {self.told[-5:]}, kept {self.names()}")
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._notified.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._notified.close()
+        for _, fd in self.store:
+            os.close(fd)
+        if self.listener is not None:
+            self.listener.close()
+
+    def _receive(self) -> None:
+        while True:
+            data, ancillary, _, _ = self._notified.recvmsg(1 << 16, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            fds = array.array("i")
+            for _, _, content in ancillary:
+                fds.frombytes(content)
+            lines = data.decode().split("\n")
+            fields = dict(line.split("=", 1) for line in lines)
+            with self._lock:
+                self._take(fields, list(fds))
+                self.told += lines
+
+    def _take(self, fields: dict[str, str], fds: list[int]) -> None:
+        name = fields.get("FDNAME", "stored")
+        if fields.get("FDSTOREREMOVE") == "1":
+            for entry in [entry for entry in self.store if entry[0] == name]:
+                self.store.remove(entry)
+                os.close(entry[1])
+        for fd in fds:
+            # It knows an open file that it has already, whatever its name is to be now.
+            # A GPU's are no files of their own: the driver's device has one inode for all of them.
+            plain = stat.S_ISREG(os.fstat(fd).st_mode)
+            known = plain and any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
+            if fields.get("FDSTORE") == "1" and len(self.store) < self.capacity and not known:
+                self.store.append((name, fd))
+            else:
+                os.close(fd)

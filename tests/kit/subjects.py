@@ -1,0 +1,435 @@
+"""Values of the kinds that other people's programs share, each with a use that shows whether it works.
+
+Importable by every process of a test: what one of them makes here, another one attaches and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from tests.kit.models import Everything, Marked, Scaled, Tied
+
+__all__ = ["SUBJECTS", "Subject", "quietly"]
+
+
+class Subject(NamedTuple):
+    """A kind of value.
+
+    :param make: makes one on a device.
+    :param use: gives a tensor that depends on all of it, given the value and the device; None for what is only looked at.
+    :param copies: whether torch itself can copy and pickle it in the process that made it.
+    :param on: the kinds of device that there are such values on.
+    """
+
+    make: Callable[[str], Any]
+    use: Callable[[Any, str], torch.Tensor] | None = None
+    copies: bool = True
+    on: tuple[str, ...] = ("cpu", "cuda")
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's warnings of what is old, and of what is new."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _forward(*shape: int) -> Callable[[Any, str], torch.Tensor]:
+    """Call a module with numbers of that shape, and take the first tensor of what comes."""
+
+    def use(module: Any, device: str) -> torch.Tensor:
+        data = torch.linspace(-1, 1, torch.Size(shape).numel(), device=device).reshape(shape)
+        with torch.no_grad():
+            result = module(data)
+        return result[0] if isinstance(result, tuple) else result
+
+    return use
+
+
+def _attribute(name: str) -> Callable[[Any, str], torch.Tensor]:
+    return lambda value, device: getattr(value, name)
+
+
+def _linear(device: str) -> nn.Linear:
+    layer = nn.Linear(4, 4, device=device)
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel(), device=device).view_as(parameter))
+    return layer
+
+
+def _holding(device: str, **attributes: Any) -> nn.Module:
+    module = _linear(device)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+# Hooks.
+
+
+def doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook."""
+    return output * 2
+
+
+def one_more(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook that takes keyword arguments."""
+    return output + 1
+
+
+def same_state(module: nn.Module, *args: Any) -> None:
+    """A hook of whatever kind, which does nothing."""
+
+
+def _hooked(device: str) -> nn.Module:
+    layer = _linear(device)
+    layer.handles = [
+        layer.register_forward_hook(doubled),
+        layer.register_forward_hook(one_more, with_kwargs=True, always_call=True),
+        layer.register_forward_hook(doubled, prepend=True),
+        layer.register_forward_pre_hook(same_state),
+        layer.register_full_backward_hook(same_state),
+        layer.register_full_backward_pre_hook(same_state),
+        layer.register_state_dict_post_hook(same_state),
+        layer.register_state_dict_pre_hook(same_state),
+        layer.register_load_state_dict_pre_hook(same_state),
+        layer.register_load_state_dict_post_hook(same_state),
+    ]
+    return layer
+
+
+def _hooked_alone(device: str) -> nn.Module:
+    layer = _hooked(device)
+    del layer.handles
+    return layer
+
+
+def _of_a_module_that_is_gone(device: str) -> nn.Module:
+    return _holding(device, handle=nn.Linear(1, 1).register_forward_hook(doubled))
+
+
+def _traced_and_hooked(device: str) -> nn.Module:
+    graph = torch.fx.symbolic_trace(nn.Sequential(_linear(device), nn.ReLU()))
+    graph.register_forward_hook(one_more, with_kwargs=True)
+    graph.get_submodule("0").register_forward_hook(doubled)
+    return graph.eval()
+
+
+# Compiled.
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    """Something to compile."""
+    return x + 1
+
+
+def _compiled(device: str) -> nn.Module:
+    model = nn.Sequential(_linear(device), _linear(device)).eval()
+    model.compile(backend="eager")
+    model[1].compile(backend="eager")
+    _forward(2, 4)(model, device)
+    return model
+
+
+def _holding_compiled_functions(device: str) -> nn.Module:
+    bias = torch.ones(1, device=device)
+    module = _holding(device)
+    module.plus_one = torch.compile(plus_one, backend="eager")
+    module.biased = torch.compile(lambda x: x + bias, backend="eager", dynamic=True)
+    module.method = torch.compile(module.forward, backend="eager")
+    module.eager = torch.compiler.disable(lambda x: x * 2)
+    _use_compiled_functions(module, device)
+    return module
+
+
+def _use_compiled_functions(module: Any, device: str) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = module.eager(module.biased(module.plus_one(module.method(torch.ones(2, 4, device=device)))))
+    return result
+
+
+# Parametrised.
+
+
+class Halved(nn.Module):
+    """A parametrisation that changes the dtype."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as bfloat16."""
+        return weight.bfloat16()
+
+
+class Slotted(nn.Linear):
+    """A module with slots, one of which holds a tensor."""
+
+    __slots__ = ("__secret", "scale", "unset")
+
+    def __init__(self, device: str) -> None:
+        super().__init__(4, 4, device=device)
+        self.scale = torch.full((1,), 3.0, device=device)
+        self.__secret = "kept"
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        """The layer's output, scaled."""
+        return super().forward(data) * self.scale * len(self.__secret)
+
+
+class Delegating(nn.Module):
+    """A module that looks in another one for what it lacks itself, without care."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.inner = _linear(device)
+        self.gain = nn.Parameter(torch.ones(4, 4, device=device))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        """Of the inner layer, with a weight of its own."""
+        return self.inner(data) @ self.gain * self.in_features
+
+
+class Cached(nn.Module):
+    """A module that keeps what a property computed."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0, device=device))
+
+    @functools.cached_property
+    def doubled(self) -> torch.Tensor:
+        """Twice the weight."""
+        return self.weight.detach() * 2
+
+
+@dataclasses.dataclass(eq=False)
+class Configured(nn.Module):
+    """A module that is a dataclass."""
+
+    size: int
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(self.size, device=self.options["device"]))
+
+
+def _parametrised(
+    make: Callable[[str], nn.Module], *names: str, by: Any = parametrizations.weight_norm
+) -> Callable[[str], Any]:
+    def build(device: str) -> nn.Module:
+        torch.manual_seed(0)
+        with quietly():
+            module = make(device)
+            for name in names:
+                by(module, name)
+            if isinstance(module, nn.RNNBase):
+                # These keep what they last computed, and compute it anew when they are used, or pickled.
+                _forward(2, 3, 4)(module, device)
+        return module.eval()
+
+    return build
+
+
+def _nested(device: str) -> nn.Module:
+    layer = _linear(device)
+    parametrizations.weight_norm(layer)
+    parametrizations.weight_norm(layer.parametrizations.weight, "original1")
+    return layer
+
+
+def _chained(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = parametrizations.spectral_norm(parametrizations.weight_norm(_linear(device)))
+    parametrize.register_parametrization(layer, "weight", Halved(), unsafe=True)
+    parametrize.register_parametrization(layer, "bias", Halved(), unsafe=True)
+    return layer.eval()
+
+
+def _initialised(device: str) -> nn.Module:
+    with quietly():
+        layer = nn.Sequential(nn.LazyLinear(4, device=device), nn.LazyBatchNorm1d(device=device)).eval()
+    torch.manual_seed(0)
+    _forward(2, 3)(layer, device)
+    return layer
+
+
+def _transformer(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, device=device)
+    parametrizations.weight_norm(layer.linear1)
+    parametrizations.weight_norm(layer.self_attn, "in_proj_weight")
+    return layer.eval()
+
+
+def _shallow(device: str) -> nn.Module:
+    layer = _linear(device)
+    return nn.ModuleList([layer, copy.copy(layer)])
+
+
+# Tensors.
+
+
+def _views(device: str) -> dict[str, Any]:
+    base = torch.arange(24.0, device=device)
+    pairs = torch.view_as_complex(base.view(12, 2))
+    return {
+        "base": base,
+        "channels_last": torch.arange(48.0, device=device).reshape(2, 3, 4, 2).to(memory_format=torch.channels_last),
+        "expanded": base[:1].expand(3, 4),
+        "as int32": base.view(torch.int32)[2:9:3],
+        "as bytes": base.view(torch.uint8)[5:11],
+        "conj": pairs.conj(),
+        "neg": pairs.conj().imag,
+        "scalar": base[7],
+        "empty": torch.empty(0, 3, device=device),
+        "empty, far": base[24:],
+        "transposed": base.view(4, 6).t(),
+        "overlapping": base.as_strided((3, 3), (1, 1), 2),
+        "leaf": torch.ones(2, device=device, requires_grad=True),
+        "nothing": [None, 1.5, "text", torch.bfloat16],
+    }
+
+
+def _noted(device: str) -> nn.Module:
+    layer = _linear(device)
+    layer.frozen = nn.Parameter(torch.ones(1, device=device), requires_grad=False)
+    layer.weight.note = {"sharded": False}
+    layer.box = torch.ones(2, device=device).as_subclass(Marked)
+    layer.box.label = "box"
+    return layer
+
+
+def _masked(device: str) -> nn.Module:
+    from torch.masked import masked_tensor
+
+    mask = torch.tensor([True, False, True], device=device)
+    with quietly():
+        return _holding(device, masked=masked_tensor(torch.arange(3.0, device=device), mask))
+
+
+def _jagged(device: str) -> nn.Module:
+    rows = [torch.ones(2, device=device), torch.ones(3, device=device)]
+    with quietly():
+        return _holding(device, rows=torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+
+def _generator(device: str) -> nn.Module:
+    generator = torch.Generator(device).manual_seed(7)
+    torch.rand(5, generator=generator, device=device)
+    return _holding(device, generator=generator)
+
+
+def _stepped(device: str) -> nn.Module:
+    """A model beside the optimiser that trains it."""
+    model = _linear(device)
+    optimiser = torch.optim.Adam(model.parameters())
+    _forward(2, 4)(model, device)
+    model(torch.ones(1, 4, device=device)).sum().backward()
+    optimiser.step()
+    model.zero_grad()
+    holder = nn.Module()
+    holder.model, holder.optimiser = model, optimiser
+    return holder
+
+
+def _converted(device: str) -> nn.Module:
+    """Quantised as torch.ao does it, with packed weights of several kinds of layers."""
+    quantization = torch.ao.quantization
+    torch.manual_seed(0)
+    with quietly():
+        layers = (nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+        model = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub()).eval()
+        model.qconfig = quantization.get_default_qconfig(torch.backends.quantized.engine)
+        prepared = quantization.prepare(quantization.fuse_modules(model, [["1", "2"]]))
+        _forward(1, 2, 2, 2)(prepared, device)
+        return quantization.convert(prepared)
+
+
+SUBJECTS: dict[str, Subject] = {
+    "hooked": Subject(_hooked, _forward(2, 4)),
+    "hooked, without handles": Subject(_hooked_alone, _forward(2, 4)),
+    "handle of a module that is gone": Subject(_of_a_module_that_is_gone, _forward(2, 4), copies=False),
+    "traced": Subject(_traced_and_hooked, _forward(2, 4), copies=False),
+    "compiled in place": Subject(_compiled, _forward(2, 4)),
+    "compiled": Subject(lambda device: torch.compile(_linear(device), backend="eager"), _forward(2, 4)),
+    "compiled functions": Subject(_holding_compiled_functions, _use_compiled_functions, copies=False),
+    "weight_norm": Subject(_parametrised(_linear, "weight"), _forward(2, 4), copies=False),
+    "weight_norm of an LSTM": Subject(
+        _parametrised(lambda device: nn.LSTM(4, 4, 2, device=device), "weight_hh_l0", "weight_ih_l1"),
+        _forward(2, 3, 4),
+        copies=False,
+    ),
+    "orthogonal GRU": Subject(
+        _parametrised(lambda device: nn.GRU(4, 4, device=device), "weight_hh_l0", by=parametrizations.orthogonal),
+        _forward(2, 3, 4),
+        copies=False,
+    ),
+    "old weight_norm of an LSTM": Subject(
+        _parametrised(lambda device: nn.LSTM(4, 4, device=device), "weight_hh_l0", by=nn.utils.weight_norm),
+        _forward(2, 3, 4),
+        copies=False,
+    ),
+    "pruned LSTM": Subject(
+        _parametrised(
+            lambda device: nn.LSTM(4, 4, device=device),
+            "weight_hh_l0",
+            by=functools.partial(prune.l1_unstructured, amount=3),
+        ),
+        _forward(2, 3, 4),
+        copies=False,
+    ),
+    "pruned": Subject(
+        _parametrised(_linear, "weight", "bias", by=functools.partial(prune.random_unstructured, amount=2)),
+        _forward(2, 4),
+        copies=False,
+    ),
+    "spectral_norm of slots": Subject(
+        _parametrised(Slotted, "weight", by=parametrizations.spectral_norm), _forward(2, 4), copies=False
+    ),
+    "weight_norm that delegates": Subject(_parametrised(Delegating, "gain"), _forward(2, 4), copies=False),
+    "nested parametrisation": Subject(_nested, _forward(2, 4), copies=False),
+    "chained parametrisation": Subject(_chained, lambda value, device: value.weight.float() @ value.bias.float(), copies=False),
+    "transformer layer": Subject(_transformer, _forward(2, 3, 4), copies=False),
+    "lazy, made": Subject(_initialised, _forward(2, 3)),
+    "slots": Subject(Slotted, _forward(2, 4), copies=False),
+    "delegating": Subject(Delegating, _forward(2, 4)),
+    "cached property": Subject(lambda device: _touched(Cached(device)), _attribute("doubled")),
+    "dataclass": Subject(lambda device: Configured(3, {"device": device}), _attribute("weight")),
+    "shallow copies": Subject(_shallow),
+    "tied": Subject(Tied),
+    "everything": Subject(Everything),
+    "noted": Subject(_noted, _forward(2, 4), copies=False),
+    "views": Subject(_views, copies=False),
+    "masked tensor": Subject(_masked, lambda value, device: value.masked.sum().get_data()),
+    "jagged tensor": Subject(_jagged, lambda value, device: value.rows.values()),
+    "scaled tensor": Subject(
+        lambda device: _holding(device, scaled=Scaled(torch.arange(3, device=device), torch.tensor(0.5, device=device))),
+        lambda value, device: value.scaled + 1,
+        copies=False,
+    ),
+    "generator": Subject(_generator, copies=False),
+    "quantised": Subject(_converted, _forward(1, 2, 2, 2), copies=False, on=("cpu",)),
+    "optimiser": Subject(_stepped, lambda value, device: value.optimiser.state[value.model.weight]["exp_avg"]),
+}
+
+
+def _touched(module: Cached) -> Cached:
+    assert module.doubled is not None
+    return module

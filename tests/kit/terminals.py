@@ -1,0 +1,166 @@
+"""Commands on a real terminal: a pseudo-terminal, and an emulator that knows what its screen shows."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import sys
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyte
+
+from tests.kit.forks import Popen
+from tests.kit.processes import PYTHONPATH, eventually
+
+#: What full-screen programs say to have a screen of their own, and to be rid of it.
+ALTERNATE, NORMAL = b"\x1b[?1049h", b"\x1b[?1049l"
+HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
+
+#: Has the terminal control this process, so that Ctrl-C there is its own, and becomes the command.
+_TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class Tty:
+    """A command at a terminal of its own, which it controls; the emulator reads all that it writes."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 100,
+        lines: int = 30,
+        environ: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.written = b""
+        self._screen = pyte.Screen(columns, lines)
+        self._stream = pyte.ByteStream(self._screen)
+        self._lock = threading.Lock()
+        self._ours, theirs = pty.openpty()
+        self.device = os.ttyname(theirs)
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(theirs)
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = Popen(
+            [sys.executable, "-c", _TAKE_TERMINAL, sys.executable, *arguments],
+            has_workers=True,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=cwd,
+            start_new_session=True,
+            env={**inherited, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color", **(environ or {})},
+        )
+        # Kept open: how the terminal was left is asked of it.
+        self._theirs: int | None = theirs
+        self._left: list[Any] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def resize(self, columns: int, lines: int) -> None:
+        """The user pulls at the window; the kernel sends SIGWINCH."""
+        with self._lock:
+            self._screen.resize(lines, columns)
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._ours, keys.encode())
+
+    @property
+    def lines(self) -> list[str]:
+        """What the screen shows, without the blanks at the ends of lines."""
+        with self._lock:
+            return [line.rstrip() for line in self._screen.display]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n".join(self.lines)
+
+    @property
+    def attributes(self) -> list[Any]:
+        """How the terminal is set now, or was when the command had ended."""
+        return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
+
+    @property
+    def highlighted(self) -> list[str]:
+        """The lines that begin in reverse video."""
+        with self._lock:
+            rows = range(self._screen.lines)
+            return [self._screen.display[row].rstrip() for row in rows if self._screen.buffer[row][0].reverse]
+
+    def until(self, *texts: str, seconds: float = 20.0) -> str:
+        """Wait until the screen shows all of these: the screen."""
+        try:
+            eventually(lambda: all(text in self.text for text in texts), seconds)
+        except AssertionError:
+            raise AssertionError(f"not all of {texts} were shown, but:\n{self.text}") from None
+        return self.text
+
+    def until_gone(self, text: str) -> None:
+        """Wait until the screen does not show it any more."""
+        eventually(lambda: text not in self.text, 20.0, f"{text} is shown no more")
+
+    def end(self) -> int:
+        """Wait for the command's end, and for all that it wrote: its exit code."""
+        code = self.process.wait(20)
+        self._hang_up()
+        return code
+
+    @property
+    def restored(self) -> bool:
+        """Whether a full-screen program has left its screen, shown the cursor, and set the terminal as it was."""
+        written = self.written
+        left = written.rfind(ALTERNATE) < written.rfind(NORMAL) and written.rfind(HIDDEN) < written.rfind(SHOWN)
+        return left and self.attributes == self.before
+
+    def hang_up(self) -> None:
+        """Close the window."""
+        assert self._theirs is not None
+        os.close(self._theirs)
+        self._theirs = None
+        # The reader has it until its call returns, which what it echoes makes it do; then the kernel hangs up.
+        last, null = os.dup(self._ours), os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self._ours)
+        os.close(null)
+        os.write(last, b"\n")
+        os.close(last)
+        self._reader.join(10)
+
+    def kill(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Hang up, and end what is left."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._hang_up()
+        os.close(self._ours)
+
+    def _hang_up(self) -> None:
+        """Let go of the other end: once nobody has it, and all was read, reading fails."""
+        if self._theirs is not None:
+            self._left = termios.tcgetattr(self._theirs)
+            os.close(self._theirs)
+            self._theirs = None
+            self._reader.join(10)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:  # nobody has the other end any more
+                return
+            if not data:
+                return
+            with self._lock:
+                self.written += data
+                self._stream.feed(data)

@@ -1,0 +1,169 @@
+"""A zygote of a test's own, and what its forks say of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Request, Step, Stream
+from shared_rpc.zygote.process import ForkedProcess, adopting
+from shared_rpc.zygote.title import ROOM
+from tests.kit.processes import PYTHONPATH
+
+#: A module that tells as JSON what ``tell`` of it returns.
+TELL = """
+    import json, sys
+
+    def say(value):
+        sys.stdout.write(json.dumps(value) + "\\n")
+        sys.stdout.flush()
+"""
+
+
+class Forkling:
+    """A fork: what it prints, and how it ends."""
+
+    def __init__(self, process: ForkedProcess, output: int, errors: int) -> None:
+        self.process = process
+        self._output = os.fdopen(output, "rb")
+        self._errors = os.fdopen(errors, "rb")
+        self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    def told(self) -> Any:
+        """The next line of its standard output, as JSON."""
+        line = self._output.readline()
+        assert line, f"it ended with {self.process.wait(30)}: {self._errors.read().decode()}"
+        return json.loads(line)
+
+    def close(self) -> tuple[int, str]:
+        """Its exit code, as :attr:`subprocess.Popen.returncode`, and what it wrote to standard error."""
+        self._closed = True
+        with self._output, self._errors:
+            errors = self._errors.read().decode()
+            return self.process.wait(30), errors
+
+    def end(self) -> None:
+        """Leave nothing of it."""
+        if not self._closed:
+            self.process.kill()
+            self.close()
+
+
+class Zygote:
+    """``python -m shared_rpc.zygote`` for this process.
+
+    :param folder: where :meth:`write` puts modules; Python looks there first.
+    """
+
+    def __init__(self, folder: Path, environ: dict[str, str] | None = None, options: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{PYTHONPATH}", **(environ or {})}
+        self.options = list(options)
+        self.write("tell", TELL)
+        ours, theirs = socket.socketpair()
+        words = ["-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.options, *words],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                cwd=folder,
+                env=self.environ,
+            )
+        self.socket, self._stream = ours, Stream(ours)
+        self._forks: list[Forkling] = []
+
+    def write(self, module: str, code: str) -> Path:
+        """Write a module."""
+        path = self.folder / f"{module}.py"
+        path.write_text(textwrap.dedent(code))
+        return path
+
+    def ask(self, request: Request, fds: list[int] | None = None) -> Answer:
+        """Its answer."""
+        self._stream.send(request, fds)
+        while True:
+            assert select.select([self.socket], [], [], 120)[0], "no answer"
+            part = self.socket.recv(1 << 16)
+            assert part, f"the zygote has hung up: {self.errors()}"
+            answer = self._stream.feed(part)
+            if answer is not None:
+                return answer
+
+    def errors(self) -> str:
+        """What it has written to standard error until its end."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def prepare(self, *steps: Step, **options: Any) -> Ready:
+        """Have it import modules, and be ready."""
+        answer = self.ask(Preload(list(steps), **options))
+        assert isinstance(answer, Ready), answer
+        return answer
+
+    def begin(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> tuple[Answer, int, int]:
+        """Ask for a fork; the answer, and the reading ends of its standard output and error."""
+        output, output_end = os.pipe()
+        errors, errors_end = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        numbers = [0, 1, 2, *range(3, 3 + len(fds))]
+        try:
+            with adopting():
+                request = Fork(module, list(words), numbers, **options)
+                return self.ask(request, [nothing, output_end, errors_end, *fds]), output, errors
+        finally:
+            for fd in (nothing, output_end, errors_end):
+                os.close(fd)
+
+    def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Forkling:
+        """A fork that runs a module."""
+        answer, output, errors = self.begin(module, *words, fds=fds, **options)
+        assert isinstance(answer, Forked), answer
+        with open(os.devnull, "rb") as nothing:
+            self._forks.append(Forkling(ForkedProcess(answer.pid, nothing), output, errors))
+        return self._forks[-1]
+
+    def refused(self, module: str, **options: Any) -> Answer:
+        """The answer to a request that is refused."""
+        answer, output, errors = self.begin(module, **options)
+        os.close(output)
+        os.close(errors)
+        assert not isinstance(answer, Forked)
+        return answer
+
+    def plain(self, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """The same in a new process, as :class:`subprocess.Popen` starts it."""
+        return subprocess.run(
+            [sys.executable, *self.options, "-m", module, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            process_group=0,
+            cwd=self.folder,
+            env=self.environ,
+            timeout=120,
+        )
+
+    def close(self) -> None:
+        """End it, and its forks."""
+        for fork in self._forks:
+            fork.end()
+        self.socket.close()
+        self.process.kill()
+        self.process.communicate()

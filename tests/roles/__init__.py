@@ -1,0 +1,1 @@
+"""What people call: providers, clients and servers, in this process and in others."""

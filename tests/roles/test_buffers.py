@@ -1,0 +1,752 @@
+"""Raw buffers between processes: memory that no endpoint made, on each device."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, codec
+from shared_rpc.client.replies import to_give_back
+from shared_rpc.client.steps import Request
+from shared_rpc.errors import (
+    BufferNotFound,
+    CapabilityError,
+    CodecError,
+    ConfigurationError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    ServerBusy,
+    SharedRPCError,
+)
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.memfd import HOST, MemfdBackend
+from shared_rpc.memory.segments import Segment
+from shared_rpc.wire import messages as m
+from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.raw import Raw
+
+on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+
+#: A process that takes orders, and has a client.
+PEER = """
+    import sys
+    import torch
+    from shared_rpc import Client
+
+    client = Client(device=DEVICE)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        exec(line)
+"""
+
+
+@pytest.fixture
+def shared(device: str, no_leaks: None, base_path: str) -> Provider:
+    """A script of whose endpoints one is given memory."""
+    provider = Provider(base_path, device=device)
+
+    @provider.share(managed=True)
+    def weights(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    @provider.share(cache=False)
+    def add(target: torch.Tensor, number: float) -> None:
+        target += number
+
+    return provider
+
+
+@pytest.fixture
+def server(shared: Provider) -> Iterator[Server]:
+    """Serves it."""
+    with Server(shared) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server, device: str, connect: Callable[..., Client]) -> Client:
+    """A client in the server's own process."""
+    return connect(device=device)
+
+
+@pytest.fixture
+def limited(shared: Provider, device: str, connect: Callable[..., Client]) -> Iterator[Callable[..., Client]]:
+    """``limited(quota)`` is a client of a server with that quota on its device."""
+    servers = []
+
+    def start(quota: float) -> Client:
+        servers.append(Server(shared, quotas={device: quota}).start())
+        return connect(device=device)
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def peer(server: Server, device: str, children: list[Child]) -> Child:
+    """Another process with a client."""
+    child = python(PEER.replace("DEVICE", repr(device)))
+    children.append(child)
+    child.expect("ready")
+    return child
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event) -> list[int]:
+    """Host memory that is not made before ``go``; the sizes that were asked for."""
+    create = MemfdBackend.create
+    asked: list[int] = []
+
+    def wait(backend: MemfdBackend, nbytes: int) -> Segment:
+        asked.append(nbytes)
+        begun.set()
+        go.wait(30)
+        return create(backend, nbytes)
+
+    monkeypatch.setattr(MemfdBackend, "create", wait)
+    return asked
+
+
+def size(device: str) -> int:
+    """What the smallest segment of a device takes, in bytes."""
+    return facts_of(device_id(device)).granularity
+
+
+def reason(client: Client, buffer_id: str) -> str:
+    """Why a buffer is not to be had."""
+    with pytest.raises(BufferNotFound) as caught:
+        client.get_buffer(buffer_id)
+    return caught.value.reason
+
+
+def used(client: Client, device: str = "cpu") -> int:
+    """Bytes of a device that the server's objects take."""
+    (found,) = [entry["used"] for entry in client.list_devices() if entry["id"] == device_id(device)]
+    return int(found)
+
+
+def ask(peer: Child, order: str, answer: str) -> str:
+    """Have the other process do something, and hear what it prints."""
+    peer.tell(order)
+    return peer.expect(answer).removeprefix(answer).strip()
+
+
+# One memory.
+
+
+def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -> None:
+    """Both read and write it; neither copies, and the process that made it is not needed for that."""
+    order = "kv = client.create_buffer((2, 4, 16, 8), 'bfloat16', zero=True); print('made', kv.object_id)"
+    with client.get_buffer(ask(peer, order, "made")) as buffer:
+        cache = buffer.value
+        assert (tuple(cache.shape), cache.dtype, cache.device.type) == ((2, 4, 16, 8), torch.bfloat16, device)
+        assert not cache.any()
+        cache[1, 2] = 7.0
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert ask(peer, "print('seen', kv.value[1, 2].float().sum().item())", "seen") == str(7.0 * 16 * 8)
+        written = "kv.value[0] = 3.0; print('at', kv.value[0].float().sum().item())"
+        ask(peer, written, "at")
+        assert cache[0].float().sum().item() == 3.0 * 4 * 16 * 8
+        peer.kill()
+        eventually(lambda: client.get_object_info(buffer)["leases"] == 1)
+        assert cache[1, 2].float().sum().item() == 7.0 * 16 * 8
+    assert client.free_buffer(buffer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "shape", "expected"),
+    [
+        (1000, "uint8", (1000,), torch.uint8),
+        (1000, torch.float32, (250,), torch.float32),
+        ((3, 5), "torch.float16", (3, 5), torch.float16),
+        (torch.Size([2, 2]), torch.complex64, (2, 2), torch.complex64),
+        ([7], "bool", (7,), torch.bool),
+        ((), "float64", (), torch.float64),
+        ((2, 0, 3), "int64", (2, 0, 3), torch.int64),
+        (0, "bfloat16", (0,), torch.bfloat16),
+    ],
+)
+def test_a_buffer_is_what_was_asked_for(
+    client: Client, device: str, asked: Any, dtype: Any, shape: tuple[int, ...], expected: torch.dtype
+) -> None:
+    """A contiguous tensor of zeros on the server's device."""
+    with client.create_buffer(asked, dtype, zero=True) as buffer:
+        tensor = buffer.value
+        assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (shape, expected, device)
+        assert tensor.is_contiguous() and tensor.stride() == torch.empty(shape).stride() and not tensor.any()
+        assert (buffer.generation, client.get_object_info(buffer)["nbytes"]) == (1, tensor.nbytes)
+        with client.get_buffer(buffer.object_id) as again:
+            assert again.value is tensor and client.get_object_info(buffer)["leases"] == 1
+        assert client.free_buffer(buffer)
+
+
+def test_an_endpoint_gets_the_memory_itself(client: Client) -> None:
+    """As what it made: named, and not copied."""
+    with client.create_buffer((4, 4), "float32", zero=True) as buffer:
+        client.call("add", buffer.value[1:3], 2.5)
+        assert buffer.value.sum().item() == 2.5 * 8
+        client.free_buffer(buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: str) -> None:
+    """Raw memory has no endpoint, so a GPU's server makes it wherever it can; the GPU may be named in any way."""
+    made = ask(peer, "b = client.create_buffer(8, 'float32', 'cpu'); b.value.fill_(4); print('made', b.object_id)", "made")
+    with client.get_buffer(made) as buffer:
+        assert buffer.value.tolist() == [4.0, 4.0]
+        assert used(client, "cpu") == size("cpu")
+        client.free_buffer(buffer)
+    for name in ("cuda", "cuda:0", torch.device("cuda", 0), device_id("cuda:0")):
+        with client.create_buffer(8, device=name) as buffer:
+            assert buffer.value.device == torch.device("cuda", 0)
+            client.free_buffer(buffer)
+
+
+# Who may get it, and for how long.
+
+
+def test_a_ttl_under_a_live_lease(server: Server, client: Client, peer: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets it any more; those who have it go on, and memory goes with the last of them."""
+    made = ask(peer, "b = client.create_buffer((3,), 'float32', zero=True, ttl=600); print('made', b.object_id)", "made")
+    info = client.get_object_info(made)
+    assert (info["kind"], info["state"]) == ("buffer", "listed")
+    assert info["expires_at"] == pytest.approx(info["created_at"] + 600, abs=1)
+    monkeypatch.setattr(server.engine.core.buffers.table, "_now", lambda: info["expires_at"])
+    assert client.get_object_info(made)["state"] == "expired"
+    assert reason(client, made) == "expired"
+    assert ask(peer, "b.value.add_(1); print('sum', b.value.sum().item())", "sum") == "3.0"
+    assert client.get_server_info()["objects"] == 1
+    ask(peer, "b.release(); print('gone')", "gone")
+    assert client.get_server_info()["objects"] == 0
+    assert reason(client, made) == "expired"
+
+
+def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
+    """The server notices by itself, and gives the memory back."""
+    client.create_buffer(100, ttl=0.1).release()
+    eventually(lambda: client.get_server_info()["objects"] == 0)
+    assert used(client, device) == 0
+
+
+def test_so_many_accesses(client: Client, peer: Child) -> None:
+    """Its maker's does not count."""
+    with client.create_buffer((2,), "int32", zero=True, max_accesses=2) as buffer:
+        ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
+        assert client.get_object_info(buffer)["accesses_left"] == 1
+        client.get_buffer(buffer.object_id).release()
+        assert reason(client, buffer.object_id) == "exhausted"
+        assert ask(peer, "b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
+        assert buffer.value.tolist() == [5, 5]
+
+
+def test_a_freed_buffer(client: Client, peer: Child, device: str) -> None:
+    """It is not to be had at once; the memory goes with the last who holds it."""
+    buffer = client.create_buffer((2,), "int32", zero=True)
+    ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
+    assert (client.free_buffer(buffer), client.free_buffer(buffer.object_id)) == (True, False)
+    assert reason(client, buffer.object_id) == "freed"
+    buffer.release()
+    assert ask(peer, "b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
+    assert used(client, device) == size(device)
+    ask(peer, "b.release(); print('gone')", "gone")
+    assert used(client, device) == 0
+
+
+def test_a_buffer_outlives_its_maker(client: Client, peer: Child) -> None:
+    """SIGKILL gives the lease back and leaves the memory, until somebody frees it."""
+    order = "b = client.create_buffer((4,), 'float32'); b.value.fill_(6); print('made', b.object_id, b.value.sum().item())"
+    made, _ = ask(peer, order, "made").split()
+    peer.kill()
+    eventually(lambda: client.get_object_info(made)["leases"] == 0)
+    with client.get_buffer(made) as buffer:
+        assert buffer.value.tolist() == [6.0] * 4
+    assert client.free_buffer(made)
+    assert client.get_server_info()["buffers"] == 0
+
+
+def test_a_freed_buffer_goes_with_a_killed_holder(client: Client, peer: Child) -> None:
+    """The last lease ends as any other does."""
+    made = ask(peer, "b = client.create_buffer(100); print('made', b.object_id)", "made")
+    assert client.free_buffer(made) and client.get_server_info()["buffers"] == 1
+    peer.kill()
+    eventually(lambda: client.get_server_info()["objects"] == 0)
+
+
+@on_the_host
+def test_a_result_is_no_buffer(client: Client) -> None:
+    """It is got by a call, and let go of by invalidation."""
+    with client.call("weights", 10) as handle:
+        assert reason(client, handle.object_id) == "unknown"
+        assert not client.free_buffer(handle)
+        assert not handle.is_stale()
+
+
+# How much.
+
+
+def test_a_quota_in_bytes(limited: Callable[..., Client], device: str, children: list[Child]) -> None:
+    """Results and buffers together; the refusal names the device, the sizes, and the process that holds the most."""
+    step = size(device)
+    client = limited(4 * step)
+    with client.call("weights", step), client.create_buffer(2 * step) as buffer:
+        with pytest.raises(ServerBusy) as busy:
+            client.create_buffer(step + 1)
+        for part in (device_id(device), f"{2 * step} bytes", f"is {4 * step}", f"{3 * step} are in use", f"pid {os.getpid()} "):
+            assert part in str(busy.value)
+        with pytest.raises(CapabilityError, match="there can never be so many"):
+            client.create_buffer(4 * step + 1)
+        client.create_buffer(step).release()
+        assert used(client, device) == 4 * step
+        client.free_buffer(buffer)
+    client.create_buffer(2 * step).release()
+
+
+def test_a_quota_as_a_fraction(limited: Callable[..., Client], device: str) -> None:
+    """Of all that the device has."""
+    client = limited(0.25)
+    (entry,) = [entry for entry in client.list_devices() if entry["id"] == device_id(device)]
+    assert entry["limit"] == int(entry["total"] * 0.25)
+    with pytest.raises(CapabilityError, match=f"is {entry['limit']}: there can never be so many"):
+        client.create_buffer(entry["limit"] + 1)
+
+
+def test_a_buffer_pushes_out_what_nobody_holds(limited: Callable[..., Client], device: str) -> None:
+    """Cached results make room, where that is enough."""
+    step = size(device)
+    client = limited(2 * step)
+    client.call("weights", step).release()
+    held = client.create_buffer(step)
+    with pytest.raises(ServerBusy):
+        client.create_buffer(2 * step)
+    assert client.get_server_info()["objects"] == 2
+    client.create_buffer(step).release()
+    assert [item["kind"] for item in client.list_objects()] == ["buffer", "buffer"]
+    held.release()
+
+
+def test_a_result_over_the_quota_is_not_kept(limited: Callable[..., Client], device: str) -> None:
+    """Its caller is told why, the next one that fits is kept, and nothing is left of the first."""
+    step = size(device)
+    client = limited(2 * step)
+    with client.create_buffer(step) as buffer:
+        with pytest.raises(ServerBusy, match="are in use"):
+            client.call("weights", step + 1)
+        with pytest.raises(CapabilityError, match="never"):
+            client.call("weights", 2 * step + 1)
+        assert client.get_server_info()["objects"] == 1
+        with client.call("weights", step) as handle:
+            assert handle.value.nbytes == step
+        client.free_buffer(buffer)
+
+
+@on_the_host
+@pytest.mark.parametrize(
+    ("quotas", "text"),
+    [
+        ({"cpu": 1.5}, r"quotas\['cpu'\]=1.5: use bytes as an int, or a fraction"),
+        ({"cpu": 0.0}, "use bytes"),
+        ({"cpu": -1}, "use bytes"),
+        ({"cpu": True}, "use bytes"),
+        ({"cpu": "1G"}, "use bytes"),
+        ({"GPU-1": 5}, "this server's devices are cpu"),
+        ({"disk": 5}, "device='disk'"),
+    ],
+    ids=str,
+)
+def test_quotas_that_cannot_be(shared: Provider, quotas: Any, text: str) -> None:
+    """The server does not start, and says which."""
+    with pytest.raises(ConfigurationError, match=text):
+        Server(shared, quotas=quotas).start()
+
+
+def test_more_than_there_is(client: Client, device: str) -> None:
+    """Without a quota the device's memory is the limit; the server goes on."""
+    total = facts_of(device_id(device)).total
+    for asked in (total + size(device), 1 << 62):
+        with pytest.raises(CapabilityError, match="all that the device has is"):
+            client.create_buffer(asked)
+    client.create_buffer(10, ttl=60).release()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_gpu_that_is_full(client: Client, device: str) -> None:
+    """The driver's refusal is the asker's, and what was set aside is given back."""
+    facts = facts_of(device_id(device))
+    almost_all = facts.total // facts.granularity * facts.granularity  # some of it is taken by this process's context
+    with pytest.raises(CapabilityError, match="cannot allocate"):
+        client.create_buffer(almost_all)
+    assert used(client, device) == 0
+    with client.create_buffer(10) as buffer:
+        client.free_buffer(buffer)
+
+
+@on_the_host
+def test_a_server_out_of_descriptors(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system refuses is told to the asker alone."""
+
+    def refuse(*_: object) -> Segment:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemfdBackend, "create", refuse)
+        with pytest.raises(CapabilityError, match=r"the server cannot do that: OSError.*Too many open files"):
+            client.create_buffer(10)
+    assert used(client) == 0 and client.get_server_info()["objects"] == 0
+    client.create_buffer(10).release()
+
+
+def test_the_devices(client: Client, device: str) -> None:
+    """What each is, what it has, and how much of it this server uses."""
+    chosen = device_id(device)
+    devices = {entry["id"]: entry for entry in client.list_devices()}
+    assert set(devices) >= {chosen, "cpu"} and (device == "cuda" or set(devices) == {"cpu"})
+    for entry in devices.values():
+        assert set(entry) == {"id", "kind", "name", "total", "free", "used", "limit"}
+        assert entry["kind"] == ("cpu" if entry["id"] == "cpu" else "cuda")
+        assert entry["name"] and entry["limit"] is None and entry["used"] == 0
+        assert entry["free"] is None or 0 < entry["free"] <= entry["total"]
+    assert devices[chosen]["free"] is not None
+    with client.create_buffer(10) as buffer, client.call("weights", 1):
+        assert used(client, device) == 2 * size(device)
+        client.free_buffer(buffer)
+
+
+# What cannot be asked for.
+
+
+@on_the_host
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((-1,), {}, "a buffer of -1 bytes"),
+        ((10**30,), {}, "use a number from 0 to"),
+        (((2, -1),), {}, "sizes are not negative"),
+        (((10**30,),), {}, "less than"),
+        ((3, "float32"), {}, "an int is always a number of bytes"),
+        ((1, "qint8"), {}, "dtype='qint8' is none"),
+        ((1, "tensor"), {}, "dtype='tensor' is none"),
+        (("12",), {}, "neither a number of bytes nor a shape"),
+        ((1.5,), {}, "neither a number of bytes nor a shape"),
+        (((1, "2"),), {}, "neither a number of bytes nor a shape"),
+        ((1,), {"device": "disk"}, "device='disk'"),
+        ((1,), {"device": "GPU-1"}, "makes no memory on GPU-1; its devices are cpu"),
+        ((1,), {"ttl": 0}, "ttl=0"),
+        ((1,), {"ttl": -1.0}, "ttl=-1"),
+        ((1,), {"ttl": float("nan")}, "ttl=nan"),
+        ((1,), {"ttl": float("inf")}, "ttl=inf"),
+        ((1,), {"ttl": 1e12}, "less than a century"),
+        ((1,), {"max_accesses": 0}, "max_accesses=0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], options: dict[str, Any], text: str) -> None:
+    """The error names it, and nothing was made."""
+    with pytest.raises((ConfigurationError, CapabilityError), match=text):
+        client.create_buffer(*arguments, **options)
+    assert client.get_server_info()["objects"] == 0
+
+
+@on_the_host
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (m.CreateBuffer(-1), "configuration"),
+        (m.CreateBuffer((1 << 63) - 1), "capability"),
+        (m.CreateBuffer([1] * 100_000), "configuration"),
+        (m.CreateBuffer([1 << 62] * 64), "configuration"),
+        (m.CreateBuffer([0, 1 << 62, 1 << 62]), "configuration"),
+        (m.CreateBuffer(1, "float32"), "configuration"),
+        (m.CreateBuffer(1, "x" * 100_000), "configuration"),
+        (m.CreateBuffer(1, device="y" * 100_000), "capability"),
+        (m.CreateBuffer(1, ttl=1e308), "configuration"),
+        (m.CreateBuffer(1, ttl=float("nan")), "configuration"),
+        (m.CreateBuffer(1, max_accesses=-5), "configuration"),
+        (m.CreateBuffer("1"), "protocol"),  # type: ignore[arg-type]
+        (m.CreateBuffer(1.0), "protocol"),  # type: ignore[arg-type]
+        (m.CreateBuffer(True), "protocol"),
+        (m.GetBuffer("z" * 100_000), "buffer-not-found"),
+    ],
+    ids=[
+        "negative",
+        "absurd",
+        "dimensions",
+        "overflow",
+        "empty but absurd",
+        "remainder",
+        "dtype",
+        "device",
+        "long ttl",
+        "no ttl",
+        "accesses",
+        "text",
+        "float",
+        "bool",
+        "id",
+    ],
+)
+def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> None:
+    """It fails alone, in few words; nothing is made, and the connection goes on."""
+    with Raw(client.socket_path) as raw:
+        error = raw.ask(message)
+        assert isinstance(error, m.Error)
+        assert error.code == code and len(error.text) < 2000
+        assert isinstance(raw.ask(m.Ping()), m.Pong)
+    assert client.get_server_info()["objects"] == 0 and used(client) == 0
+
+
+@on_the_host
+def test_a_flood_of_buffers_without_memory(
+    server: Server, client: Client, slow: list[int], go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No quota bounds these; their number is bounded, and those count that are being made."""
+    client.list_devices()
+    monkeypatch.setattr(server.engine.core.buffers.table, "_capacity", 5)
+    with Raw(client.socket_path) as raw:
+        for number in range(1, 21):
+            raw.say(m.CreateBuffer(number % 2), number)
+        go.set()
+        answers = [raw.hear() for _ in range(20)]
+    assert sum(isinstance(answer, m.Result) for answer in answers) == 5
+    assert {answer.code for answer in answers if isinstance(answer, m.Error)} == {"server-busy"}
+
+
+@on_the_host
+def test_a_flood_of_buffers_stays_within_the_quota(limited: Callable[..., Client]) -> None:
+    """However many are asked for at once, of one connection that then goes away."""
+    client = limited(10 * HOST.granularity)
+    client.list_devices()
+    before = open_fds()
+    with Raw(client.socket_path) as raw:
+        for number in range(1, 201):
+            raw.say(m.CreateBuffer(HOST.granularity), number)
+        answers = [raw.hear() for _ in range(200)]
+        assert sum(isinstance(answer, m.Result) for answer in answers) == 10
+        assert {answer.code for answer in answers if isinstance(answer, m.Error)} == {"server-busy"}
+        assert used(client) == 10 * HOST.granularity
+    for item in client.list_objects():
+        client.free_buffer(item["object_id"])
+    eventually(lambda: open_fds() <= before and used(client) == 0)
+
+
+# Giving up.
+
+
+@on_the_host
+def test_a_caller_that_gives_up(client: Client, connect: Callable[..., Client], slow: list[int], go: threading.Event) -> None:
+    """What is made for it then is thrown away: nobody would know of it."""
+    hasty = connect(timeout=0.1)
+    with pytest.raises(DeadlineExceeded):
+        hasty.create_buffer(100)
+    assert client.ping() < 5  # the loop goes on while memory is made
+    go.set()
+    eventually(lambda: used(client) == 0)
+    assert client.get_server_info()["buffers"] == 0
+    hasty.list_devices()
+
+
+@on_the_host
+def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: threading.Event, begun: threading.Event) -> None:
+    """What was begun is thrown away, and the rest is not begun."""
+    with Raw(client.socket_path) as raw:
+        for number in range(1, 20):
+            raw.say(m.CreateBuffer(100), number)
+        begun.wait(10)
+    eventually(lambda: client.get_server_info()["connections"] == 1)
+    go.set()
+    eventually(lambda: used(client) == 0)
+    assert client.get_server_info()["buffers"] == 0 and slow == [100]
+
+
+@on_the_host
+def test_a_server_that_stops_meanwhile(
+    server: Server, client: Client, slow: list[int], go: threading.Event, begun: threading.Event
+) -> None:
+    """Who waits is told, and what is made after that goes at once."""
+    outcome: list[object] = []
+
+    def create() -> None:
+        try:
+            outcome.append(client.create_buffer(100))
+        except SharedRPCError as error:
+            outcome.append(error)
+
+    asker = threading.Thread(target=create)
+    asker.start()
+    assert begun.wait(10)
+    server.stop()
+    asker.join(10)
+    go.set()
+    assert isinstance(outcome[0], ConnectionClosed) and f"(pid {os.getpid()}) was stopped" in str(outcome[0])
+
+
+@on_the_host
+def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker does not get it, and nobody else ever could."""
+
+    def fail(*_: object) -> None:
+        raise CodecError("no room for it here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "decode_result", fail)
+        with pytest.raises(CodecError):
+            client.create_buffer(100)
+    assert client.get_server_info()["buffers"] == 0
+    with client.create_buffer(100) as buffer, monkeypatch.context() as patch:
+        patch.setattr(codec, "decode_result", fail)
+        # One that is there already stays.
+        client._values.clear()
+        with pytest.raises(CodecError):
+            client.get_buffer(buffer.object_id)
+        assert client.get_object_info(buffer)["leases"] == 1
+
+
+@on_the_host
+def test_a_reply_that_comes_too_late(client: Client) -> None:
+    """Its asker has given up, and frees what it will never use; what another one made is only given back."""
+    with Raw(client.socket_path) as raw:
+        raw.say(m.CreateBuffer(100))
+        frame = raw.hear_frame()
+        returned = to_give_back(frame, Request(m.CreateBuffer(100), "create_buffer"))
+        assert isinstance(returned, m.FreeBuffer)
+        assert client.get_object_info(returned.object_id)["leases"] == 1
+        raw.ask(returned, 2)
+        assert client.get_server_info()["objects"] == 0
+    with client.create_buffer(100) as buffer, Raw(client.socket_path) as raw:
+        raw.say(m.GetBuffer(buffer.object_id))
+        returned = to_give_back(raw.hear_frame(), Request(m.GetBuffer(buffer.object_id), "get_buffer"))
+        assert returned == m.Release([buffer.object_id])
+
+
+@on_the_host
+def test_a_reply_that_cannot_be_sent(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer goes: its id was told to nobody."""
+    dup = os.dup
+
+    def refuse(fd: int) -> int:
+        if threading.current_thread().name == "shared-rpc-server":
+            raise OSError(24, "Too many open files")
+        return dup(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", refuse)
+        with pytest.raises(CapabilityError, match="cannot send the reply"):
+            client.create_buffer(100)
+    assert client.get_server_info()["buffers"] == 0 and used(client) == 0
+
+
+# Coroutines.
+
+
+def test_the_same_with_coroutines(client: Client, device: str) -> None:
+    """One operation after the other, beside a client that blocks."""
+
+    async def work() -> None:
+        async with (
+            AsyncClient(device=device, connect_timeout=0) as other,
+            await other.create_buffer((2, 3), torch.int32, device, zero=True, ttl=60, max_accesses=5) as buffer,
+        ):
+            assert isinstance(buffer, AsyncHandle)
+            with client.get_buffer(buffer.object_id) as same:
+                assert isinstance(same, Handle)
+                same.value[0] = 9
+            assert buffer.value.sum().item() == 27
+            async with await other.get_buffer(buffer.object_id) as again:
+                assert again.value is buffer.value
+            assert [entry["used"] for entry in await other.list_devices() if entry["used"]] == [size(device)]
+            assert await other.free_buffer(buffer)
+            assert not await other.free_buffer(buffer.object_id)
+            with pytest.raises(BufferNotFound):
+                await other.get_buffer(buffer.object_id)
+        eventually(lambda: client.get_server_info()["objects"] == 0)
+
+    anyio.run(work)
+
+
+@on_the_host
+def test_a_coroutine_that_is_cancelled(client: Client, slow: list[int], go: threading.Event) -> None:
+    """The request is taken back, and what was made for it goes."""
+
+    async def work() -> None:
+        async with AsyncClient(device="cpu", connect_timeout=0) as other:
+            await other.ping()
+            with anyio.move_on_after(0.1) as scope:
+                await other.create_buffer(100)
+            assert scope.cancelled_caught
+            go.set()
+            await other.ping()
+
+    anyio.run(work)
+    eventually(lambda: used(client) == 0)
+    assert client.get_server_info()["buffers"] == 0
+
+
+# Without torch.
+
+#: A server that runs no endpoints, and cannot.
+BROKER = """
+    import os, sys
+    from contextlib import nullcontext
+    from shared_rpc.endpoints import Registry
+    from shared_rpc.server.acceptor import Acceptor
+    from shared_rpc.server.core import Core
+    from shared_rpc.server.lanes import lanes_of
+    from shared_rpc.server.engine import Engine
+
+    class Nowhere:
+        busy = 0
+
+        async def finish(self):
+            pass
+
+        def reclaim(self):
+            pass
+
+        def close(self):
+            pass
+
+    core = Core(Registry([]), Nowhere(), DEVICE, lanes_of(), quotas={DEVICE: 1 << 30})
+    acceptor = Acceptor(core, sys.argv[1], {os.geteuid()}, 10)
+    engine = Engine(core, Nowhere(), "the broker", acceptor.serve)
+    engine.start()
+    print("serving", flush=True)
+    sys.stdin.readline()
+    if DEVICE != "cpu":
+        from cuda.bindings import driver
+        print("context", driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2])
+    print("loaded", *sys.modules)
+    acceptor.remove_socket()
+    engine.stop()
+"""
+
+
+def test_a_broker_makes_memory_without_torch(base_path: str, children: list[Child], device: str, no_leaks: None) -> None:
+    """Making, listing, leasing and handing out needs no torch, and on a GPU no context, which would take memory of its own."""
+    path = f"{base_path}-broker.sock"
+    broker = Child("-c", textwrap.dedent(BROKER).replace("DEVICE", repr(device_id(device))), path)
+    children.append(broker)
+    broker.expect("serving")
+    with Client(device=device, socket_path=path, connect_timeout=0) as client, Client(device=device, socket_path=path) as other:
+        with client.create_buffer((8,), "float32", zero=True, ttl=60) as buffer, other.get_buffer(buffer.object_id) as same:
+            buffer.value.add_(2)
+            assert same.value.sum().item() == 16
+            assert [entry["used"] for entry in client.list_devices() if entry["limit"]] == [size(device)]
+            with pytest.raises(CapabilityError):
+                client.create_buffer(2 << 30)
+            assert client.free_buffer(buffer)
+        broker.tell("report")
+        if device == "cuda":
+            assert broker.expect("context") == "context 0"
+        assert not {"torch", "shared_rpc.codec"} & set(broker.expect("loaded").split())
+    assert broker.close() == (0, "")

@@ -1,0 +1,624 @@
+"""Calls whose arguments and results live no longer than their tensors: nothing overwritten, nothing left, whoever dies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.values import TensorRef, encode
+from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.raw import Raw, sealed_memory
+
+MIB = 1 << 20
+#: Small enough to be full soon.
+SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
+
+
+class Kept:
+    """What the endpoints keep of their arguments."""
+
+    tensors: list[torch.Tensor]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    """Nothing yet."""
+    found = Kept()
+    found.tensors = []
+    return found
+
+
+@pytest.fixture
+def server(
+    device: str, no_leaks: None, base_path: str, kept: Kept, go: threading.Event, begun: threading.Event
+) -> Iterator[Server]:
+    """Endpoints that take and return memory, with small pools."""
+    provider = Provider(base_path, device=device)
+    share = functools.partial(provider.share, cache=False)
+
+    @share()
+    def full(value: float, size: int = 64) -> torch.Tensor:
+        return torch.full((size,), value, device=device)
+
+    @share()
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @share()
+    def echo(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @share()
+    def keep(x: torch.Tensor) -> None:
+        kept.tensors.append(x)
+
+    @share()
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return x.sum()
+
+    @share(concurrency="serialized")
+    def in_turn(size: int) -> torch.Tensor:
+        return torch.zeros(size, device=device)
+
+    @share()
+    def pointer(x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([x.data_ptr()], device=device)
+
+    with Server(provider, pool=SMALL) as server:
+        yield server
+    kept.tensors.clear()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    """A client with a small pool."""
+    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        yield client
+
+
+def pools(server: Server) -> dict[str, int]:
+    """What the server says of its pools."""
+    facts: dict[str, int] = server.info()["pools"]
+    return facts
+
+
+# What comes back.
+
+
+def test_results_do_not_share_bytes(client: Client) -> None:
+    """Every result that is held keeps its values, whatever is called after it."""
+    results = [client.call("full", float(value)) for value in range(200)]
+    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(200)]
+
+
+def test_one_result_is_kept_for_long(client: Client) -> None:
+    """Ten thousand later results come and go in the same pool, and never where the first one lies."""
+    first = client.call("full", 7.0, 1000)
+    for value in range(10_000 if first.device.type == "cpu" else 3000):
+        assert client.call("full", float(value), 1000)[-1] == value
+    assert first.unique().tolist() == [7.0]
+
+
+def test_memory_is_used_again(server: Server, client: Client) -> None:
+    """A thousand calls later there are as many descriptors, mappings and bytes as after the first few."""
+    x = torch.ones(1000, device=client.call("full", 1.0).device)
+    for _ in range(100):
+        client.call("doubled", x)
+    client._give_chunks_back([])
+    before = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
+    for _ in range(1000):
+        client.call("doubled", x)
+    fds, *memory = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
+    assert tuple(memory) == before[1:]
+    assert fds <= before[0] + 2  # what is given back in the background may need a connection of its own
+
+
+def test_chunks_go_back_without_another_call(server: Server, client: Client, device: str) -> None:
+    """An idle client tells the server of what it dropped; on a GPU, which its next call marks, a second after that."""
+    results = [client.call("full", 1.0) for _ in range(40)]
+    assert pools(server)["chunks"] == 40
+    results.clear()
+    if device == "cuda":
+        client.call("full", 2.0)
+    eventually(lambda: pools(server)["chunks"] <= 2)
+
+
+def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
+    """A row of a matrix is a row: what the tensor does not use is not copied."""
+    matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
+    assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
+    assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
+    lane = client._pool.session.lane  # type: ignore[union-attr]
+    assert lane.arguments.nbytes <= 8 * MIB
+
+
+@pytest.mark.parametrize("offset", [0, 3, 99])
+def test_an_empty_tensor_uses_nothing(client: Client, device: str, offset: int) -> None:
+    """It may begin past the end of its storage, and the storage may have no memory at all."""
+    nothing = torch.empty(0, device=device).as_strided((0, 2), (1, 1), offset)
+    assert client.call("echo", nothing).shape == (0, 2)
+    assert client.call("echo", torch.ones(7, device=device)[5:5]).shape == (0,)
+
+
+def test_a_large_tensor_has_a_segment_of_its_own(server: Server, client: Client, device: str) -> None:
+    """Over a quarter of the pool: it does not use it up, and is there all the same."""
+    x = torch.arange(float(MIB), device=device)
+    results = [client.call("doubled", x) for _ in range(4)]
+    assert all(torch.equal(result, x * 2) for result in results)
+    assert pools(server)["chunks"] == 0
+
+
+def test_a_result_goes_back_as_an_argument(client: Client) -> None:
+    """It is named: the endpoint reads it where the server has put it, and nothing is copied."""
+    result = client.call("full", 3.0, 1000)
+    pointers = {client.call("pointer", part).item() - part.storage_offset() * 4 for part in (result, result[10:], result)}
+    assert len(pointers) == 1
+    assert torch.equal(client.call("doubled", result), result * 2)
+    lane = client._pool.session.lane  # type: ignore[union-attr]
+    assert lane.arguments.nbytes == 0
+
+
+def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Client, kept: Kept, server: Server) -> None:
+    """The endpoint keeps it, the client does not: its bytes stay as long as either does."""
+    client.call("keep", client.call("full", 5.0, 1000))
+    for value in range(500):
+        client.call("full", float(value), 1000)
+    assert kept.tensors[0].unique().tolist() == [5.0]
+
+
+def test_an_argument_that_is_kept_is_not_overwritten(client: Client, kept: Kept, device: str) -> None:
+    """An endpoint may keep what it was given; later arguments go elsewhere."""
+    client.call("keep", torch.full((1000,), 5.0, device=device))
+    for value in range(500):
+        client.call("doubled", torch.full((1000,), float(value), device=device))
+    assert kept.tensors[0].unique().tolist() == [5.0]
+
+
+def test_an_argument_that_is_returned(client: Client, device: str) -> None:
+    """What an endpoint passes through is a copy of the caller's, which both may go on using."""
+    x = torch.arange(100.0, device=device)
+    results = [client.call("echo", x + number) for number in range(50)]
+    assert all(torch.equal(result, x + number) for number, result in enumerate(results))
+    x.zero_()
+    assert results[0][99] == 99
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.anyio
+async def test_many_at_once(server: Server, device: str) -> None:
+    """Calls of one connection share the pools, and get each their own."""
+
+    async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as client:
+
+        async def ask(value: float) -> None:
+            x = torch.full((100,), value, device=device)
+            for _ in range(10):
+                assert (await client.call("doubled", x)).unique().tolist() == [2 * value]
+
+        async with anyio.create_task_group() as tasks:
+            for value in range(20):
+                tasks.start_soon(ask, float(value))
+
+
+def test_threads_share_the_pools(client: Client, device: str) -> None:
+    """Each thread has a connection; the arenas are known on all of them."""
+    wrong: list[float] = []
+
+    def ask(value: float) -> None:
+        x = torch.full((1000,), value, device=device)
+        for _ in range(50):
+            if client.call("doubled", x).unique().tolist() != [2 * value]:
+                wrong.append(value)
+
+    threads = [threading.Thread(target=ask, args=(float(value),)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# No room.
+
+
+def test_a_full_pool_for_results(server: Server, client: Client) -> None:
+    """A client that keeps all it gets is told what of, in its time; others go on, and so does it once it lets go."""
+    results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
+    with Client(socket_path=server.socket_path, timeout=0.3, pool=SMALL) as hurried:
+        mine = [hurried.call("in_turn", MIB // 4) for _ in range(8)]
+        with pytest.raises(ServerBusy, match=r"no room for 1048576 more: in use are 8 of results of in_turn\(\) with 8388608"):
+            hurried.call("in_turn", MIB // 4)
+        with Client(socket_path=server.socket_path, timeout=10, pool=SMALL) as other:
+            assert other.call("in_turn", 3).tolist() == [0, 0, 0]
+        del mine[:2]
+        assert hurried.call("in_turn", MIB // 4).sum() == 0
+    assert sum(result.sum() for result in results) == 8 * MIB // 4
+
+
+def test_who_waits_gets_what_comes_back(client: Client, server: Server) -> None:
+    """A call that waits for room has it as soon as another thread lets go."""
+    results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
+    got: list[torch.Tensor] = []
+    waiting = threading.Thread(target=lambda: got.append(client.call("full", 2.0, MIB // 4)))
+    waiting.start()
+    eventually(lambda: server.info()["builds"] == 9)
+    assert not got
+    results.pop()
+    waiting.join(10)
+    assert got[0].unique().tolist() == [2.0]
+
+
+def test_dropped_results_make_room_at_once(client: Client) -> None:
+    """What was dropped and not told yet is told when the server asks for it."""
+    for _ in range(20):
+        results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
+        del results
+        assert client.call("full", 2.0, MIB // 4).unique().tolist() == [2.0]
+
+
+def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading.Event, device: str) -> None:
+    """Who has it is told; when the calls that hold it end, there is room again."""
+    x = torch.ones(MIB // 4, device=device)
+    sums: list[float] = []
+    client.ping()
+    calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(8)]
+    for call in calls:
+        call.start()
+    lane = client._pool.session.lane  # type: ignore[union-attr]
+    eventually(lambda: lane.arguments.used == 8)
+    timeout, client._timeout = client._timeout, 0.3
+    with pytest.raises(ServerBusy, match=r"doubled\(\): .* 8 of arguments of slow\(\) with 8388608 bytes"):
+        client.call("doubled", x)
+    client._timeout = timeout
+    waiting = threading.Thread(target=lambda: sums.append(client.call("doubled", x).sum().item()))
+    waiting.start()
+    go.set()
+    for call in (*calls, waiting):
+        call.join(20)
+    assert sorted(sums) == [MIB // 4] * 8 + [MIB // 2]
+
+
+def test_a_result_nobody_takes(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
+) -> None:
+    """A caller that gives up leaves no chunk behind, neither of the argument nor of the result."""
+    client.call("full", 1.0)
+    client._timeout = 0.2
+    with pytest.raises(DeadlineExceeded):
+        client.call("slow", torch.ones(1000, device=device))
+    client._timeout = 30.0
+    go.set()
+    lane = client._pool.session.lane  # type: ignore[union-attr]
+
+    def clean() -> bool:
+        client.call("full", 1.0)
+        return lane.arguments.used == 0
+
+    eventually(clean if device == "cpu" else lambda: (torch.cuda.synchronize(), clean())[1] or True)
+    eventually(lambda: client.call("full", 1.0) is not None and pools(server)["chunks"] <= 40)
+
+
+# Deaths.
+
+CLIENT = """
+import torch
+from shared_rpc import Client
+from shared_rpc.memory.pool import PoolOptions
+client = Client(socket_path=PATH, pool=PoolOptions(initial=1 << 20, limit=8 << 20))
+"""
+
+
+def start(children: list[Child], server: Server, code: str) -> Child:
+    """A client process."""
+    child = python(CLIENT.replace("PATH", repr(server.socket_path)) + code)
+    children.append(child)
+    return child
+
+
+def test_the_client_is_killed_while_its_argument_is_read(
+    server: Server, children: list[Child], go: threading.Event, begun: threading.Event, device: str
+) -> None:
+    """The endpoint reads on to the end; then nothing is left of the session."""
+    child = start(children, server, f'client.call("slow", torch.ones(100000, device={device!r}))\n')
+    assert begun.wait(30)
+    child.kill()
+    go.set()
+    eventually(lambda: server.info()["running"] == 0 and server.info()["sessions"] == 0)
+    assert pools(server) == {"nbytes": 0, "chunks": 0}
+
+
+def test_a_client_dies_with_its_hands_full(server: Server, children: list[Child]) -> None:
+    """Its chunks go back with its session."""
+    child = start(children, server, 'kept = [client.call("full", 1.0) for _ in range(20)]\nprint("full")\ninput()\n')
+    child.expect("full")
+    assert pools(server)["chunks"] == 20
+    child.kill()
+    eventually(lambda: pools(server) == {"nbytes": 0, "chunks": 0})
+
+
+def test_the_server_is_killed_while_results_are_held(device: str, base_path: str, children: list[Child]) -> None:
+    """They stay as they are; the client's next server has pools of its own."""
+    code = f"""
+        import torch
+        from shared_rpc import Provider, Server
+        provider = Provider({base_path!r}, device={device!r})
+        provider.share("doubled", cache=False)(lambda x: x * 2)
+        with Server(provider) as server:
+            print("ready")
+            input()
+    """
+    first = python(code)
+    children.append(first)
+    first.expect("ready")
+    with Client(base_path, device=device, connect_timeout=20) as client:
+        x = torch.arange(1000.0, device=device)
+        result = client.call("doubled", x)
+        first.kill()
+        children.append(python(code))
+        children[-1].expect("ready")
+        again = client.call("doubled", result)
+        assert torch.equal(result, x * 2)
+        assert torch.equal(again, x * 4)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_thousand_sessions_die_holding_chunks(server: Server) -> None:
+    """Nothing of them is left: no chunk, no mapping, no descriptor."""
+    fds = open_fds()
+    for _ in range(1000):
+        with Raw(server.socket_path) as raw:
+            result = raw.ask(m.Call("full", [1.0], pooled=True))
+            assert isinstance(result, m.Result)
+            assert len(result.chunks) == 1
+    eventually(lambda: pools(server) == {"nbytes": 0, "chunks": 0} and server.info()["sessions"] == 0)
+    eventually(lambda: open_fds() <= fds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_an_endpoint_runs_out_of_memory(server: Server, client: Client) -> None:
+    """That call fails with torch's own error; the server lives, and the memory returns."""
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        client.call("full", 1.0, 1 << 42)
+    assert client.call("full", 2.0).unique().tolist() == [2.0]
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free - 64 * MIB
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_an_endpoint_runs_out_of_host_memory(server: Server, client: Client) -> None:
+    """That call fails; the server lives."""
+    with pytest.raises(RuntimeError, match="memory"):
+        client.call("full", 1.0, 1 << 55)
+    assert client.call("full", 2.0).unique().tolist() == [2.0]
+
+
+# By hand.
+
+
+def in_arena(info: SegmentInfo, **fields: Any) -> m.Call:
+    """A call with four floats in an arena."""
+    table = TensorTable(("cpu",), (StorageEntry(0, 0, 16, 0, 1),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
+    raw = msgspec.Raw(msgspec.msgpack.encode(table))
+    return m.Call("doubled", [encode(TensorRef(0))], table=raw, segments=[info], **fields)
+
+
+INFO = SegmentInfo("mine", 4096, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+class TestHostile:
+    """Only the session that lies is harmed by its lies."""
+
+    @pytest.mark.parametrize("numbers", [[0], [1 << 62, -5], [7] * 10_000, []], ids=["zero", "absurd", "many", "none"])
+    def test_giving_back_what_it_does_not_have(self, server: Server, client: Client, numbers: list[int]) -> None:
+        """Nobody's chunks are freed by it."""
+        held = client.call("full", 5.0)
+        with Raw(server.socket_path) as raw:
+            assert isinstance(raw.ask(m.Free(numbers)), m.Count)
+            raw.say(m.Free(numbers), 0)
+            assert isinstance(raw.ask(m.Call("full", [1.0], freed=numbers)), m.Result)
+        client.call("full", 6.0)
+        assert held.unique().tolist() == [5.0]
+
+    def test_giving_back_what_another_session_has(self, server: Server, client: Client) -> None:
+        """The number is no secret, and means nothing in another session."""
+        with Raw(server.socket_path) as victim, Raw(server.socket_path) as raw:
+            result = victim.ask(m.Call("full", [1.0], pooled=True))
+            assert isinstance(result, m.Result)
+            raw.ask(m.Free(result.chunks))
+            assert pools(server)["chunks"] == 1
+
+    def test_an_arena_is_sent_once(self, server: Server, client: Client) -> None:
+        """It is known by its id from then on, on every connection of the session, and nowhere else."""
+        fd = sealed_memory()
+        with Raw(server.socket_path) as raw, Raw(server.socket_path, token=raw.welcome.token) as second:
+            try:
+                first = raw.ask(in_arena(INFO, arenas=[0], chunks=[1]), fds=[fd])
+            finally:
+                os.close(fd)
+            assert isinstance(first, m.Result)
+            again = second.ask(in_arena(INFO, arenas=[0], kept=[0], chunks=[1]))
+            assert isinstance(again, m.Result)
+            freed = [*first.freed, *again.freed]
+            while len(freed) < 2:
+                free = raw.ask(m.AwaitFree())
+                assert isinstance(free, m.Free)
+                freed += free.chunks
+            assert freed == [1, 1]
+            with Raw(server.socket_path) as stranger:
+                error = stranger.ask(in_arena(INFO, arenas=[0], kept=[0], chunks=[1]))
+                assert isinstance(error, m.Error)
+                assert error.code == "segment-not-found"
+
+    @pytest.mark.parametrize(
+        ("fields", "code"),
+        [
+            ({"arenas": [5], "kept": [0]}, "protocol"),
+            ({"arenas": [-1], "kept": [0]}, "protocol"),
+            ({"arenas": [0], "kept": [0]}, "segment-not-found"),
+            ({"held": [3], "kept": [0]}, "segment-not-found"),
+        ],
+        ids=["beyond", "negative", "unknown", "held"],
+    )
+    def test_arenas_that_are_none(self, server: Server, client: Client, fields: dict[str, Any], code: str) -> None:
+        """The call fails, and the connection goes on."""
+        with Raw(server.socket_path) as raw:
+            error = raw.ask(in_arena(INFO, **fields))
+            assert isinstance(error, m.Error)
+            assert error.code == code
+            assert isinstance(raw.ask(m.Ping()), m.Pong)
+
+    def test_arenas_without_end(self, server: Server, client: Client) -> None:
+        """A client cannot fill the server's table of descriptors with them."""
+        fds = open_fds()
+        with Raw(server.socket_path) as raw:
+            answers = []
+            for number in range(80):
+                fd = sealed_memory()
+                info = SegmentInfo(f"arena-{number}", 4096, "cpu")
+                answers.append(raw.ask(in_arena(info, arenas=[0], chunks=[number]), fds=[fd]))
+                os.close(fd)
+            assert [type(answer) for answer in answers] == [m.Result] * 64 + [m.Error] * 16
+        eventually(lambda: open_fds() <= fds + 1)
+
+    def test_a_call_that_is_refused_gives_its_chunks_back(self, server: Server, client: Client) -> None:
+        """Whatever is wrong with it."""
+        fd = sealed_memory()
+        with Raw(server.socket_path) as raw:
+            message = in_arena(INFO, arenas=[0], chunks=[41, 42])
+            message.endpoint = "nothing_of_that_name"
+            assert isinstance(raw.ask(message, fds=[fd]), m.Error)
+            message.args = [["no such tag"]]
+            raw.ask(message, fds=[fd])
+            os.close(fd)
+            freed: list[int] = []
+            while len(freed) < 4:
+                free = raw.ask(m.AwaitFree())
+                assert isinstance(free, m.Free)
+                freed += free.chunks
+            assert sorted(freed) == [41, 41, 42, 42]
+
+
+# Streams.
+
+
+def spin() -> None:
+    """Some 50 ms of work for the current stream."""
+    torch.cuda._sleep(100_000_000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestStreamOrder:
+    """What was queued before is there; nothing waits for the whole device."""
+
+    @pytest.fixture
+    def late(self, server: Server) -> None:
+        """An endpoint whose result is written late."""
+
+        @server._provider.share(cache=False)
+        def late(value: float, aside: bool) -> torch.Tensor:
+            if aside:
+                torch.cuda.set_stream(torch.cuda.Stream())
+            result = torch.zeros(1000, device="cuda")
+            spin()
+            return result.fill_(value)
+
+    @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
+    def test_of_the_caller(self, client: Client, aside: bool) -> None:
+        """An argument that is written late, on whichever stream is the current one, arrives as it was to be."""
+        stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
+        x = torch.zeros(1000, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for value in range(5):
+                spin()
+                x.fill_(value + 1.0)
+                assert client.call("doubled", x).unique().tolist() == [2 * (value + 1.0)]
+
+    @pytest.mark.parametrize("aside", [False, True], ids=["default stream", "side stream"])
+    def test_of_the_endpoint(self, client: Client, late: None, aside: bool) -> None:
+        """A result that is written late, on whichever stream is the current one, is there when the caller has it."""
+        reader = torch.cuda.Stream()
+        for value in range(5):
+            result = client.call("late", float(value), aside)
+            with torch.cuda.stream(reader):
+                assert result.unique().tolist() == [float(value)]
+
+    def test_a_result_in_use_is_not_overwritten(self, client: Client) -> None:
+        """It was dropped in Python, and a stream has still to read it: its bytes stay until it has."""
+        stream = torch.cuda.Stream()
+        copies = []
+        for value in range(100):
+            result = client.call("full", float(value), MIB // 64)
+            target = torch.empty_like(result)
+            with torch.cuda.stream(stream):
+                if value % 10 == 0:
+                    spin()
+                copies.append(target.copy_(result, non_blocking=True))
+        torch.cuda.synchronize()
+        assert [copy.unique().tolist() for copy in copies] == [[float(value)] for value in range(100)]
+
+    def test_other_work_of_the_device_is_not_waited_for(self, client: Client) -> None:
+        """A call is answered while another stream is busy."""
+        x = torch.ones(10, device="cuda")
+        client.call("doubled", x)
+        busy = torch.cuda.Stream()
+        with torch.cuda.stream(busy):
+            for _ in range(40):
+                spin()
+        done = torch.cuda.Event()
+        done.record(busy)
+        client.call("doubled", x)
+        assert not done.query()
+        busy.synchronize()
+
+    def test_a_capture_in_another_thread_is_left_alone(self, client: Client) -> None:
+        """Chunks come and go while a CUDA graph is captured; the capture is not invalidated."""
+        x = torch.ones(1000, device="cuda")
+        client.call("doubled", x)
+        torch.cuda.synchronize()
+        graph, y = torch.cuda.CUDAGraph(), torch.zeros(10, device="cuda")
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y += 1
+            asking = threading.Thread(target=lambda: [client.call("full", 1.0) for _ in range(200)])
+            asking.start()
+            asking.join(30)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert y.unique().tolist() == [1.0]
+
+    def test_a_call_cannot_be_captured(self, client: Client) -> None:
+        """It says so."""
+        x = torch.ones(10, device="cuda")
+        client.call("doubled", x)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            x += 1
+            try:
+                with pytest.raises(CapabilityError, match="captured into a CUDA graph"):
+                    client.call("doubled", x)
+            finally:
+                graph.capture_end()

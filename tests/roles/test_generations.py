@@ -1,0 +1,729 @@
+"""Generations: the next one is built while the present one is served, and takes its place in one step."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
+from shared_rpc.errors import (
+    ConfigurationError,
+    ConnectError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    EndpointNotFound,
+    RefreshError,
+    StaleHandleError,
+)
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.server import generations as generations_module
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Waiter
+from tests.kit.apps import App, at_once, shares_memory
+from tests.kit.processes import Child, eventually, python
+
+#: Sizes of the tensors of a model, each of which holds the number of its build everywhere.
+SIZES = (3, 1000, 50_000)
+
+
+class Builds:
+    """What an endpoint builds: tensors that say which build they are of. ``fails`` has the next one raise that."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.count = 0
+        self.fails: Exception | None = None
+
+    def build(self) -> dict[str, torch.Tensor]:
+        """The next one."""
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        self.count = next(self.numbers)
+        return {str(size): torch.full((size,), float(self.count)) for size in SIZES}
+
+
+@pytest.fixture
+def builds() -> Builds:
+    """Counts them."""
+    return Builds()
+
+
+def number(value: dict[str, torch.Tensor]) -> float:
+    """The one build that all of a value is of."""
+    (found,) = {float(one) for tensor in value.values() for one in tensor.unique()}
+    return found
+
+
+# In every role.
+
+
+def test_a_refresh_makes_the_next_generation_current(app: App, builds: Builds) -> None:
+    """Later calls get it; handles that are out keep theirs, and know that another one is current."""
+    load = app.share("load", managed=True)(builds.build)
+    old = load()
+    made = load.refresh()
+    new = load()
+    assert (made.endpoint, made.cache_key, made.object_id) == ("load", "load()", new.object_id)
+    assert (made.generation, made.previous_id, made.server_id) == (2, old.object_id, new.server_id)
+    assert (old.generation, new.generation, app.provider.refresh("load").generation) == (1, 2, 3)
+    assert (number(old.value), number(new.value), builds.count) == (1, 2, 3)
+    assert not (old.is_stale() or old.is_current() or new.is_current())
+    assert (old.get_object_info()["current"], old.get_object_info()["generation"]) == (False, 1)
+
+
+def test_latest_is_another_handle(app: App, builds: Builds) -> None:
+    """The old one stays as it is, and each is released for itself."""
+    load = app.share("load", managed=True)(builds.build)
+    old = load()
+    same = old.latest()
+    assert (same.object_id, same is old, old.is_current()) == (old.object_id, False, True)
+    same.release()
+    load.refresh()
+    with old.latest() as new:
+        assert (type(new), new.generation, number(new.value), new.is_current()) == (Handle, 2, 2, True)
+        assert new.get_object_info()["leases"] == 1
+    assert (number(old.value), old.is_stale()) == (1, False)
+    assert old.latest().latest().generation == 2
+
+
+def test_a_stale_handle_is_not_current(app: App, builds: Builds) -> None:
+    """Neither a released one, nor one whose object is gone; and what was invalidated has no latest one."""
+    load = app.share("load", managed=True)(builds.build)
+    released, kept = load(), load()
+    released.release()
+    assert (released.is_current(), kept.is_current()) == (False, True)
+    with pytest.raises(StaleHandleError, match="was released") as caught:
+        released.latest()
+    assert caught.value.reason == "released"
+    load.invalidate()
+    assert not kept.is_current()
+    with pytest.raises(StaleHandleError, match=r"no generation of load\(\) is current.*call it again") as caught:
+        kept.latest()
+    assert caught.value.reason == "invalidated"
+    assert load().generation == kept.latest().generation == 2
+    app.close()
+    with pytest.raises(ConnectionError):
+        kept.is_current()
+
+
+def test_what_is_not_cached_has_no_generations(app: App) -> None:
+    """Each is current, and refreshing is an error that says why."""
+    app.share("plain", cache=False, managed=True)(lambda: torch.ones(1))
+    app.share("add")(lambda x: x + 1)
+    one, other = app.provider.call("plain"), app.provider.call("plain")
+    assert one.is_current() and other.is_current() and one.latest().object_id == one.object_id
+    with pytest.raises(ConfigurationError, match=r"'plain' has nothing to refresh: its results are not cached \(cache=False\)"):
+        app.provider.refresh("plain")
+    with pytest.raises(ConfigurationError, match=r"'add' has nothing to refresh: a call with a tensor.*cache_format_key"):
+        app.provider.refresh("add", torch.ones(1))
+    with pytest.raises(EndpointNotFound, match="did you mean 'plain'"):
+        app.provider.refresh("plian")
+    with pytest.raises(TypeError, match="plain"):
+        app.provider.refresh("plain", 1)
+
+
+def test_a_failed_refresh_changes_nothing(app: App, builds: Builds) -> None:
+    """The endpoint's own error arrives, and the present generation is served as before."""
+    load = app.share("load", managed=True)(builds.build)
+    handle = load()
+    builds.fails = ZeroDivisionError("no weights today")
+    with pytest.raises(ZeroDivisionError, match="no weights today"):
+        load.refresh()
+    assert (load().object_id, handle.is_current(), builds.count) == (handle.object_id, True, 1)
+    assert load.refresh().generation == 2
+
+
+def test_a_call_during_a_refresh_is_answered_at_once(
+    app: App, builds: Builds, go: threading.Event, begun: threading.Event
+) -> None:
+    """From the cache: nobody waits for the next generation but who asked for it."""
+
+    @app.share(managed=True)
+    def load() -> dict[str, torch.Tensor]:
+        if builds.count:
+            begun.set()
+            assert go.wait(30)
+        return builds.build()
+
+    first = load()
+    refreshed: list[Generation] = []
+    thread = threading.Thread(target=lambda: refreshed.append(load.refresh()))
+    thread.start()
+    assert begun.wait(10)
+    assert (load().object_id, load().is_current(), refreshed) == (first.object_id, True, [])
+    go.set()
+    thread.join(10)
+    assert [made.generation for made in refreshed] == [2]
+
+
+def test_refreshes_at_once_join_one_build(app: App, builds: Builds, go: threading.Event) -> None:
+    """And with nothing in the cache a call joins it too."""
+
+    @app.share(managed=True)
+    def load() -> dict[str, torch.Tensor]:
+        assert go.wait(30)
+        return builds.build()
+
+    def let_go() -> None:
+        eventually(lambda: app.waiting() == 4)
+        go.set()
+
+    *made, handle, _ = at_once(load.refresh, load.refresh, load.refresh, load, let_go)
+    assert [one.object_id for one in made] == [handle.object_id] * 3
+    assert (builds.count, handle.generation, handle.get_object_info()["leases"]) == (1, 1, 1)
+
+
+def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event, begun: threading.Event) -> None:
+    """What was being built is out of date: it is not made current, its asker is told, and a joined call knows as well."""
+
+    @app.share(managed=True)
+    def load() -> dict[str, torch.Tensor]:
+        begun.set()
+        assert go.wait(30)
+        return builds.build()
+
+    def invalidate() -> None:
+        assert begun.wait(10)
+        eventually(lambda: app.waiting() == 2)
+        load.invalidate()
+        go.set()
+
+    error, handle, _ = at_once(load.refresh, load, invalidate)
+    assert isinstance(error, RefreshError) and "load() was invalidated while" in str(error)
+    assert (number(handle.value), handle.is_current()) == (1, False)
+    assert (load().generation, handle.latest().object_id) == (2, load().object_id)
+
+
+def test_a_refresh_of_a_task_endpoint(app: App, builds: Builds) -> None:
+    """And of one with arguments: each call has generations of its own."""
+
+    @app.share(execution="task", concurrency="serialized")
+    def load(scale: int = 1) -> torch.Tensor:
+        builds.build()
+        return torch.full((1,), float(scale * builds.count))
+
+    assert (load().item(), load(10).item()) == (1, 20)
+    assert load.refresh(scale=10).generation == 2
+    assert (load().item(), load(10).item()) == (1, 30)
+
+
+def test_a_refresh_holds_up_no_short_call(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+) -> None:
+    """Though there is but one thread for these: it runs where tasks do."""
+
+    @provider.share
+    def load() -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return torch.ones(1)
+
+    @provider.share(cache=False)
+    def short() -> torch.Tensor:
+        return torch.ones(2)
+
+    serve(max_workers=1)
+    client, other = connect(), connect(timeout=10)
+
+    def call() -> torch.Tensor:
+        try:
+            assert begun.wait(10)
+            answer: torch.Tensor = other.call("short")
+            return answer
+        finally:
+            go.set()
+
+    made, answer = at_once(lambda: client.refresh("load"), call)
+    assert (made.generation, answer.tolist()) == (1, [1, 1])
+
+
+def test_an_endpoint_that_refreshes_itself(app: App) -> None:
+    """It would wait for itself, and says so; another call's it may refresh."""
+
+    @app.share()
+    def load(depth: int) -> torch.Tensor:
+        if depth:
+            app.inside["load"].refresh(depth - 1 if depth < 9 else depth)
+        return torch.ones(1)
+
+    assert load(1).item() == 1
+    with pytest.raises(ConfigurationError, match="it would wait forever"):
+        load(9)
+
+
+def test_a_refresh_outlives_who_asked_for_it(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    builds: Builds,
+    go: threading.Event,
+) -> None:
+    """Its asker's time is over, and the build goes on to become current."""
+
+    @provider.share(managed=True)
+    def load() -> dict[str, torch.Tensor]:
+        assert not builds.count or go.wait(30)
+        return builds.build()
+
+    serve()
+    client = connect()
+    handle = client.call("load")
+    with pytest.raises(DeadlineExceeded):
+        connect(timeout=0.1).refresh("load")
+    assert handle.is_current()
+    go.set()
+    eventually(lambda: not handle.is_current())
+    assert (handle.latest().generation, builds.count) == (2, 2)
+
+
+def test_a_handle_of_an_earlier_server(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """Nothing of it is current, and its revision was the object's alone."""
+    provider.share("load", managed=True)(Builds().build)
+    server = serve()
+    client = connect()
+    handle, unseen = client.call("load"), client.call("load")
+    assert handle.revision == 0
+    server.stop()
+    with pytest.raises(ConnectError):
+        handle.is_current()
+    server.start()
+    assert not handle.is_current() and handle.revision == 0
+    for ask in (handle.latest, lambda: unseen.revision):
+        with pytest.raises(StaleHandleError) as caught:
+            ask()
+        assert caught.value.reason == "object_gone"
+    assert client.call("load").is_current()
+
+
+# Memory.
+
+
+def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Callable[..., Server], builds: Builds) -> None:
+    """The server lets go of it at once; two processes' sessions keep it until the second one lets go."""
+    provider.share("load", managed=True)(builds.build)
+    server = serve()
+    with Client(socket_path=server.socket_path) as one, Client(socket_path=server.socket_path) as other:
+        held, also = one.call("load"), other.call("load")
+        size = server.info()["nbytes"]
+        one.refresh("load")
+        assert (server.info()["nbytes"], server.info()["objects"]) == (2 * size, 2)
+        held.release()
+        assert (server.info()["objects"], [left["leases"] for left in one.retire("load")]) == (2, [1])
+        assert number(also.value) == 1
+        other.close()
+        eventually(lambda: server.info()["nbytes"] == size)
+        assert number(also.value) == 1  # this process's mapping keeps it
+        mapped = len(MAPPINGS)
+        del also
+        gc.collect()
+        eventually(lambda: len(MAPPINGS) < mapped)
+        assert (one.retire("load"), number(one.call("load").value)) == ([], 2)
+
+
+def test_nothing_is_left_of_many_generations(
+    no_leaks: None, provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], builds: Builds
+) -> None:
+    """Of an endpoint without handles nobody holds the old ones, so memory, descriptors and mappings stay as they were."""
+    provider.share("load")(builds.build)
+    server, client = serve(), connect()
+    assert number(client.call("load")) == 1
+    size = server.info()["nbytes"]
+    for expected in range(2, 12):
+        assert client.refresh("load").generation == expected
+        assert number(client.call("load")) == expected
+        assert (server.info()["nbytes"], server.info()["objects"]) == (size, 1)
+
+
+def test_retiring_gives_up_what_only_a_task_kept(app: App, builds: Builds) -> None:
+    """A result that nobody fetched would be kept for an hour; what is current, or held, is left alone."""
+    load = app.share("load", managed=True)(builds.build)
+    app.provider.wait_for_task(load.submit()).release()
+    task = load.submit()
+    current = load()
+    assert app.provider.retire("load") == app.provider.retire(current) == []
+    load.refresh()
+    left = app.provider.retire(current)
+    assert [(one["object_id"], one["current"], one["leases"]) for one in left] == [(current.object_id, False, 1)]
+    object_id = current.object_id
+    current.release()
+    eventually(lambda: app.provider.retire("load") == [])
+    assert app.provider.retire(object_id) == []
+    with pytest.raises(Exception, match="nothing has kept it since"):
+        app.provider.get_task_result(task)
+    with pytest.raises(EndpointNotFound):
+        app.provider.retire("laod")
+
+
+# Under load.
+
+#: Five clients, each in a thread of its own.
+READERS = """
+    import threading
+    import torch
+    from shared_rpc import Client
+
+    torch.set_num_threads(1)
+
+    def read(client):
+        seen = []
+        while len(seen) < 40 or seen[-1] < 8:
+            with client.call("load") as handle:
+                bounds = [float(bound) for tensor in handle.value.values() for bound in tensor.aminmax()]
+                assert set(bounds) == {handle.generation}, (bounds, handle.generation)
+                seen.append(handle.generation)
+        assert seen == sorted(seen), seen
+        print(f"saw {seen[-1]}\\n", end="", flush=True)  # in one write, as other threads print too
+        client.close()
+
+    clients = [Client(device="cpu", timeout=30) for _ in range(5)]
+    for client in clients:
+        client.call("load").release()
+    print("ready", flush=True)
+    for client in clients:
+        threading.Thread(target=read, args=(client,)).start()
+"""
+
+
+def test_ten_readers_see_either_generation_whole(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], builds: Builds, children: list[Child]
+) -> None:
+    """Clients that attach in a loop while it is refreshed: never a mix, never an earlier one again, nothing left behind."""
+    provider.share("load", managed=True)(builds.build)
+    server, client = serve(), connect()
+    client.call("load").release()
+    size = server.info()["nbytes"]
+    children += [python(READERS) for _ in range(2)]
+    for child in children:
+        child.expect("ready")
+    assert [client.refresh("load").generation for _ in range(7)] == list(range(2, 9))
+    for child in children:
+        for _ in range(5):
+            assert child.expect("saw").endswith("8")
+        assert child.close() == (0, "")
+    eventually(lambda: (server.info()["objects"], server.info()["leases"], server.info()["nbytes"]) == (1, 0, size))
+
+
+# Being told.
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Callable[..., Server], builds: Builds) -> Server:
+    """An endpoint that says which build it is of."""
+
+    @provider.share(managed=True)
+    def load(size: int = 1) -> torch.Tensor:
+        builds.build()
+        return torch.full((size,), float(builds.count))
+
+    return serve()
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """One of its clients."""
+    return connect()
+
+
+def test_callbacks_are_told_in_every_role(app: App, builds: Builds) -> None:
+    """In one thread that is not the caller's, until they are closed. The first generation of a call is no news, and neither is
+    what was refreshed before.
+    """
+
+    @app.share()
+    def load(size: int) -> torch.Tensor:
+        return torch.full((size,), 1.0)
+
+    load(5)
+    load.refresh(5)
+    told: list[tuple[Generation, threading.Thread]] = []
+    subscription = app.provider.on_refresh(lambda made: told.append((made, threading.current_thread())))
+    load(1)
+    load.refresh(2)
+    expected = [load.refresh(1), load.refresh(2)]
+    eventually(lambda: len(told) == 2)
+    load.invalidate(1)
+    load(1)
+    eventually(lambda: len(told) == 3)
+    assert [made for made, _ in told[:2]] == expected
+    last, thread = told[2]
+    assert (last.cache_key, last.generation, last.previous_id) == ("load(size=1)", 3, "")
+    assert {one for _, one in told} == {thread} != {threading.current_thread()}
+    assert thread.daemon and subscription.active
+    subscription.close()
+    subscription.close()
+    thread.join(10)
+    load.refresh(1)
+    assert (len(told), subscription.active, thread.is_alive()) == (3, False, False)
+
+
+def test_a_callback_that_fails_loses_nothing(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged with what it was told; itself, and others, are told of the next."""
+    client.call("load")
+    told: list[int] = []
+
+    def fail(made: Generation) -> None:
+        told.append(-made.generation)
+        raise ValueError("a callback of the test")
+
+    with client.on_refresh(fail), client.on_refresh(lambda made: told.append(made.generation)):
+        client.refresh("load")
+        client.refresh("load")
+        eventually(lambda: len(told) == 4)
+    assert told == [-2, 2, -3, 3]
+    assert "a callback of on_refresh failed on generation 2 of load(size=1)" in caplog.text
+    assert "ValueError: a callback of the test" in caplog.text
+
+
+def test_a_slow_reader_gets_the_latest_of_each(server: Server, client: Client, connect: Callable[..., Client]) -> None:
+    """The server keeps nothing for it: what it did not ask for in time was replaced by what came later."""
+    told: list[tuple[str, int]] = []
+    waits, goes = threading.Event(), threading.Event()
+
+    def slow(made: Generation) -> None:
+        told.append((made.cache_key, made.generation))
+        waits.set()
+        assert goes.wait(30)
+
+    for size in (1, 2):
+        client.call("load", size)
+    with connect().on_refresh(slow):
+        client.refresh("load", 1)
+        assert waits.wait(10)
+        for _ in range(50):
+            client.refresh("load", 2)
+        for _ in range(20):
+            client.refresh("load", 1)
+        assert server.engine.ask(lambda core: len(core.generations._latest)) == 2
+        goes.set()
+        eventually(lambda: len(told) == 3)
+    assert told == [("load(size=1)", 2), ("load(size=2)", 51), ("load(size=1)", 22)]
+
+
+def test_the_news_is_bounded(client: Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are not: who asks too rarely misses those that were refreshed longest ago."""
+    monkeypatch.setattr(generations_module, "_REMEMBERED", 3)
+    with client.refreshes() as news:
+        for size in range(1, 6):
+            client.call("load", size)
+            client.refresh("load", size)
+        assert [next(news).cache_key for _ in range(3)] == [f"load(size={size})" for size in (3, 4, 5)]
+
+
+def test_the_blocking_iterator(client: Client) -> None:
+    """It misses nothing from its entry on, whichever thread refreshes, and ends with the client."""
+    client.call("load")
+    with client.refreshes() as news:
+        made = [client.refresh("load") for _ in range(1)]
+        assert next(news) == made[0]
+        threading.Timer(0.05, client.close).start()
+        with pytest.raises(ConnectionClosed):
+            next(news)
+    with pytest.raises(ConnectionClosed):
+        client.on_refresh(print)
+
+
+def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Callbacks hear of it by the log, an iterator by an exception; a later subscription begins anew."""
+    subscription, news = client.on_refresh(print), client.refreshes()
+    with news:
+        caplog.set_level(logging.WARNING)
+        server.stop()
+        eventually(lambda: not subscription.active)
+        with pytest.raises(ConnectionClosed, match="nothing more is told of refreshes"):
+            next(news)
+    assert "1 callbacks of on_refresh are told nothing any more, because the connection ended" in caplog.text
+    server.start()
+    client.call("load")
+    told: list[int] = []
+    with client.on_refresh(lambda made: told.append(made.generation)):
+        client.refresh("load")
+        eventually(lambda: told == [2])
+    with pytest.raises(ConnectionClosed, match="has come"):
+        next(news)
+
+
+def test_the_server_s_own_process_is_told_of_its_end(base_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As any other; and so is one who only asks when it has stopped, and whom nobody would answer any more."""
+    provider = Provider(base_path, device="cpu")
+    outcomes: list[Any] = []
+    with Server(provider) as server:
+        server_core = server.engine.core
+        subscription = provider.on_refresh(print)
+        server.stop()
+        eventually(lambda: not subscription.active)
+    assert "the connection ended: the server" in caplog.text
+    with pytest.raises(ConnectionClosed):
+        provider.on_refresh(print)
+    waiter = Waiter("local", outcomes.append)
+    server_core.generations.wait(waiter, 0, lambda generations, after: None)
+    assert isinstance(outcomes[0], Failure) and "was stopped" in outcomes[0].text
+    provider.close()
+
+
+def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A client's own end is no news; its thread, its connection and its session end."""
+    subscription = client.on_refresh(print)
+    assert server.info()["connections"] == 2
+    client.close()
+    eventually(lambda: server.info()["connections"] == 0)
+    eventually(lambda: not any(thread.name == "shared-rpc-refreshes" for thread in threading.enumerate()))
+    assert (subscription.active, server.info()["sessions"], caplog.text) == (False, 0, "")
+
+
+# In coroutines.
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Both."""
+    if request.param == "trio":
+        pytest.importorskip("trio")
+    return str(request.param)
+
+
+@pytest.mark.anyio
+async def test_refreshing_in_coroutines(server: Server) -> None:
+    """All of it by the same names."""
+    async with AsyncClient(socket_path=server.socket_path) as client:
+        async with await client.call("load") as old:
+            made = await client.refresh("load")
+            assert (made.generation, await old.is_current()) == (2, False)
+            async with await old.latest() as new:
+                assert (new.value.item(), new.generation, await new.is_current()) == (2, 2, True)
+            assert [left["object_id"] for left in await client.retire("load")] == [old.object_id]
+        told: list[int] = []
+        with await client.on_refresh(lambda made: told.append(made.generation)):
+            await client.refresh("load")
+            while not told:
+                await client.ping()
+        assert (told, await old.is_current(), await client.retire(old)) == ([3], False, [])
+
+
+@pytest.mark.anyio
+async def test_iterating_in_coroutines(server: Server, client: Client) -> None:
+    """It goes on after a scope that was cancelled, and ends with the connection."""
+    from anyio import move_on_after, to_thread
+
+    client.call("load")
+    async with AsyncClient(socket_path=server.socket_path, connect_timeout=0) as listener:
+        seen = []
+        async with listener.refreshes() as news:
+            with move_on_after(0.02):
+                await anext(news)
+            for _ in range(3):
+                await to_thread.run_sync(client.refresh, "load")
+            async for made in news:
+                seen.append(made.generation)
+                if made.generation == 4:
+                    break
+            assert seen == [4]  # all three were there already, and the latest stands for them
+            stop = threading.Timer(0.05, server.stop)
+            stop.start()
+            with pytest.raises(ConnectionClosed):
+                async for made in news:
+                    seen.append(made.generation)
+            stop.join()
+        assert seen == [4]
+
+
+def test_those_who_went_away_are_not_waited_for(server: Server, client: Client) -> None:
+    """A listener that is killed, or cancels, leaves nothing at the server."""
+    code = """
+        from shared_rpc import Client
+        with Client(device="cpu") as client, client.refreshes() as news:
+            print("listens", flush=True)
+            next(news)
+    """
+    listener = python(code)
+    listener.expect("listens")
+    waiting: Callable[[], int] = lambda: server.engine.ask(lambda core: len(core.generations._waiting))  # noqa: E731
+    eventually(lambda: waiting() == 1)
+    listener.kill()
+    eventually(lambda: waiting() == 0)
+    client.call("load")
+    assert client.refresh("load").generation == 2
+
+
+def test_a_forked_child_is_told_nothing(server: Server, client: Client) -> None:
+    """The subscription is its parent's; one of its own it may have."""
+    code = """
+        import os, queue, sys
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        handle = client.call("load")
+        told = queue.Queue()
+        subscription = client.on_refresh(lambda made: told.put(made.generation))
+        pid = os.fork()
+        if pid == 0:
+            with client.on_refresh(lambda made: print("child", made.generation, told.qsize(), flush=True)):
+                print("forked", flush=True)
+                sys.stdin.readline()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print("parent", told.get(timeout=20), told.qsize(), flush=True)
+    """
+    child = python(code)
+    child.expect("forked")
+    client.refresh("load")
+    assert child.expect("child") == "child 2 0"
+    child.tell("go on")
+    assert child.expect("parent") == "parent 2 0"
+    assert child.close()[0] == 0
+
+
+@pytest.fixture
+def gpu_app(base_path: str) -> Iterator[Any]:
+    """A server on the GPU, and a client of it in this process."""
+    provider = Provider(base_path, device="cuda", execution_mode="server")
+    with Server(provider) as server, Client(socket_path=server.socket_path) as client:
+        yield provider, server, client
+
+
+@pytest.mark.gpu
+def test_generations_on_a_gpu(gpu_app: tuple[Provider, Server, Client]) -> None:
+    """The device's memory of an old generation is free once its last holder has let go."""
+    provider, server, client = gpu_app
+    numbers = itertools.count(1)
+    provider.share("load", managed=True)(lambda: torch.full((64 << 20,), next(numbers), dtype=torch.uint8, device="cuda"))
+    old = client.call("load")
+    size = server.info()["nbytes"]
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    client.refresh("load")
+    with old.latest() as new:
+        assert (int(old.value.unique()), int(new.value.unique())) == (1, 2)
+        old.release()
+        del old
+        gc.collect()
+        assert (server.info()["nbytes"], client.retire("load")) == (size, [])
+
+        def back() -> bool:
+            MAPPINGS.drain()
+            torch.cuda.empty_cache()
+            return bool(torch.cuda.mem_get_info()[0] >= free - (4 << 20))
+
+        eventually(back)
+
+
+def test_callers_of_one_generation_share_memory(app: App, builds: Builds) -> None:
+    """As before a refresh."""
+    load = app.share("load", managed=True)(builds.build)
+    load().release()
+    load.refresh()
+    one, other = load(), load()
+    assert shares_memory(one.value["3"], other.value["3"])

@@ -1,0 +1,260 @@
+"""Handles: the same in every role, and what they know of their object."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc.errors import CapabilityError, StaleHandleError
+from tests.kit.apps import App, shares_memory
+from tests.kit.processes import eventually
+
+
+def test_managed_gives_a_handle(app: App) -> None:
+    """``managed=True`` returns a handle that holds the value, in every role."""
+
+    @app.share(managed=True)
+    def load(size: int) -> torch.nn.Module:
+        return torch.nn.Linear(size, size, bias=False)
+
+    one, other = load(2), load(2)
+    assert type(one) is type(other) is Handle
+    assert isinstance(one.value, torch.nn.Linear)
+    assert shares_memory(one.value.weight, other.value.weight)
+    assert (one.object_id, one.server_id) == (other.object_id, other.server_id)
+    assert (one.released, one.is_stale()) == (False, False)
+
+
+def test_with_releases(app: App) -> None:
+    """A handle is its own context manager; after the block its value is gone, and the error says why."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.ones(4)
+
+    with load() as handle:
+        kept = handle.value
+    with pytest.raises(StaleHandleError, match=f"object {handle.object_id} was released") as caught:
+        _ = handle.value
+    assert caught.value.reason == "released"
+    assert (handle.released, handle.is_stale()) == (True, True)
+    assert torch.equal(kept, torch.ones(4))
+
+
+def test_releasing_twice_gives_one_lease_back(app: App) -> None:
+    """A second release is harmless: it does not take the lease of another handle."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    one, other = load(), load()
+    load.invalidate()
+    one.release()
+    one.release()
+    assert not other.is_stale()
+    assert other.get_object_info()["leases"] == 1
+
+
+@pytest.mark.parametrize("way", ["release", "collection"])
+def test_object_goes_with_its_last_handle(app: App, way: str) -> None:
+    """An object that no cache keeps goes with the last handle, released or dropped."""
+    built: list[weakref.ref[torch.nn.Module]] = []
+
+    @app.share(managed=True, cache=False)
+    def load() -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        built.append(weakref.ref(module))
+        return module
+
+    handle = load()
+    gc.collect()
+    assert built[0]() is not None
+    if way == "release":
+        handle.release()
+    del handle
+
+    def gone() -> bool:
+        gc.collect()
+        return built[0]() is None
+
+    eventually(gone)
+
+
+def test_cached_object_outlives_its_handles(app: App) -> None:
+    """A cached object stays when nobody holds it: the next call gets the same memory."""
+    built = []
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        built.append(1)
+        return torch.ones(4)
+
+    with load() as handle:
+        handle.value.fill_(5.0)
+        first = handle.object_id
+    with load() as handle:
+        assert torch.equal(handle.value, torch.full((4,), 5.0))
+        assert handle.object_id == first
+    assert built == [1]
+
+
+def test_invalidated_object_stays_with_its_holders(app: App) -> None:
+    """Invalidation gives later callers a new object, of the next generation; earlier handles stay as they are."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.ones(4)
+
+    old = load()
+    load.invalidate()
+    new = load()
+    assert (old.generation, new.generation) == (1, 2)
+    assert old.object_id != new.object_id
+    assert not shares_memory(new.value, old.value)
+    assert not old.is_stale()
+    old.release()
+    assert not new.is_stale()
+
+
+def test_generations_count_the_builds_of_one_call(app: App) -> None:
+    """Another call counts for itself, and a cache hit counts for nobody."""
+
+    @app.share(managed=True)
+    def load(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    generations = []
+    for _ in range(3):
+        generations.append((load(1).generation, load(1).generation, load(2).generation))
+        load.invalidate(1)
+    assert generations == [(1, 1, 1), (2, 2, 1), (3, 3, 1)]
+
+
+def test_object_info(app: App) -> None:
+    """``get_object_info`` has these keys and no others."""
+
+    @app.share(managed=True)
+    def load(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    handle = load(256)
+    info = handle.get_object_info()
+    created, accessed = info.pop("created_at"), info.pop("last_accessed_at")
+    # In the local role nobody else has it, and nothing is copied; else it is the reference to the one tensor.
+    assert (info.pop("private_nbytes") == 0) == (app.role == "local")
+    assert info == {
+        "object_id": handle.object_id,
+        "server_id": handle.server_id,
+        "endpoint": "load",
+        "cache_key": "load(size=256)",
+        "nbytes": 1024,
+        "device": "cpu",
+        "generation": 1,
+        "current": True,
+        "stale": False,
+        "leases": 1,
+    }
+    assert 1.7e9 < created <= accessed
+
+
+def test_object_info_is_asked_once(app: App) -> None:
+    """The answer is kept, whatever the caller does to it, until a refresh is asked for."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    handle = load()
+    first = handle.get_object_info()
+    handle.get_object_info().clear()
+    load().release()
+    assert handle.get_object_info() == first
+    assert handle.get_object_info(refresh=True)["last_accessed_at"] > first["last_accessed_at"]
+
+
+def test_info_of_an_object_that_is_gone(app: App) -> None:
+    """A refresh after the object went says so, and names the object."""
+
+    @app.share(managed=True, cache=False)
+    def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    handle = load()
+    handle.release()
+
+    def refused() -> bool:
+        try:
+            handle.get_object_info(refresh=True)
+        except StaleHandleError as error:
+            return error.reason == "object_gone" and handle.object_id in str(error)
+        return False
+
+    eventually(refused)
+
+
+def test_tensors_outlive_the_provider(app: App) -> None:
+    """``close`` makes handles stale, and leaves what was taken from them."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.ones(4)
+
+    handle = load()
+    kept = handle.value
+    app.close()
+    assert handle.is_stale()
+    assert torch.equal(kept, torch.ones(4))
+    handle.release()
+
+
+@pytest.mark.parametrize("gone", ["closed", "replaced"])
+def test_handle_of_another_server(base_path: str, gone: str) -> None:
+    """A handle whose server is gone is stale, and the client says in which way."""
+    reasons = {"closed": "server_unreachable", "replaced": "server_changed"}
+    with ExitStack() as stack:
+        providers = [Provider(base_path, device="cpu") for _ in range(2)]
+        for provider in providers:
+            provider.share("load", managed=True)(lambda: torch.ones(1))
+            stack.callback(provider.close)
+        Server(providers[0]).start()
+        client = stack.enter_context(Client(base_path, device="cpu", connect_timeout=0))
+        handle = client.call("load")
+        client.ensure_handle_live(handle)
+        providers[0].close()
+        if gone == "replaced":
+            Server(providers[1]).start()
+        with pytest.raises(StaleHandleError) as caught:
+            client.ensure_handle_live(handle)
+        assert caught.value.reason == reasons[gone]
+        assert handle.server_id in str(caught.value)
+        assert handle.is_stale()
+        handle.release()
+
+
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object]) -> None:
+    """A handle is a lease of this process: it is neither pickled nor copied, and the error says what to do."""
+    app.share("load", managed=True)(lambda: torch.ones(1))
+    handle = app.provider.call("load")
+    with pytest.raises(CapabilityError, match=f"object {handle.object_id} cannot be pickled or copied.*call the endpoint"):
+        attempt(handle)
+    assert not handle.is_stale()
+
+
+def test_repr_tells_the_state(app: App) -> None:
+    """In a log a handle says which object it is of, and whether it was released."""
+    app.share("load", managed=True)(lambda: torch.ones(1))
+    handle = app.provider.call("load")
+    assert repr(handle) == f"<Handle {handle.object_id} generation 1: Tensor>"
+    handle.release()
+    assert repr(handle) == f"<Handle {handle.object_id} generation 1: released>"

@@ -1,0 +1,585 @@
+"""Hooks: what a server tells, event by event, and that listening harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, errors
+from shared_rpc import instrumentation as i
+from shared_rpc.memory.pool import PoolOptions
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.processes import Child, eventually, python
+
+E = TypeVar("E", bound=i.Event)
+
+
+class Listener:
+    """A hook that remembers."""
+
+    def __init__(self) -> None:
+        self.events: list[i.Event] = []
+
+    def __call__(self, event: i.Event) -> None:
+        """Take one."""
+        self.events.append(event)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, in the order they came."""
+        return [event for event in tuple(self.events) if isinstance(event, kind)]
+
+    def next(self, kind: type[E], count: int = 1) -> list[E]:
+        """The events of one kind, once there are so many."""
+        eventually(lambda: len(self.of(kind)) >= count, what=f"{count} {kind.__name__}, but {self.events}")
+        return self.of(kind)
+
+
+@pytest.fixture(autouse=True)
+def no_hook_is_left() -> Iterator[None]:
+    """Hooks are those of the process: a test takes its own away."""
+    yield
+    for hook in i.get_hooks():
+        i.remove_hook(hook)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    """A hook that is registered."""
+    listener = Listener()
+    i.add_hook(listener)
+    return listener
+
+
+@pytest.fixture
+def client(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> Client:
+    """A client of a server with a few endpoints."""
+
+    @provider.share(managed=True)
+    def held(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @provider.share(cache=False)
+    def fails(value: int) -> torch.Tensor:
+        raise ValueError(f"not {value}")
+
+    @provider.share(execution="task")
+    def slow(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    serve()
+    return connect()
+
+
+def test_a_call_is_told_from_beginning_to_end(client: Client, listener: Listener) -> None:
+    """The first one builds and the second one finds the result; both have ids of their own."""
+    first, second = client.call("held", 3), client.call("held", 3)
+    started, finished = listener.of(i.CallStarted), listener.of(i.CallFinished)
+    assert [event.outcome for event in finished] == ["built", "hit"]
+    assert [event.request_id for event in started] == [event.request_id for event in finished]
+    assert len({event.request_id for event in started}) == 2
+    assert all(event.endpoint == "held" and event.seconds > 0 and event.error == "" for event in finished)
+    (built,) = listener.of(i.BuildFinished)
+    assert (built.endpoint, built.request_id, built.cached) == ("held", finished[0].request_id, True)
+    assert 0 < built.seconds <= finished[0].seconds
+    assert [event.request_id for event in listener.of(i.BuildStarted)] == [built.request_id]
+    assert first.server_id == second.server_id == finished[0].server_id
+
+
+def test_a_call_that_joins_a_run_says_so(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    listener: Listener,
+    go: threading.Event,
+    begun: threading.Event,
+    threads: Any,
+) -> None:
+    """Of two callers at once one builds, and one waits for that."""
+
+    @provider.share
+    def wait() -> torch.Tensor:
+        begun.set()
+        go.wait()
+        return torch.zeros(1)
+
+    serve()
+    client = connect()
+    one = threads.submit(client.call, "wait")
+    begun.wait()
+    other = threads.submit(client.call, "wait")
+    eventually(lambda: client.get_server_info()["joined"] == 1)
+    go.set()
+    one.result(), other.result()
+    assert sorted(event.outcome for event in listener.next(i.CallFinished, 2)) == ["built", "joined"]
+
+
+def test_a_call_whose_caller_gives_up(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    listener: Listener,
+    go: threading.Event,
+) -> None:
+    """It is told once, as one that was left, though its run goes on."""
+
+    @provider.share
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    serve()
+    with pytest.raises(errors.DeadlineExceeded):
+        connect(timeout=0.05).call("wait")
+    assert [event.outcome for event in listener.next(i.CallFinished)] == ["left"]
+    go.set()
+    listener.next(i.BuildFinished)
+    assert len(listener.of(i.CallFinished)) == 1
+
+
+def test_an_error_has_the_id_of_its_request(client: Client, listener: Listener) -> None:
+    """What the caller catches leads to what the server tells: an endpoint's own exception, and one of the library."""
+    with pytest.raises(ValueError, match="not 4") as raised:
+        client.call("fails", 4)
+    with pytest.raises(errors.EndpointNotFound) as missing:
+        client.call("nowhere")
+    own: Any = raised.value
+    failed = listener.of(i.RequestFailed)
+    assert [event.request_id for event in failed] == [own.request_id, missing.value.request_id]
+    assert [event.code for event in failed] == ["remote", "endpoint-not-found"]
+    assert failed[0].text == "not 4"
+    assert own.__notes__ == [f"request {own.request_id} of the server's log"]
+    (finished,) = listener.of(i.CallFinished)  # there is no endpoint that the other one would be a call of
+    assert (finished.request_id, finished.outcome, finished.error) == (own.request_id, "failed", "remote")
+
+
+def test_objects_and_leases(client: Client, listener: Listener) -> None:
+    """They come, are held, given back, and go."""
+    handle = client.call("held", 5)
+    (published,), (given,) = listener.of(i.ObjectPublished), listener.of(i.LeaseGiven)
+    assert (published.object_id, published.nbytes, published.device) == (handle.object_id, 20, "cpu")
+    assert given.object_id == handle.object_id
+    handle.release()
+    client.invalidate_endpoint_cache("held")
+    (ended,), (freed,) = listener.of(i.LeaseEnded), listener.of(i.ObjectFreed)
+    assert (ended.object_id, ended.session, ended.reclaimed) == (handle.object_id, given.session, False)
+    assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
+
+
+def test_a_buffer_is_an_object_too(client: Client, listener: Listener) -> None:
+    """It says of which kind it is."""
+    client.create_buffer(4096).release()
+    assert [event.kind for event in listener.of(i.ObjectPublished)] == ["buffer"]
+
+
+def test_a_client_that_closes_is_no_crash(client: Client, listener: Listener, connect: Callable[..., Client]) -> None:
+    """Its leases end with it, and are not told as reclaimed."""
+    other = connect()
+    handle = other.call("held", 6)
+    other.close()
+    (closed,) = listener.next(i.SessionClosed)
+    assert (closed.clean, closed.leases) == (True, 1)
+    assert [event.reclaimed for event in listener.of(i.LeaseEnded)] == [False]
+    assert handle.is_stale()
+
+
+def test_a_client_that_is_killed_is_one(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
+    """Its leases are told as reclaimed, and its session as one that was lost."""
+    child = python(f"""
+        from shared_rpc import Client
+        client = Client({base_path!r}, device="cpu")
+        handle = client.call("held", 7)
+        print("attached", flush=True)
+        input()
+    """)
+    children.append(child)
+    child.expect("attached")
+    child.kill()
+    (closed,) = listener.next(i.SessionClosed)
+    assert (closed.pid, closed.clean, closed.leases) == (child.pid, False, 1)
+    assert [event.reclaimed for event in listener.of(i.LeaseEnded)] == [True]
+    assert [event.pid for event in listener.of(i.SessionOpened)] == [child.pid]
+
+
+def test_a_task_tells_every_status(client: Client, listener: Listener) -> None:
+    """With the id of the request that submitted it; and its call ends with it."""
+    client.wait_for_task(client.submit("held", 8))
+    changes = listener.of(i.TaskChanged)
+    assert [event.status for event in changes] == ["pending", "running", "completed"]
+    (finished,) = listener.of(i.CallFinished)
+    assert {event.request_id for event in changes} >= {finished.request_id}
+    assert finished.outcome == "built"
+
+
+def test_a_call_of_a_task_endpoint_is_one_call(client: Client, listener: Listener) -> None:
+    """It is told once, and so is a second one, which the cache answers."""
+    client.call("slow", 9), client.call("slow", 9)
+    assert [event.outcome for event in listener.of(i.CallFinished)] == ["built", "hit"]
+
+
+def test_a_task_that_is_cancelled_ends_its_call(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """Before it begins, too."""
+
+    @provider.share(concurrency="serialized", cache=False)
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    serve()
+    client = connect()
+    client.submit("wait")
+    assert client.cancel_task(client.submit("wait"))
+    (finished,) = listener.next(i.CallFinished)
+    assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
+
+
+def test_a_submit_that_is_refused_ends_its_call(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """The server has as many tasks as it takes: that is how the call ended."""
+
+    @provider.share(cache=False)
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    server = serve(max_tasks=1)
+    client = connect()
+    client.submit("wait")
+    with pytest.raises(errors.ServerBusy):
+        client.submit("wait")
+    (finished,) = listener.next(i.CallFinished)
+    assert (finished.outcome, finished.error) == ("failed", "server-busy")
+    assert server.info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
+
+
+def test_a_build_whose_result_nobody_takes_has_finished(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+) -> None:
+    """Its caller gave up, and holds all the memory there is for it: what the endpoint took is told all the same."""
+
+    @provider.share(cache=False)
+    def full(waits: bool) -> torch.Tensor:
+        if waits:
+            go.wait()
+        return torch.zeros(1 << 18)
+
+    server = serve(pool=PoolOptions(initial=1 << 20, limit=1 << 23))
+    client = connect()
+    held = [client.call("full", False) for _ in range(8)]
+    client._timeout = 0.2
+    with pytest.raises(errors.DeadlineExceeded):
+        client.call("full", True)
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+    assert len(held) == 8
+    assert {event.request_id for event in listener.of(i.BuildStarted)} == {
+        event.request_id for event in listener.of(i.BuildFinished)
+    }
+
+
+def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Listener) -> None:
+    """In the local role as well, where nothing goes over a socket."""
+    provider = Provider(base_path, execution_mode="local", device="cpu")
+    shared = provider.share("f")(lambda: torch.zeros(1))
+    shared(), shared()
+    provider.close()
+    assert [event.outcome for event in listener.of(i.CallFinished)] == ["built", "hit"]
+
+
+def test_a_hook_that_raises_harms_nobody(client: Client, listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    """The call goes on, other hooks are called, and it is logged once."""
+
+    def broken(event: i.Event) -> None:
+        raise RuntimeError("the collector is down")
+
+    i.remove_hook(listener)
+    i.add_hook(broken)
+    i.add_hook(listener)
+    with caplog.at_level(logging.ERROR, "shared_rpc"):
+        handle = client.call("held", 3)
+    assert handle.value.shape == (3,)
+    assert listener.of(i.CallFinished)
+    complaints = [record for record in caplog.records if "the hook" in record.getMessage()]
+    assert len(complaints) == 1
+    assert "broken" in complaints[0].getMessage()
+
+
+def test_a_hook_that_wants_to_end_the_process_harms_nobody(client: Client, listener: Listener) -> None:
+    """What ends a thread or a task ends neither the server nor a call: the hook is called in the thread of its loop."""
+
+    def impatient(event: i.Event) -> None:
+        raise SystemExit(1) if isinstance(event, i.CallStarted) else asyncio.CancelledError
+
+    i.add_hook(impatient)
+    assert client.call("held", 3).value.shape == (3,)
+    assert client.call("held", 4).value.shape == (4,)
+
+
+def test_a_hook_that_removes_itself(client: Client, listener: Listener) -> None:
+    """It is called no more; the others hear of that event too."""
+
+    def once(event: i.Event) -> None:
+        i.remove_hook(once)
+        heard.append(event)
+
+    heard: list[i.Event] = []
+    i.remove_hook(listener)
+    i.add_hook(once)
+    i.add_hook(listener)
+    client.call("held", 3)
+    assert len(heard) == 1
+    assert heard[0] in listener.events
+
+
+def test_an_equal_factory_removes_one() -> None:
+    """And with it what it had made: another factory, which may have its place in memory, makes its own."""
+    hooks, made = i.Hooks(), []
+
+    def make() -> Listener:
+        made.append(Listener())
+        return made[-1]
+
+    for count in range(1, 100):
+        hooks.add(i.HookFactory(make))
+        hooks.emit(i.SessionOpened(session="s", pid=1))
+        hooks.remove(i.HookFactory(make))
+        assert len(made) == count
+        assert len(made[-1].events) == 1
+
+
+def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
+    """A forked child has the hooks, and can have others, whatever another thread was about to do."""
+    child = python(
+        """
+        import os
+        from shared_rpc import instrumentation as i
+
+        i.add_hook(print)
+        i.HOOKS._changing.acquire()
+        child = os.fork()
+        if child == 0:
+            i.add_hook(len)
+            os._exit(len(i.get_hooks()))
+        print("hooks", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """
+    )
+    children.append(child)
+    child.expect("hooks 2")
+    assert child.close() == (0, "")
+
+
+def test_a_factory_makes_its_hook_with_the_first_event(client: Client) -> None:
+    """Not when it is registered, and once."""
+    made: list[Listener] = []
+
+    def make() -> Listener:
+        made.append(Listener())
+        return made[-1]
+
+    i.add_hook(i.HookFactory(make))
+    assert not made
+    client.call("held", 3), client.call("held", 4)
+    assert len(made) == 1
+    assert len(made[0].of(i.CallFinished)) == 2
+
+
+def test_a_factory_that_fails_is_not_asked_again(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A library that is not installed is missed once, and calls go on."""
+    asked = []
+
+    def make() -> Listener:
+        asked.append(1)
+        raise ImportError("no such library")
+
+    i.add_hook(i.HookFactory(make))
+    with caplog.at_level(logging.ERROR, "shared_rpc"):
+        client.call("held", 3), client.call("held", 4)
+    assert len(asked) == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_hook_is_called_once_and_not_after_it_was_removed(client: Client) -> None:
+    """However often it was added."""
+    listener = Listener()
+    i.add_hook(listener)
+    i.add_hook(listener)
+    assert i.get_hooks() == (listener,)
+    client.call("held", 3)
+    assert len(listener.of(i.CallFinished)) == 1
+    i.remove_hook(listener)
+    i.remove_hook(listener)
+    client.call("held", 4)
+    assert len(listener.of(i.CallFinished)) == 1
+
+
+def test_an_event_cannot_be_changed() -> None:
+    """Hooks share it."""
+    event = i.SessionOpened(session="s", pid=1)
+    with pytest.raises(AttributeError):
+        event.pid = 2  # type: ignore[misc]
+    assert [kind.__name__ for kind in i.Event.__subclasses__() if not kind.__struct_config__.frozen] == []
+
+
+def test_nobody_listens_at_first() -> None:
+    """An event is made for somebody: without hooks there is none."""
+    assert not i.HOOKS.registered
+    listener = Listener()
+    i.add_hook(listener)
+    assert i.HOOKS.registered
+    i.remove_hook(listener)
+    assert not i.HOOKS.registered
+
+
+def test_a_result_that_nobody_waits_for(base_path: str, listener: Listener) -> None:
+    """A run whose result waits for memory, and whose caller gives up, has ended as well."""
+    pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+    provider = Provider(base_path, device="cpu", pool=pool)
+    provider.share(cache=False)(full)
+    with Server(provider), Client(base_path, device="cpu", pool=pool) as client:
+        results = [client.call("full") for _ in range(8)]
+        client._timeout = 0.3
+        with pytest.raises(errors.ServerBusy):
+            client.call("full")
+        assert len(listener.next(i.BuildFinished, 9)) == len(listener.of(i.BuildStarted)) == len(results) + 1
+        assert listener.of(i.BuildFinished)[-1].error == ""
+
+
+def full() -> torch.Tensor:
+    """An eighth of a pool."""
+    return torch.zeros(1 << 18)
+
+
+HOOK = """
+import sys
+from shared_rpc import instrumentation as i
+
+def tell(event):
+    assert "torch" not in sys.modules
+    if isinstance(event, (i.WorkerStarted, i.WorkerEnded, i.CallFinished)):
+        print("event", event, flush=True)
+"""
+
+
+def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """It sees calls, and workers that come and go, without torch."""
+    (tmp_path / "my_hooks.py").write_text(HOOK)
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path)
+    broker_app._children.append(child)
+    started = child.expect("event")
+    child.expect("serving")
+    client = broker_app.connect()
+    (worker,) = worker_pids(client)
+    assert started.startswith("event WorkerStarted(") and f"pid={worker}" in started
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    ended, failed = sorted([child.expect("event"), child.expect("event")], reverse=True)
+    assert "WorkerEnded(" in ended and f"pid={worker}" in ended and "crashed=True, signal='SIGKILL'" in ended
+    assert "CallFinished(" in failed and "outcome='failed'" in failed and "error='worker-crashed'" in failed
+    another_worker(client, worker)
+
+
+@pytest.mark.parametrize("name", ["nowhere:tell", "os:nothing", "os", "os:environ"])
+def test_a_hook_that_is_none(broker_app: BrokerApp, name: str) -> None:
+    """It is told at once, in one line that names it, and nothing is served."""
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", name, cwd=broker_app.file.parent)
+    broker_app._children.append(child)
+    code, text = child.close()
+    assert code == 1
+    assert text.startswith(f"shared-rpc: --hook {name}: ") and text.count("\n") == 1
+
+
+#: Whoever listens writes a line for each event that a build makes.
+NOTES = """
+import os
+from shared_rpc import instrumentation as i
+
+def note(event):
+    assert os.path.exists(PATH)
+    if isinstance(event, (i.BuildStarted, i.BuildFinished)):
+        kind, error = type(event).__name__, getattr(event, "error", "")
+        assert getattr(event, "seconds", 0.0) >= 0.0
+        with open(PATH, "a") as file:
+            print(kind, event.endpoint, event.request_id, event.cached, error or "-", file=file)
+"""
+
+
+def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Each that begins and ends there once, with what the broker's hooks see of it: the request, the endpoint, the error."""
+    of_worker, of_broker = tmp_path / "worker.txt", tmp_path / "broker.txt"
+    of_worker.touch(), of_broker.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(of_worker))),
+        """
+        i.add_hook(note)
+
+        @provider.share(cache=False)
+        def fails():
+            raise ValueError("no")
+
+        @provider.share(cache=False)
+        def refused():
+            return {1, 2}
+
+        @provider.share(cache=False)
+        async def later():
+            return torch.zeros(1)
+        """,
+    )
+    (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
+    broker_app.start("--hook", "my_hooks:note")
+    client = broker_app.connect()
+    client.call("model"), client.call("model"), client.call("plain"), client.call("later")
+    with pytest.raises(ValueError, match="no"):
+        client.call("fails")
+    with pytest.raises(errors.CapabilityError):
+        client.call("refused")
+    eventually(lambda: len(of_worker.read_text().splitlines()) == 10, what="10 events in the worker")
+    lines = [line.split() for line in of_worker.read_text().splitlines()]
+    assert [(kind, endpoint, cached, error) for kind, endpoint, _, cached, error in lines] == [
+        ("BuildStarted", "model", "True", "-"),
+        ("BuildFinished", "model", "True", "-"),
+        ("BuildStarted", "plain", "False", "-"),
+        ("BuildFinished", "plain", "False", "-"),
+        ("BuildStarted", "later", "False", "-"),
+        ("BuildFinished", "later", "False", "-"),
+        ("BuildStarted", "fails", "False", "-"),
+        ("BuildFinished", "fails", "False", "remote"),
+        ("BuildStarted", "refused", "False", "-"),
+        ("BuildFinished", "refused", "False", "capability"),
+    ]
+    assert of_broker.read_text() == of_worker.read_text()
+
+
+def test_a_result_of_a_worker_that_nobody_waits_for(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """Hooks of the app see that its run has ended, though the result waited for memory."""
+    seen = tmp_path / "worker.txt"
+    seen.touch()
+    broker_app.write(
+        NOTES.replace("PATH", repr(str(seen))),
+        """
+        from shared_rpc.memory.pool import PoolOptions
+
+        i.add_hook(note)
+        provider.pool = PoolOptions(initial=1 << 20, limit=8 << 20)
+
+        @provider.share(cache=False)
+        def full():
+            return torch.zeros(1 << 18)
+        """,
+    )
+    broker_app.start()
+    client = broker_app.connect()
+    results = [client.call("full") for _ in range(8)]
+    client._timeout = 0.3
+    with pytest.raises(errors.ServerBusy):
+        client.call("full")
+    eventually(lambda: len(seen.read_text().splitlines()) == 2 * (len(results) + 1), what="18 events in the worker")

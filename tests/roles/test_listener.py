@@ -1,0 +1,429 @@
+"""Where the socket lies: who may use it, and whose it is when two servers want it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ConfigurationError, ConnectError
+from shared_rpc.server.listener import bind_socket
+from tests.kit.processes import Child, python
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+NOBODY = 65534
+
+#: A server without torch. It says how its start went, serves until it reads a line, and can be told to wait before.
+SERVER = """
+import os, sys
+from shared_rpc import Provider, Server
+from shared_rpc.errors import ConfigurationError
+
+server = Server(Provider(device="cpu"))
+if len(sys.argv) > 1:
+    print("ready")
+    sys.stdin.readline()
+try:
+    server.start()
+except ConfigurationError as error:
+    print("refused", error)
+    sys.exit(3)
+print("serving")
+sys.stdin.readline()
+server.stop()
+"""
+
+
+@pytest.fixture
+def path(base_path: str) -> str:
+    """Where servers of this test listen."""
+    return f"{base_path}-cpu.sock"
+
+
+@pytest.fixture
+def other_server(base_path: str, children: list[Child]) -> Child:
+    """A server in a process of its own."""
+    child = python(SERVER)
+    children.append(child)
+    child.expect("serving")
+    return child
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can enter."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def mode(path: str | Path) -> int:
+    """The permissions of a file."""
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+# A path that is taken.
+
+
+def test_a_live_server_is_not_disturbed(
+    other_server: Child, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """The second server fails, naming the first one's pid and the socket; the first one serves on."""
+    client = connect()
+    client.ping()
+    with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server first") as caught:
+        serve()
+    assert client.socket_path in str(caught.value)
+    client.ping()
+    assert connect().get_server_info()["pid"] == other_server.pid
+
+
+def test_a_live_server_that_is_suspended(
+    other_server: Child, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """A server that does not answer for now is no dead one."""
+    os.kill(other_server.pid, signal.SIGSTOP)
+    with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}"):
+        serve()
+    os.kill(other_server.pid, signal.SIGCONT)
+    connect().ping()
+
+
+def test_a_server_of_this_process(serve: Callable[..., Server]) -> None:
+    """The same rule holds within a process."""
+    serve()
+    with pytest.raises(
+        ConfigurationError, match=f"is served by another provider of this process .pid {os.getpid()}.: stop that server first"
+    ):
+        serve()
+
+
+def test_a_dead_socket_is_replaced(
+    other_server: Child, path: str, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """A server that was killed leaves its socket behind, which the next one takes away."""
+    other_server.kill()
+    assert stat.S_ISSOCK(os.lstat(path).st_mode)
+    serve()
+    assert connect().get_server_info()["pid"] == os.getpid()
+
+
+def test_a_child_of_a_dead_server_does_not_keep_its_socket_alive(
+    base_path: str, serve: Callable[..., Server], connect: Callable[..., Client], children: list[Child]
+) -> None:
+    """A process that the server forked lets go of the listening socket."""
+    parent = python(
+        """
+        import os, signal, sys
+        from shared_rpc import Provider, Server
+
+        Server(Provider(device="cpu")).start()
+        if os.fork() == 0:
+            print("forked")
+            sys.stdin.readline()
+            os._exit(0)
+        signal.pause()
+        """
+    )
+    children.append(parent)
+    parent.expect("forked")
+    parent.process.kill()
+    parent.process.wait()
+    serve()
+    assert connect().get_server_info()["pid"] == os.getpid()
+    parent.tell("end")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_something_else_is_in_the_way(path: str, serve: Callable[..., Server], kind: str) -> None:
+    """What is no socket is not touched."""
+    if kind == "file":
+        Path(path).write_text("precious")
+    elif kind == "directory":
+        Path(path).mkdir()
+    else:
+        Path(path).symlink_to("nowhere")
+    with pytest.raises(ConfigurationError, match=f"{path} is there and is no socket: remove it"):
+        serve()
+    assert os.path.lexists(path)
+    assert kind != "file" or Path(path).read_text() == "precious"
+
+
+def test_the_lock_is_in_the_way(path: str, serve: Callable[..., Server]) -> None:
+    """A lock that cannot be had is an error that names the socket."""
+    Path(f"{path}.lock").mkdir()
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
+        serve()
+
+
+@needs_root
+def test_a_socket_of_another_user(path: str, serve: Callable[..., Server]) -> None:
+    """It is neither removed nor used."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    os.lchown(path, NOBODY, NOBODY)
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}, not 0"):
+        serve()
+    assert os.lstat(path).st_uid == NOBODY
+
+
+# Two at once.
+
+
+def test_servers_that_start_at_once(base_path: str, path: str, children: list[Child], connect: Callable[..., Client]) -> None:
+    """On a dead socket exactly one of them wins, and the others name it."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    racers = [Child("-c", SERVER, "wait") for _ in range(5)]
+    children.extend(racers)
+    for racer in racers:
+        racer.expect("ready")
+    for racer in racers:
+        racer.tell("go")
+    lines = [racer.expect("") for racer in racers]
+    (winner,) = (racer for racer, line in zip(racers, lines, strict=True) if line == "serving")
+    assert sum(f"is served by pid {winner.pid}" in line for line in lines) == len(racers) - 1
+    assert connect().get_server_info()["pid"] == winner.pid
+
+
+def test_many_races(path: str) -> None:
+    """However the steps of several servers interleave, one of them has the socket."""
+    for _ in range(25):
+        start = threading.Barrier(4)
+        won: list[socket.socket] = []
+
+        def race(start: threading.Barrier = start, won: list[socket.socket] = won) -> None:
+            start.wait()
+            try:
+                won.append(bind_socket(path))
+            except ConfigurationError as error:
+                assert "is served by" in str(error)
+
+        threads = [threading.Thread(target=race) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (listener,) = won
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            listener.accept()[0].close()
+        listener.close()  # its file stays, as after SIGKILL
+
+
+# The end.
+
+
+def test_stop_removes_the_socket(path: str, serve: Callable[..., Server]) -> None:
+    """After a clean end nothing looks like a server."""
+    server = serve()
+    assert stat.S_ISSOCK(os.lstat(path).st_mode)
+    server.stop()
+    assert not os.path.lexists(path)
+
+
+def test_stopping_again_leaves_the_next_server_alone(
+    path: str, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """A server removes its own socket, once, whatever inode number the next one's has."""
+    for _ in range(5):
+        first = serve()
+        first.stop()
+        second = serve()
+        first.stop()
+        connect().ping()
+        second.stop()
+
+
+def test_stop_leaves_what_is_not_its_own(path: str, serve: Callable[..., Server]) -> None:
+    """Something that took the socket's place is not removed with it."""
+    server = serve()
+    os.unlink(path)
+    Path(path).write_text("precious")
+    server.stop()
+    assert Path(path).read_text() == "precious"
+
+
+def test_a_server_starts_again(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Stopping is not for ever."""
+    server = serve()
+    server.stop()
+    server.start()
+    connect().ping()
+
+
+def test_a_start_that_fails_leaves_nothing(path: str, serve: Callable[..., Server]) -> None:
+    """No socket stays behind that nobody serves."""
+    with pytest.raises(ConfigurationError, match="max_workers=-1"):
+        serve(max_workers=-1)
+    assert not os.path.lexists(path)
+
+
+# The directory.
+
+
+def test_directory_and_socket_are_private(tmp_path: Path, connect: Callable[..., Client]) -> None:
+    """Whatever the umask: 0700 for every directory that is made, 0600 for the socket."""
+    base = tmp_path / "a" / "b" / "s"
+    before = os.umask(0)
+    try:
+        with Server(Provider(base, device="cpu")):
+            assert [mode(tmp_path / "a"), mode(tmp_path / "a" / "b")] == [0o700, 0o700]
+            assert mode(f"{base}-cpu.sock") == 0o600
+            assert mode(f"{base}-cpu.sock.lock") == 0o600
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("permissions", [0o770, 0o702, 0o777], ids=oct)
+def test_a_directory_that_others_can_write_to(tmp_path: Path, serve: Callable[..., Server], permissions: int) -> None:
+    """Whoever can write to it could put another socket in place of ours."""
+    tmp_path.chmod(permissions)
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}, others can write to it: chmod 700"):
+        serve()
+    tmp_path.chmod(0o700)
+
+
+def test_a_directory_behind_a_link(tmp_path: Path) -> None:
+    """A link could lead elsewhere tomorrow."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigurationError, match="link is no directory"):
+        Server(Provider(tmp_path / "link" / "s", device="cpu")).start()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """The error names it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot use the socket directory .*/file/below"):
+        Server(Provider(tmp_path / "file" / "below" / "s", device="cpu")).start()
+
+
+@needs_root
+def test_a_directory_of_another_user(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    """The error names whose it is, and the way out."""
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
+        serve()
+    os.chown(tmp_path, 0, 0)
+
+
+# The path.
+
+
+def test_a_path_that_is_too_long(tmp_path: Path) -> None:
+    """Both sides say how long it is, how long it may be, and what to set."""
+    base = tmp_path / ("x" * 100)
+    text = r"has \d+ bytes and Linux allows 107: set a shorter base_path or SHARED_TENSOR_BASE_PATH"
+    with pytest.raises(ConfigurationError, match=text):
+        Server(Provider(base, device="cpu")).start()
+    with Client(base, device="cpu") as client, pytest.raises(ConfigurationError, match=text):
+        client.ping()
+
+
+def test_a_socket_of_a_given_path_that_is_too_long(provider: Provider, tmp_path: Path) -> None:
+    """What the kernel refuses is told with the path."""
+    path = tmp_path / ("x" * 100)
+    with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
+        Server(provider, socket_path=path).start()
+
+
+def test_a_relative_path(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is relative to the directory of when it was given."""
+    monkeypatch.chdir(tmp_path)
+    client = Client(socket_path="here.sock")
+    with Server(provider, socket_path="here.sock") as server, client:
+        monkeypatch.chdir("/")
+        client.ping()
+        assert server.info()["socket_path"] == str(tmp_path / "here.sock")
+
+
+# Other users.
+
+AS_NOBODY = """
+import os, sys
+from shared_rpc.errors import ConnectError
+from shared_rpc.client.connection import Connection
+from tests.kit.raw import Raw
+import logging, encodings.idna
+
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    Connection({path!r}, "", 5.0).close()
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("welcome")
+"""
+
+
+@needs_root
+def test_a_client_of_another_user_is_turned_away(
+    open_directory: Path, children: list[Child], connect: Callable[..., Client]
+) -> None:
+    """Even where directory and socket let it through: the server asks the kernel who it is."""
+    provider = Provider(open_directory / "s", device="cpu")
+    with Server(provider) as server, Client(open_directory / "s", device="cpu") as mine:
+        os.chmod(server.socket_path, 0o666)
+        stranger = python(AS_NOBODY.format(path=server.socket_path))
+        children.append(stranger)
+        assert stranger.expect("") == f"ConfigurationError the server admits no client of uid {NOBODY} (allow_uids)"
+        assert mine.get_server_info()["connections"] == 1
+
+
+@needs_root
+def test_the_socket_keeps_other_users_out(open_directory: Path, children: list[Child]) -> None:
+    """Before the server asks anybody, the socket's mode does."""
+    with Server(Provider(open_directory / "s", device="cpu")) as server:
+        stranger = python(AS_NOBODY.format(path=server.socket_path))
+        children.append(stranger)
+        assert "Permission denied" in stranger.expect("ConnectError")
+
+
+@needs_root
+def test_a_user_who_is_admitted(open_directory: Path, children: list[Child]) -> None:
+    """``allow_uids`` names those who may."""
+    with Server(Provider(open_directory / "s", device="cpu"), allow_uids=[NOBODY]) as server:
+        os.chmod(server.socket_path, 0o666)
+        guest = python(AS_NOBODY.format(path=server.socket_path))
+        children.append(guest)
+        assert guest.expect("") == "welcome"
+
+
+@needs_root
+def test_a_client_refuses_the_server_of_another_user(open_directory: Path, children: list[Child]) -> None:
+    """A socket that somebody else put there would get our arguments, and could send us anything to unpickle."""
+    path = open_directory / "s-cpu.sock"
+    child = python(
+        f"""
+        import os, socket, sys
+        os.chmod({str(open_directory)!r}, 0o777)
+        os.setgid({NOBODY})
+        os.setuid({NOBODY})
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind({str(path)!r})
+        listener.listen()
+        print("listening")
+        sock, _ = listener.accept()
+        print("heard", sock.recv(100))
+        """
+    )
+    children.append(child)
+    child.expect("listening")
+    with Client(open_directory / "s", device="cpu", connect_timeout=0) as client:
+        with pytest.raises(ConnectError, match=rf"the server at {path} belongs to uid {NOBODY}, not to you \(uid 0\)"):
+            client.ping()
+        assert child.expect("heard") == "heard b''"

@@ -1,0 +1,585 @@
+"""While a process serves, the interpreter is not shutting down: an endpoint may do whatever a main program may.
+
+Each test runs as ``python app.py`` in the server role, as ``shared-rpc serve app.py``, and with ``--in-process``.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Client
+from tests.kit.brokers import is_running
+from tests.kit.processes import Child, eventually
+
+#: Processes that import torch anew, several at once, may share one core.
+pytestmark = pytest.mark.timeout(180)
+
+#: How the app is served, as arguments of Python.
+HOSTS = {
+    "script": [],
+    "broker": ["-m", "shared_rpc.cli", "serve"],
+    "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
+}
+
+#: Needs no torch, and hardly anything else, before an endpoint runs.
+APP = """
+import os
+import sys
+
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+
+def square(x):
+    return x * x
+
+
+def tensor(*values):
+    import torch
+
+    return torch.tensor(values)
+
+
+@provider.share(cache=False)
+def load(module):
+    import importlib
+
+    new = module not in sys.modules
+    importlib.import_module(module)
+    return tensor(new)
+
+
+@provider.share(cache=False)
+def ending():
+    # Whatever in the standard library knows that the interpreter ends.
+    import asyncio, concurrent.futures.process, concurrent.futures.thread, multiprocessing.util, threading, weakref
+
+    return tensor(
+        sys.is_finalizing(),
+        threading._SHUTTING_DOWN,
+        not threading.main_thread().is_alive(),
+        concurrent.futures.thread._shutdown,
+        concurrent.futures.process._global_shutdown,
+        multiprocessing.util._exiting,
+        weakref.finalize._shutdown,
+    )
+
+
+@provider.share(cache=False)
+def pooled(kind, method):
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(2, context) if kind == "executor" else context.Pool(2) as pool:
+        return tensor(*pool.map(square, [1, 2, 3]))
+
+
+@provider.share(cache=False)
+def joblibbed(backend):
+    import joblib
+
+    return tensor(*joblib.Parallel(2, backend=backend)(joblib.delayed(square)(x) for x in (1, 2, 3)))
+
+
+@provider.share(cache=False)
+def loaded(method):
+    from torch.utils.data import DataLoader
+
+    return tensor(*(int(x) for x in DataLoader([1, 4, 9], num_workers=2, multiprocessing_context=method)))
+
+
+@provider.share(cache=False)
+def compiled(backend):
+    import torch
+
+    return torch.compile(lambda x: torch.relu(x) * 2 + x, backend=backend)(torch.ones(64))
+
+
+@provider.share(cache=False)
+async def awaited(what):
+    import asyncio, threading
+
+    if what == "subprocess":
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(1 + 3)", stdout=asyncio.subprocess.PIPE)
+        return tensor(int((await process.communicate())[0]))
+    loop = asyncio.get_running_loop()
+    if what == "thread":
+        return tensor(await asyncio.to_thread(square, 2))
+    if what == "executor":
+        return tensor(await loop.run_in_executor(None, square, 2))
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(1) as pool:
+        return tensor(await loop.run_in_executor(pool, square, 2))
+
+
+@provider.share(cache=False)
+def started(what):
+    import asyncio, subprocess, threading
+
+    if what == "subprocess":
+        run = subprocess.run([sys.executable, "-c", "print(1 + 3)"], stdout=-1, preexec_fn=lambda: None)
+        return tensor(int(run.stdout))
+    if what == "asyncio.run":
+
+        async def main():
+            return await asyncio.to_thread(square, 2)
+
+        return tensor(asyncio.run(main()))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(square(2)))
+    thread.start()
+    thread.join()
+    return tensor(*found)
+
+
+@provider.share(cache=False)
+def forked():
+    # Whether a forked child has a main program's handlers, and how it ends by SIGTERM.
+    import signal
+
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+            os.write(write, b"y" if handlers == (signal.SIG_DFL, signal.default_int_handler) else b"n")
+            signal.alarm(20)
+            signal.pause()
+        finally:
+            os._exit(1)
+    same = os.read(read, 1) == b"y"
+    os.kill(pid, signal.SIGTERM)
+    return tensor(same, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+@provider.share(cache=False)
+def register(name):
+    import atexit, threading, weakref
+
+    lasting.append(Kept())
+    weakref.finalize(lasting[-1], told, f"{name} finalizer")
+    atexit.register(told, f"{name} at exit")
+    threading._register_atexit(told, f"{name} before threads are joined")
+    return tensor(0)
+
+
+@provider.share(cache=False)
+def keep(kind, method):
+    # A pool that is there until the end, and the processes of which are its own affair.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+    global kept
+    if kind == "threads":
+        kept = ThreadPoolExecutor(1)
+        kept.submit(square, 2).result()
+        return tensor(os.getpid())
+    context = multiprocessing.get_context(method)
+    kept = ProcessPoolExecutor(1, context) if kind == "executor" else context.Pool(1)
+    return tensor(kept.submit(os.getpid).result() if kind == "executor" else kept.apply(os.getpid))
+
+
+@provider.share(cache=False)
+def busy(kind):
+    # A process that works while an endpoint waits for it.
+    pid = keep(kind, "fork")
+    print("busy:", int(pid), flush=True)
+    (kept.submit(square, 2) if kind == "executor" else kept.apply_async(square, (2,)))
+    import threading
+
+    threading.Event().wait()
+
+
+class Kept:
+    pass
+
+
+lasting = []
+
+
+@provider.share(cache=False)
+def sources():
+    import inspect
+
+    return tensor(inspect.getsource(Kept) == "class Kept:\\n    pass\\n")
+
+
+def told(text):
+    print("told:", text, flush=True)
+"""
+
+
+class Served:
+    """The app, a process that serves it, and a client."""
+
+    def __init__(self, folder: Path, host: str, more: str = "") -> None:
+        file = folder / "app.py"
+        file.write_text(APP + more)
+        path = str(folder / "s")
+        role = "server" if host == "script" else ""
+        environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", "SHARED_TENSOR_ROLE": role}
+        self.child = Child(*HOSTS[host], str(file), environ={**environ, "OMP_NUM_THREADS": "1"}, cwd=folder)
+        self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
+
+    def ask(self, endpoint: str, *arguments: Any) -> list[Any]:
+        """What an endpoint's tensor says."""
+        found: list[Any] = self.client.call(endpoint, *arguments).tolist()
+        return found
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str], str]:
+        """Ask for the end: the exit code, what the app told on the way, and what was written to standard error."""
+        self.child.process.send_signal(number)
+        out, errors = self.child.process.communicate(timeout=20)
+        told = [line.removeprefix("told: ") for line in out.splitlines() if line.startswith("told: ")]
+        said = [line for line in errors.splitlines() if not line.startswith("shared_rpc: serving at")]
+        return self.child.process.returncode, told, "\n".join(said)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        self.client.close()
+        if self.child.process.poll() is None:
+            # Not by SIGKILL, which would leave pools behind that have its pipes.
+            self.end()
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The app, served in each way; its main code has ended."""
+    folder = tmp_path_factory.mktemp(request.param)
+    folder.chmod(0o700)
+    served = Served(folder, request.param)
+    served.client.ping()
+    yield served
+    served.close()
+
+
+@pytest.fixture(params=HOSTS)
+def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """``serve(more)``: the same for a test alone, with more code in the app."""
+    tmp_path.chmod(0o700)
+    started: list[Served] = []
+
+    def start(more: str = "") -> Served:
+        started.append(Served(tmp_path, request.param, more))
+        started[-1].client.ping()
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
+    """``script(more)``: as ``python app.py`` in the server role."""
+    tmp_path.chmod(0o700)
+    started: list[Served] = []
+
+    def start(more: str) -> Served:
+        started.append(Served(tmp_path, "script", more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_modules_can_be_imported(serve: Callable[..., Served]) -> None:
+    """For the first time, also those that register for the end of the process when they are."""
+    served = serve()
+    names = ["concurrent.futures.process", "joblib", "sklearn.cluster", "transformers.generation", "sentence_transformers"]
+    assert [served.ask("load", name) for name in names[:2]] == [[True], [True]]
+    for name in names[2:]:
+        served.ask("load", name)
+
+
+def test_nothing_thinks_that_the_end_has_begun(served: Served) -> None:
+    """Neither the interpreter nor a module of the standard library."""
+    assert not any(served.ask("ending"))
+
+
+def test_sources_of_the_app(served: Served) -> None:
+    """They can be read, which compilers do; a script's are forgotten when its main code has ended."""
+    assert served.ask("sources") == [True]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("kind", ["executor", "pool"])
+def test_pools_of_processes(served: Served, kind: str, method: str) -> None:
+    """Made and ended in an endpoint, with every start method."""
+    assert served.ask("pooled", kind, method) == [1, 4, 9]
+
+
+@pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
+def test_pools_of_joblib(served: Served, backend: str) -> None:
+    """Each of its backends."""
+    assert served.ask("joblibbed", backend) == [1, 4, 9]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loaders(served: Served, method: str) -> None:
+    """With workers of their own."""
+    assert served.ask("loaded", method) == [1, 4, 9]
+
+
+def test_compiled_functions(served: Served) -> None:
+    """Compiled within the endpoint: by inductor, where there is a C++ compiler."""
+    assert served.ask("compiled", "inductor" if shutil.which("g++") else "aot_eager") == [3.0] * 64
+
+
+@pytest.mark.parametrize("what", ["executor", "thread", "processes", "subprocess"])
+def test_async_endpoints(served: Served, what: str) -> None:
+    """They use the pools of their loop, pools of processes, and other programs."""
+    assert served.ask("awaited", what) == [4]
+
+
+@pytest.mark.parametrize("what", ["thread", "subprocess", "asyncio.run"])
+def test_threads_and_programs(served: Served, what: str) -> None:
+    """An endpoint starts them, and loops of its own."""
+    assert served.ask("started", what) == [4]
+
+
+def test_a_forked_child_does_not_wait_for_the_servers_signals(served: Served) -> None:
+    """It has the handlers of a main program's child, and ends by them, as pools of multiprocessing want."""
+    assert served.ask("forked") == [True, -signal.SIGTERM]
+
+
+def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> None:
+    """Once, in the interpreter's order: what waits for threads first, then ``atexit``, the last registered first."""
+    served = serve()
+    served.ask("register", "one")
+    served.ask("register", "two")
+    code, told, errors = served.end()
+    assert (code, errors) == (0, "")
+    assert told[:2] == ["two before threads are joined", "one before threads are joined"]
+    # A finalizer's callback is one of atexit, registered with the first finalizer of the process.
+    assert [line for line in told[2:] if "at exit" in line] == ["two at exit", "one at exit"]
+    assert sorted(line for line in told[2:] if "finalizer" in line) == ["one finalizer", "two finalizer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "number"),
+    [
+        ("threads", "fork", signal.SIGTERM),
+        ("executor", "fork", signal.SIGTERM),
+        ("executor", "fork", signal.SIGINT),
+        ("executor", "forkserver", signal.SIGTERM),
+        ("pool", "fork", signal.SIGTERM),
+        ("pool", "spawn", signal.SIGTERM),
+    ],
+)
+def test_pools_that_are_kept_end_with_the_process(
+    serve: Callable[..., Served], kind: str, method: str, number: signal.Signals
+) -> None:
+    """An idle pool neither holds up the end nor stays behind."""
+    served = serve()
+    pid = served.client.call("keep", kind, method).item()
+    code, _, errors = served.end(number)
+    assert (code, errors) == (0, "")
+    eventually(lambda: not is_running(pid), what=f"the end of {pid}")
+
+
+# What only a script in the server role can meet.
+
+
+def test_threads_of_the_app_that_still_run(script: Callable[[str], Served]) -> None:
+    """They do not keep the process from serving, and are waited for when it ends."""
+    served = script(
+        """
+import threading
+
+go = threading.Event()
+
+
+def work():
+    go.wait()
+    told("the thread has ended")
+
+
+threading._register_atexit(go.set)
+threading.Thread(target=work).start()
+"""
+    )
+    served.child.expect_error("serving at")
+    assert not any(served.ask("ending"))
+    assert served.end() == (0, ["the thread has ended"], "")
+
+
+@pytest.mark.parametrize("how", ["-m", "-c"])
+def test_modules_and_commands(tmp_path: Path, base_path: str, children: list[Child], how: str) -> None:
+    """``python -m app`` and ``python -c`` serve as ``python app.py`` does."""
+    (tmp_path / "app.py").write_text(APP)
+    child = Child(how, "app" if how == "-m" else APP, environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
+    children.append(child)
+    child.expect_error("serving at")
+    with Client(base_path, device="cpu", timeout=150.0) as client:
+        assert not client.call("ending").any()
+    child.process.terminate()
+    assert child.close() == (0, "")
+
+
+def test_an_interactive_session_serves_when_it_ends(tmp_path: Path, base_path: str, children: list[Child]) -> None:
+    """``python -i app.py``: not before, and then as the script would have."""
+    (tmp_path / "app.py").write_text(APP)
+    child = Child("-i", "-q", "app.py", environ={"SHARED_TENSOR_ROLE": "server"}, cwd=tmp_path)
+    children.append(child)
+    child.tell("print('here:', provider.execution_mode)")
+    child.expect("here: server")
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    child.process.stdin = None
+    child.expect_error("serving at")
+    with Client(base_path, device="cpu", timeout=150.0) as client:
+        assert not client.call("ending").any()
+    child.process.terminate()
+    assert child.close()[0] == 0
+
+
+def test_a_script_that_ends_with_a_code_serves(script: Callable[[str], Served]) -> None:
+    """Python does not tell it, so the process serves; the code is the process's own when that has ended."""
+    served = script("sys.exit(3)\n")
+    served.child.expect_error("serving at")
+    assert served.end() == (3, [], "")
+
+
+def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[[str], Served]) -> None:
+    """What the main code registered is still there for endpoints, a temporary folder for one."""
+    served = script("import atexit\natexit.register(told, 'cleaned up')\nprint('told: main code', flush=True)\n")
+    served.child.expect_error("serving at")
+    served.ask("register", "endpoint")
+    code, told, errors = served.end()
+    assert (code, errors) == (0, "")
+    assert [line for line in told if "finalizer" not in line] == [
+        "main code",
+        "endpoint before threads are joined",
+        "endpoint at exit",
+        "cleaned up",
+    ]
+
+
+def test_a_forked_child_of_an_endpoint_ends_with_its_work(script: Callable[[str], Served]) -> None:
+    """With ``sys.exit()``, which ends no more than the child, and does not serve."""
+    served = script(
+        """
+@provider.share(cache=False)
+def child():
+    import multiprocessing
+
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
+    process.start()
+    process.join()
+    return tensor(process.exitcode)
+"""
+    )
+    assert served.ask("child") == [5]
+    assert served.end()[0] == 0
+
+
+def test_a_spawned_child_of_a_script_without_a_main_guard(script: Callable[[str], Served]) -> None:
+    """It runs the main code again, whose calls go to the server that its parent is."""
+    served = script(
+        """
+@provider.share
+def weights():
+    return tensor(1, 2)
+
+
+told(provider.execution_mode)
+weights()
+"""
+    )
+    served.child.expect_error("serving at")
+    assert served.ask("pooled", "executor", "spawn") == [1, 4, 9]
+    told = served.end()[1]
+    assert told[0] == "server"
+    assert set(told[1:]) == {"client"}
+
+
+def test_a_fork_server_does_not_serve(script: Callable[[str], Served]) -> None:
+    """It has imported the app, and ends when the process that served has ended: it does not take its place."""
+    served = script('import multiprocessing\n\nmultiprocessing.set_forkserver_preload(["app"])\n')
+    served.child.expect_error("serving at")
+    assert served.ask("pooled", "executor", "forkserver") == [1, 4, 9]
+    assert served.end() == (0, [], "")
+    assert not Path(served.client.socket_path).exists()
+
+
+@pytest.mark.parametrize("moment", ["before it serves", "while it stops"])
+def test_an_interrupt_beside_the_wait(script: Callable[[str], Served], moment: str) -> None:
+    """Ctrl-C just before signals are waited for, or a second one: the process ends as with one, exit callbacks included."""
+    patch = {
+        "before it serves": """
+ask = Provider._serves_at_end
+
+
+def interrupted(self):
+    signal.raise_signal(signal.SIGINT)
+    return ask(self)
+
+
+Provider._serves_at_end = interrupted
+""",
+        "while it stops": """
+from shared_rpc import Server
+
+stop = Server.stop
+
+
+def interrupted(self):
+    signal.raise_signal(signal.SIGINT)
+    stop(self)
+    signal.raise_signal(signal.SIGTERM)
+
+
+Server.stop = interrupted
+""",
+    }[moment]
+    served = script(f"import atexit, signal\natexit.register(told, 'cleaned up')\n{patch}")
+    if moment == "while it stops":
+        served.child.expect_error("serving at")
+        assert served.end(signal.SIGINT) == (0, ["cleaned up"], "")
+        assert not Path(served.client.socket_path).exists()
+    else:
+        out, errors = served.child.process.communicate(timeout=20)
+        assert (served.child.process.returncode, out, errors) == (0, "told: cleaned up\n", "")
+
+
+@pytest.mark.parametrize("kind", ["executor", "pool"])
+def test_processes_of_an_endpoint_that_does_not_end(serve: Callable[..., Served], kind: str) -> None:
+    """They do not outlive the server that is asked to end while it runs."""
+    served = serve()
+    served.client.submit("busy", kind)
+    pid = int(served.child.expect("busy:").split()[-1])
+    code, _, _ = served.end()
+    assert code == 0
+    eventually(lambda: not is_running(pid), what=f"the end of {pid}")
+
+
+def test_an_interpreter_that_starts_no_threads_any_more(script: Callable[[str], Served]) -> None:
+    """Python 3.12.0 to 3.12.2: the process cannot serve, and says what can be done."""
+    served = script(
+        """
+import threading
+
+
+def refuse(*_, **__):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+threading.Thread.start = refuse
+"""
+    )
+    code, errors = served.child.close()
+    assert code == 1
+    assert errors.startswith(f"shared_rpc: Python {platform.python_version()} starts no threads when the main code has ended")
+    assert "'shared-rpc serve'" in errors

@@ -1,0 +1,855 @@
+"""A user's own class around shared tensors: by name, with no memory taken, and nothing left without memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import Client, Provider, Server, materialize
+from shared_rpc.errors import CapabilityError, ConfigurationError, StaleHandleError, StateMismatchError
+from tests.kit.models import Tied
+from tests.kit.processes import eventually, python
+
+MIB = 1 << 20
+
+
+class Rotary(nn.Module):
+    """Keeps tables that it computes, as attention layers do: in buffers that are not persistent, and in plain attributes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        frequencies = 1 / 10000 ** (torch.arange(0, size, 2).float() / size)
+        angles = torch.outer(torch.arange(9, device=frequencies.device), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        mask = torch.triu(torch.full((4, 4), float("-inf")), 1)
+        mask[0, 0] = 5
+        self.kept = {"mask": mask, "pair": (torch.tensor([1.0, 2.0]), "text"), "list": [torch.ones(2)]}
+
+
+class Block(nn.Module):
+    """A layer with parameters, persistent buffers, and tables."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(size)
+        self.linear = nn.Linear(size, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.steps = torch.linspace(0, 1, 3).tolist()
+
+
+class Net(nn.Module):
+    """Layers, and an output that is tied to the input."""
+
+    def __init__(self, size: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.tied = Tied()
+        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
+
+
+class Owner(nn.Module):
+    """Parameters in the order that a checkpoint of another library might have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(4, 4), "out": nn.Linear(4, 2)}) for _ in range(2))
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors see the same bytes in the same way."""
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def test_a_model_is_built_around_a_modules_tensors() -> None:
+    """Every parameter and persistent buffer is the source's memory, under its name."""
+    source = Net()
+    with materialize(source):
+        model = Net()
+    for name, tensor in source.state_dict(keep_vars=True).items():
+        assert same_memory(model.state_dict(keep_vars=True)[name], tensor), name
+        assert model.get_parameter(name) is not tensor if isinstance(tensor, nn.Parameter) else True
+
+
+def test_what_a_constructor_computes_is_computed() -> None:
+    """Buffers that are not persistent, plain attributes and numbers are what they are without a source, bit by bit."""
+    plain = Net()
+    with materialize(plain.state_dict()):
+        model = Net()
+    for block, expected in zip(model.blocks, plain.blocks, strict=True):
+        assert block.rates == expected.rates
+        assert block.steps == expected.steps
+        assert torch.equal(block.rotary.cos, expected.rotary.cos)
+        assert torch.equal(block.rotary.sin, expected.rotary.sin)
+        assert torch.equal(block.rotary.kept["mask"], expected.rotary.kept["mask"])
+        assert torch.equal(block.rotary.kept["pair"][0], expected.rotary.kept["pair"][0])
+        assert torch.equal(block.rotary.kept["list"][0], expected.rotary.kept["list"][0])
+    assert not any(tensor.is_meta for tensor in all_tensors(model).values())
+
+
+def test_transient_buffers_are_private() -> None:
+    """A cache in a buffer that is not persistent is not the source's: two engines must not write one another's."""
+    source = Rotary(4)
+    for tensors in (source, {"cos": source.cos}):  # an older checkpoint may have it
+        with materialize(tensors):
+            model = Rotary(4)
+        model.cos.zero_()
+        assert source.cos[0, 0] == 1
+
+
+def test_tables_are_taken_apart_where_values_decide() -> None:
+    """What depends on values, as a boolean index does, is done with the values."""
+
+    class Choosy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weights = torch.arange(6.0)
+            self.register_buffer("chosen", weights[weights > 2], persistent=False)
+            self.large = "large" if weights.max() > 4 else "small"
+            self.array = weights.numpy().tolist()
+            self.given = torch.zeros(3)
+            self.given[:2] = torch.tensor([4.0, 5.0])
+            self.layer = nn.Linear(2, 2)
+
+    source = Choosy()
+    with materialize(source):
+        model = Choosy()
+    assert model.chosen.tolist() == [3.0, 4.0, 5.0]
+    assert (model.large, model.array) == ("large", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert model.given.tolist() == [4.0, 5.0, 0.0]
+
+
+def test_operations_that_change_a_tensors_shape_in_place() -> None:
+    """A transposed table is transposed, and what was written through a view of another one is there."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.zeros(3, 2)
+            table[1:].add_(1)
+            self.register_buffer("table", table.t_().unsqueeze_(0), persistent=False)
+            self.register_buffer("phase", torch.polar(torch.ones(2), torch.ones(2)).conj(), persistent=False)
+            self.register_buffer("drawn", torch.empty(64).normal_(), persistent=False)
+
+    expected = Turned()
+    with materialize({}):
+        model = Turned()
+    assert torch.equal(model.table, expected.table)
+    assert model.table.tolist() == [[[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]]
+    assert torch.equal(model.phase, expected.phase)
+    assert 0.1 < model.drawn.std() < 10
+
+
+def test_what_is_forgotten_was_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are computed in between are let go of, and those that are needed are not."""
+    monkeypatch.setattr("shared_rpc.building.deferred._SMALL_TOGETHER", 4096)
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(20):
+                self.register_buffer(f"table{number}", (torch.arange(256.0) * number).cos() + number, persistent=False)
+
+    expected = Tables()
+    with materialize({}):
+        model = Tables()
+    for number in range(20):
+        assert torch.equal(model.get_buffer(f"table{number}"), expected.get_buffer(f"table{number}"))
+
+
+def test_tensors_that_share_memory_do_so_afterwards() -> None:
+    """Two buffers over one table, and a view in an attribute, are one memory again."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(8.0)
+            self.register_buffer("low", table[:4], persistent=False)
+            self.register_buffer("high", table[4:], persistent=False)
+
+    with materialize({}):
+        model = Halves()
+    assert model.high.tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert model.low.untyped_storage().data_ptr() == model.high.untyped_storage().data_ptr()
+
+
+def test_attributes_that_see_a_weight_see_the_sources() -> None:
+    """A list of parameters, a buffer under another name, a view of either: they are the shared memory too."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+            self.register_buffer("table", torch.randn(6))
+            self.listed = [self.weight]
+            self.named = {"weight": self.weight, "table": self.table}
+            self.half = self.weight[2:]
+            self.turned = self.weight.data.t()
+            self.register_buffer("first", self.table[:2], persistent=False)
+
+    source = Kept()
+    with materialize(source):
+        model = Kept()
+    assert model.listed[0] is model.weight is model.named["weight"]
+    assert model.named["table"] is model.table
+    assert same_memory(model.half, source.weight[2:])
+    assert same_memory(model.turned, source.weight.t())
+    assert same_memory(model.first, source.table[:2])
+    model.half.sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.sum() == 6
+
+
+def test_an_attribute_that_sees_more_than_a_weight() -> None:
+    """The source has no such memory, so it is refused; another layout of the source is no better."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = torch.zeros(6)
+            self.weight = nn.Parameter(self.flat[:4].view(2, 2))
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 2))
+            self.row = self.weight.data[0]
+
+    with pytest.raises(CapabilityError, match=r"shape \(6,\) in a plain attribute that sees the memory of weight"):
+        with materialize({"weight": torch.ones(2, 2)}):
+            flat = Flat()
+        del flat
+    with pytest.raises(CapabilityError, match=r"sees the memory of weight"):
+        with materialize({"weight": torch.ones(2, 2).t()}):
+            rows = Rows()
+        del rows
+
+
+def test_attributes_want_gradients_as_the_constructor_has_it() -> None:
+    """Parameters that are not registered stay parameters."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(2, requires_grad=True)
+            self.listed = [nn.Parameter(torch.ones(3))]
+
+    with materialize({}):
+        model = Kept()
+    assert model.scale.requires_grad
+    assert isinstance(model.listed[0], nn.Parameter)
+
+
+def test_what_an_attribute_leads_to_is_not_written_to() -> None:
+    """Modules of Python are left alone, and containers in which nothing is replaced are only read."""
+
+    class Guarded(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise AssertionError(f"{key} is written")
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.library = torch.nn.functional
+            self.settings = Guarded(size=1)
+            self.table = torch.arange(3)
+
+    with materialize({}):
+        model = Kept()
+    assert model.table.tolist() == [0, 1, 2]
+
+
+def test_questions_about_values() -> None:
+    """What is no tensor, as whether two are close, is answered with the values."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(3.0)
+            self.answers = torch.allclose(table, table + 1e-9), torch.equal(table, table + 1)
+
+    with materialize({}):
+        model = Asks()
+    assert model.answers == (True, False)
+
+
+def test_parametrisations_that_look_at_what_they_make() -> None:
+    """``orthogonal`` checks what it has made."""
+    orthogonal = torch.nn.utils.parametrizations.orthogonal
+    source = orthogonal(nn.Linear(4, 4))
+    with materialize(source):
+        model = orthogonal(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), source(x))
+
+
+def test_lazy_layers() -> None:
+    """They have no shape that could be compared: the error says what to build in their place."""
+    with pytest.raises(CapabilityError, match=r"weight of LazyLinear has no shape .* nn\.Linear"):
+        with materialize(nn.Linear(4, 3)):
+            model = nn.LazyLinear(3)
+        del model
+
+
+def test_tied_weights_stay_tied() -> None:
+    """One parameter under two names; a source that has only one of them, as safetensors files do, is enough."""
+    source = Tied()
+    for tensors in (source, {"embed.weight": source.embed.weight}, {"head.weight": source.embed.weight}):
+        with materialize(tensors):
+            model = Tied()
+        assert model.head.weight is model.embed.weight
+        assert same_memory(model.head.weight, source.embed.weight)
+
+
+def test_tied_weights_that_the_source_has_twice() -> None:
+    """They cannot both be had."""
+    source = {"embed.weight": torch.ones(7, 4), "head.weight": torch.ones(7, 4)}
+    told = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
+    with pytest.raises(StateMismatchError, match=told), materialize(source):
+        model = Tied()
+    del model
+
+
+def test_gradients_are_wanted_as_in_the_source() -> None:
+    """A frozen source gives a frozen model; marks on parameters stay."""
+    source = nn.Linear(2, 2)
+    source.bias.requires_grad_(False)
+
+    class Marked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.weight.no_decay = True  # type: ignore[attr-defined]
+
+    with materialize(source):
+        model = Marked()
+    assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.no_decay
+    with materialize(source.state_dict()):
+        frozen = nn.Linear(2, 2)
+    assert not frozen.weight.requires_grad
+
+
+def test_a_model_trains_after_it_was_built_without_gradients() -> None:
+    """The block may be under inference_mode; the tensors are ordinary ones."""
+    source = nn.Linear(2, 2)
+    with torch.inference_mode(), materialize(source):
+        model = Rotary(4), nn.Linear(2, 2)
+    model[1](torch.ones(1, 2)).sum().backward()
+    assert model[1].weight.grad is not None
+    assert not model[0].cos.is_inference()
+
+
+def test_recurrent_layers() -> None:
+    """They keep their weights in a list beside their names."""
+    source = nn.LSTM(3, 4)
+    with materialize(source):
+        model = nn.LSTM(3, 4)
+    x = torch.randn(2, 1, 3)
+    assert torch.equal(model(x)[0], source(x)[0])
+
+
+# Names.
+
+
+def test_names_are_mapped_by_patterns() -> None:
+    """``*`` is one part, ``**`` any number of them, whole names come first, and None leaves out."""
+    source = Owner()
+    checkpoint = {
+        f"model.layers.{layer}.attn.{part}.{kind}": tensor
+        for layer, each in enumerate(source.layers)
+        for part, linear in each.items()
+        for kind, tensor in linear.named_parameters()
+    } | {"model.steps": torch.ones(1)}
+    with materialize(checkpoint, rename={"model.layers.*.attn.**": "layers.*.**", "model.steps": None}):
+        model = Owner()
+    assert same_memory(model.layers[1]["query"].weight, source.layers[1]["query"].weight)
+    with materialize(checkpoint, rename=lambda name: name.replace("attn.", "")[6:] if "attn" in name else None):
+        model = Owner()
+    assert same_memory(model.layers[0]["out"].bias, source.layers[0]["out"].bias)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"a.*": "b.*.*"}, "the name has 2 stars and its pattern 1"),
+        ({"a": "b.*"}, "the name has 1 stars and its pattern 0"),
+        ({"weight": "bias"}, "'bias' and 'weight' of the source are both 'bias' in the model|'weight' and 'bias'"),
+    ],
+)
+def test_maps_that_cannot_be(rename: dict[str, str], message: str) -> None:
+    """They are refused before anything is built."""
+    with pytest.raises(ConfigurationError, match=message), materialize(nn.Linear(2, 2), rename=rename):
+        raise AssertionError("the block is not entered")
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    """Missing, unexpected and mismatched names, with both shapes and dtypes, and the model's class."""
+    source = {"weight": torch.ones(3, 2), "scale": torch.ones(1), "embed.weight": torch.ones(7, 4, dtype=torch.float16)}
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+            self.bias = nn.Parameter(torch.ones(2))
+            self.embed = nn.Embedding(7, 4)
+
+    with pytest.raises(StateMismatchError) as caught, materialize(source):
+        model = Odd()
+    error = caught.value
+    assert (error.missing, error.unexpected) == (("bias",), ("scale",))
+    assert error.mismatched == (
+        "weight is (2, 3) float32 in the model, (3, 2) float32 in the source",
+        "embed.weight is (7, 4) float32 in the model, (7, 4) float16 in the source",
+    )
+    text = str(error)
+    assert all(
+        part in text for part in ("does not fit Odd", "bias", "scale", "rename=", "own=", ".to(dtype)", *error.mismatched)
+    )
+    del model
+
+
+def test_long_lists_are_cut_in_the_message_alone() -> None:
+    """A wrong prefix is thousands of names: twenty are shown, all are attributes."""
+    source = {f"layers.{number}.weight": torch.ones(1) for number in range(1000)}
+    with pytest.raises(StateMismatchError) as caught, materialize(source):
+        model = nn.Linear(2, 2)
+    assert len(caught.value.unexpected) == 1000
+    assert "... and 980 more" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    del model
+
+
+def test_a_model_in_another_dtype() -> None:
+    """``.to(dtype)`` in the block, and the default dtype, are what they are elsewhere."""
+    source = nn.Linear(4, 4).to(torch.bfloat16)
+    with materialize(source):
+        model = nn.Linear(4, 4).to(torch.bfloat16)
+    assert same_memory(model.weight, source.weight)
+    with materialize(source):
+        model = nn.Linear(4, 4, dtype=torch.bfloat16, device="cpu")
+    assert same_memory(model.weight, source.weight)
+
+
+def test_names_of_the_models_own() -> None:
+    """Adapters are made as their constructor has it, in memory of this process."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 4)
+            self.lora_a = nn.Parameter(torch.full((4, 2), 3.0))
+            self.lora_b = nn.Parameter(torch.empty(2, 4))
+            nn.init.normal_(self.lora_b)
+
+    base = nn.Linear(4, 4).requires_grad_(False)
+    with materialize(base, rename=lambda name: f"base.{name}", own=["lora_*"]):
+        model = Adapted()
+    assert same_memory(model.base.weight, base.weight)
+    assert not model.base.weight.requires_grad
+    assert model.lora_a.requires_grad
+    assert (model.lora_a == 3).all()
+    assert model.lora_b.std() > 0
+
+
+# Which models.
+
+
+def test_several_models_take_from_one_source() -> None:
+    """Each takes its names; only what none takes is unexpected. What is thrown away does not count."""
+    source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    class Part(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(2, 2))
+
+    with materialize(source):
+        nn.Linear(5, 5)
+        first, second, again = Part("a"), Part("b"), Part("a")
+        loss = nn.CrossEntropyLoss()
+    assert same_memory(first.a.weight, source["a"].weight)
+    assert same_memory(second.b.weight, source["b"].weight)
+    assert same_memory(again.a.weight, first.a.weight)
+    assert again.a.weight is not first.a.weight
+    del loss
+
+
+def test_a_module_that_was_thrown_away_and_refers_to_itself() -> None:
+    """It is collected before anything is said to be missing."""
+
+    class Cyclic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(9, 9)
+            self.itself = [self]
+
+    source = nn.Linear(2, 2)
+    with materialize(source):
+        Cyclic()
+        model = nn.Linear(2, 2)
+    assert same_memory(model.weight, source.weight)
+
+
+def test_copies_made_in_the_block() -> None:
+    """``nn.Transformer`` makes its layers by copying one."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    source = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with materialize(source):
+        model = nn.TransformerEncoder(copy.deepcopy(layer), 2, enable_nested_tensor=False).eval()
+    x = torch.randn(1, 3, 4)
+    assert torch.equal(model(x), source(x))
+
+
+def test_the_innermost_block_counts() -> None:
+    """What an inner block has built is left as it is by the outer one, and its names are nobody else's business."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.Linear(2, 2)
+            with materialize(inner):
+                self.inner = nn.Linear(3, 3)
+
+    inner, outer = nn.Linear(3, 3), nn.Linear(2, 2)
+    with materialize({"outer.weight": outer.weight, "outer.bias": outer.bias}):
+        model = Pair()
+    assert same_memory(model.inner.weight, inner.weight)
+    assert same_memory(model.outer.weight, outer.weight)
+
+
+def test_no_model() -> None:
+    """A block that builds none is a mistake, and so is one whose model is kept by nobody."""
+    with pytest.raises(ConfigurationError, match="no torch module was built in the block"), materialize(nn.Linear(1, 1)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (3, "the source is a int"),
+        ({"a": {"b": torch.ones(1)}}, "has a dict at 'a'"),
+        ({"a": torch.ones(1, device="meta")}, "'a' is on the meta device"),
+    ],
+)
+def test_sources_that_cannot_be(source: Any, message: str) -> None:
+    """Modules, and flat dicts of tensors that have memory."""
+    with pytest.raises(ConfigurationError, match=message), materialize(source):
+        raise AssertionError("the block is not entered")
+
+
+# What is left.
+
+
+def test_nothing_is_left_without_memory() -> None:
+    """A tensor that is kept where it cannot be replaced is an error that says what it is."""
+    source = nn.Linear(2, 3)
+    kept = []
+    with pytest.raises(CapabilityError, match=r"outside of the model's modules.*float32 \(5, 7\)"), materialize(source):
+        model = nn.Linear(2, 3)
+        kept.append(torch.zeros(5, 7))
+    with pytest.raises(CapabilityError, match="make optimizers, caches and inputs after the block"), materialize(source):
+        model = nn.Linear(2, 3)
+        kept.append(torch.optim.SGD(model.parameters()))
+    del model
+
+
+class Broken(Exception):
+    """What a constructor raises."""
+
+
+def test_an_exception_of_the_block_passes_through() -> None:
+    """And torch is as it was."""
+    before = nn.Module.__init__
+    with pytest.raises(Broken), materialize(nn.Linear(1, 1)):
+        assert torch.empty(1).is_meta
+        assert nn.Module.__init__ is not before
+        nn.Linear(3, 3)
+        raise Broken
+    assert nn.Module.__init__ is before
+    assert not torch.empty(1).is_meta
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_other_threads_are_not_touched() -> None:
+    """They build models with memory meanwhile, and other blocks with other sources."""
+    sources = [nn.Linear(2, 2) for _ in range(4)]
+    barrier = threading.Barrier(5)
+    built: dict[int, nn.Module] = {}
+    plain: list[nn.Module] = []
+
+    def build(number: int) -> None:
+        with materialize(sources[number]):
+            barrier.wait(20)
+            built[number] = nn.Linear(2, 2)
+            barrier.wait(20)
+
+    def build_plain() -> None:
+        barrier.wait(20)
+        plain.extend(nn.Linear(2, 2) for _ in range(100))
+        barrier.wait(20)
+
+    threads = [threading.Thread(target=build, args=[number]) for number in range(4)] + [threading.Thread(target=build_plain)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same_memory(built[number].weight, sources[number].weight) for number in range(4))  # type: ignore[arg-type]
+    assert not any(parameter.is_meta for model in plain for parameter in model.parameters())
+
+
+def test_torchs_random_numbers_are_left_alone() -> None:
+    """Initial values that nobody gets are not drawn."""
+    source = Net()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with materialize(source):
+        model = Net()
+    assert torch.equal(torch.get_rng_state(), state)
+    del model
+
+
+# Shared memory and leases.
+
+
+@pytest.fixture
+def shared(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> Client:
+    """A client of a server that has a module and a dict of tensors, each with a lease, read-only."""
+    provider.share("net", managed=True, access="read")(Net)
+    provider.share("state", managed=True)(lambda: dict(Net().state_dict()))
+    serve()
+    return connect()
+
+
+def test_a_handle_is_a_source(shared: Client) -> None:
+    """Its memory is mapped, and both models see it."""
+    handle = shared.call("net")
+    with materialize(handle):
+        model = Net()
+    assert same_memory(model.tied.embed.weight, handle.value.tied.embed.weight)
+    state = shared.call("state")
+    with materialize(state):
+        other = Net()
+    state.value["tied.embed.weight"].fill_(7.0)
+    assert (other.tied.head.weight == 7).all()
+
+
+def test_a_model_keeps_its_lease(shared: Client) -> None:
+    """Until it has gone; and its tensors outlive a handle that is released earlier."""
+
+    def build() -> nn.Module:
+        with materialize(shared.call("net")):
+            return Net()
+
+    model = build()
+    (held,) = shared.list_objects()
+    assert held["leases"] == 1
+    expected = model.tied.embed.weight.clone()
+    del model
+    gc.collect()
+    eventually(lambda: shared.list_objects()[0]["leases"] == 0)  # a finaliser's work is done by a thread
+    handle = shared.call("net")
+    with materialize(handle):
+        model = Net()
+    handle.release()
+    shared.invalidate_endpoint_cache("net")
+    assert torch.equal(model.tied.embed.weight, expected)
+
+
+def test_a_released_handle(shared: Client) -> None:
+    """There is nothing to take from it."""
+    handle = shared.call("net")
+    handle.release()
+    with pytest.raises(StaleHandleError), materialize(handle):
+        raise AssertionError("the block is not entered")
+
+
+def test_training_leaves_read_only_memory_alone(shared: Client) -> None:
+    """Gradients of a read-only source are this process's own."""
+    with materialize(shared.call("net")):
+        model = Net()
+    model.tied(torch.tensor([1, 2])).sum().backward()
+    assert model.tied.embed.weight.grad is not None
+
+
+# Memory.
+
+
+BIG = """
+    import resource, sys, torch
+    from shared_rpc import materialize
+    from torch import nn
+
+    class Big(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(4))
+            for layer in self.layers:
+                nn.init.normal_(layer.weight)
+            angles = torch.outer(torch.arange(4096), 10000 ** (-torch.arange(0, 128, 2).float() / 128))
+            self.register_buffer("cos", angles.cos(), persistent=False)
+
+    def resident():
+        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+    source = {name: torch.empty(shape) for number in range(4) for name, shape in
+              ((f"layers.{number}.weight", (8192, 8192)), (f"layers.{number}.bias", (8192,)))}
+    with materialize({"weight": torch.ones(3, 3), "bias": torch.ones(3)}):
+        nn.init.normal_(nn.Linear(3, 3).weight)
+        warm = nn.Linear(3, 3)
+    before, peak_before = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with materialize(source):
+        model = Big()
+        inside = resident()
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("compiler", "torch._dynamo" in sys.modules)
+    print("grown", total >> 20, (inside - before) >> 20, (resident() - before) >> 20, (peak - peak_before) >> 10)
+"""
+
+
+def test_a_gigabyte_takes_nothing() -> None:
+    """A model of 1 GiB is built with no growth of the process, neither meanwhile nor after."""
+    child = python(BIG)
+    assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
+    total, inside, after, peak = map(int, child.expect("grown").split()[1:])
+    assert child.close() == (0, "")
+    assert total >= 1024
+    assert max(inside, after, peak) < 64
+
+
+@contextmanager
+def counted_allocations() -> Iterator[list[int]]:
+    """Bytes that torch allocates on the host."""
+    found: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield found
+    found.extend(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
+
+
+def test_torch_allocates_nothing() -> None:
+    """By torch's own count of its host allocator."""
+    source = {"weight": torch.empty(1024, 1024), "bias": torch.empty(1024)}
+    with counted_allocations() as allocated, materialize(source):
+        model = nn.Linear(1024, 1024)
+        nn.init.orthogonal_(model.weight)
+    assert sum(allocated) < 4096
+    with counted_allocations() as allocated:
+        plain = nn.Linear(1024, 1024)
+    assert sum(allocated) >= 4 * MIB  # it would have been seen
+    del plain
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_nothing() -> None:
+    """A model of 1 GiB around mapped memory: torch's allocator is not asked, and what is computed lies beside the weights."""
+    size = 8192
+    with torch.device("cuda"):
+        source = {"weight": torch.ones(size, size, 4), "bias": torch.ones(size)}
+
+    class Big(nn.Module):
+        def __init__(self, device: str | None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(size, size, 4, device=device))
+            self.bias = nn.Parameter(torch.zeros(size, device=device))
+            nn.init.normal_(self.weight)
+            self.register_buffer("table", torch.arange(4.0, device=self.bias.device).cos(), persistent=False)
+
+    for device, move in (("cuda", False), (None, True), (None, False)):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with materialize(source):
+            model = Big(device)
+            model = model.cuda() if move else model
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < MIB
+        assert same_memory(model.weight, source["weight"])
+        assert model.table.device == model.weight.device == source["weight"].device
+        assert torch.allclose(model.table.cpu(), torch.arange(4.0).cos())
+        del model
+
+
+@pytest.mark.gpu
+def test_a_buffer_that_numpy_made_goes_to_the_gpu() -> None:
+    """It has memory before anybody could say where; the model is on one device all the same."""
+    numpy = pytest.importorskip("numpy")
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2))
+            self.register_buffer("table", torch.from_numpy(numpy.arange(4.0)), persistent=False)
+
+    weight = torch.ones(2, device="cuda")
+    with materialize({"weight": weight}):
+        model = Positions()
+    assert model.table.device == model.weight.device == weight.device
+    assert model.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.gpu
+def test_a_shared_gpu_model(base_path: str) -> None:
+    """A handle's memory, mapped by VMM, under another class: nothing allocated, and the same results."""
+    provider = Provider(base_path, device="cuda")
+    provider.share("net", managed=True, access="read")(lambda: nn.Linear(2048, 2048, device="cuda"))
+    with Server(provider), Client(base_path, device="cuda") as client:
+        handle = client.call("net")
+        x = torch.randn(2, 2048, device="cuda")
+        expected = handle.value(x)
+        before = torch.cuda.memory_allocated()
+        with materialize(handle), torch.device("cuda"):
+            model = nn.Linear(2048, 2048)
+        assert torch.cuda.memory_allocated() == before
+        assert torch.equal(model(x), expected)
+
+
+# transformers.
+
+
+@pytest.fixture
+def transformers() -> Any:
+    """The library, where it is installed."""
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers(transformers: Any, tied: bool, tmp_path: Path) -> None:
+    """A LLaMA from its configuration, around a module and around a checkpoint without tables and tied names."""
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+    )
+    source = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(12)[None]
+    checkpoint = {name: tensor for name, tensor in source.state_dict().items() if not (tied and name == "lm_head.weight")}
+    for tensors in (source, checkpoint):
+        with materialize(tensors):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        model.eval()
+        assert same_memory(model.model.layers[1].mlp.up_proj.weight, source.model.layers[1].mlp.up_proj.weight)
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits, source(tokens).logits)
+        expected = source.generate(tokens, max_new_tokens=5, do_sample=False)
+        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), expected)

@@ -1,0 +1,634 @@
+"""Metrics for Prometheus: what is told, that it is right, and that whoever asks for it disturbs nobody."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, errors
+from shared_rpc.instrumentation import get_hooks
+from shared_rpc.server.meter import Durations
+from tests.kit.brokers import BrokerApp, another_worker, begun, worker_pids
+from tests.kit.processes import ROOT, Child, eventually, open_fds, python
+from tests.kit.scraping import scrape
+
+pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Lets endpoints that wait go on, before the server is stopped."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+    """A server with a few endpoints, and metrics on a free port."""
+
+    @provider.share(managed=True)
+    def held(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @provider.share(cache=False)
+    def fails(value: int) -> torch.Tensor:
+        raise ValueError(f"not {value}")
+
+    @provider.share(cache=False)
+    def short(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @provider.share
+    def wait(key: int = 0) -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    @provider.share(concurrency="serialized")
+    def in_turn(key: int) -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    return serve(metrics_port=0)
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    """Where its metrics are."""
+    assert server.metrics_url is not None
+    return server.metrics_url
+
+
+def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
+    """The first scrape of which that is true: a text may be a moment old."""
+    found: list[Any] = []
+
+    def look() -> bool:
+        found[:] = [scrape(url)]
+        return condition(found[0])
+
+    eventually(look)
+    return found[0]
+
+
+def test_calls_by_endpoint_and_outcome(url: str, connect: Callable[..., Client]) -> None:
+    """How many, and how long they took; cached ones and builds on their own."""
+    client = connect()
+    client.call("held", 3), client.call("held", 3), client.call("held", 4)
+    with pytest.raises(ValueError, match="not 5"):
+        client.call("fails", 5)
+    with pytest.raises(errors.EndpointNotFound):
+        client.call("nowhere")
+    now = scrape(url)
+    assert now("calls_total", endpoint="held", outcome="built") == 2
+    assert now("calls_total", endpoint="held", outcome="hit") == 1
+    assert now("calls_total", endpoint="fails", outcome="failed") == 1
+    assert now("calls_total", endpoint="wait", outcome="built") == 0
+    assert now("call_duration_seconds_count", endpoint="held", outcome="built") == 2
+    assert 0 < now("call_duration_seconds_sum", endpoint="held", outcome="built") < 10
+    assert now("call_duration_seconds_bucket", endpoint="held", outcome="built", le="300") == 2
+    assert now("cache_hits_total", endpoint="held") == 1
+    assert now("cache_misses_total", endpoint="held") == 2
+    assert now("cache_misses_total", endpoint="fails") == 0  # it is not cached
+    assert now("builds_total", endpoint="held") == 2
+    assert now("build_duration_seconds_count", endpoint="held") == 2
+    assert now("build_failures_total", endpoint="fails") == 1
+    assert now("errors_total", code="remote") == 1
+    assert now("errors_total", code="endpoint-not-found") == 1
+
+
+def test_what_goes_on_now(url: str, connect: Callable[..., Client], go: threading.Event, threads: Any) -> None:
+    """Runs that have begun, calls that joined one, and those that have ended are none of them."""
+    client = connect()
+    waiting = [threads.submit(client.call, "wait") for _ in range(3)]
+    now = fresh(url, lambda now: now("joined_calls_total", endpoint="wait") == 2)
+    assert now("builds_running", endpoint="wait") == 1
+    assert now("builds_queued", endpoint="wait") == 0
+    go.set()
+    for call in waiting:
+        call.result()
+    now = fresh(url, lambda now: now("builds_running", endpoint="wait") == 0)
+    assert now("calls_total", endpoint="wait", outcome="joined") == 2
+
+
+def test_what_waits_for_its_turn(url: str, connect: Callable[..., Client], go: threading.Event, threads: Any) -> None:
+    """Of a serialized endpoint one run goes on, and the others are queued."""
+    client = connect()
+    calls = [threads.submit(client.call, "in_turn", key) for key in range(3)]
+    now = fresh(url, lambda now: now("builds_queued", endpoint="in_turn") == 2)
+    assert now("builds_running", endpoint="in_turn") == 1
+    go.set()
+    for call in calls:
+        call.result(20)
+    now = fresh(url, lambda now: now("build_duration_seconds_count", endpoint="in_turn") == 3)
+    assert now("builds_queued", endpoint="in_turn") == now("builds_running", endpoint="in_turn") == 0
+
+
+def test_memory_leases_sessions_and_tasks(url: str, connect: Callable[..., Client]) -> None:
+    """They are what the server has now; what ended is counted."""
+    client = connect()
+    handle, buffer = client.call("held", 1000), client.create_buffer(8192)
+    client.wait_for_task(client.submit("held", 1001)).release()
+    now = fresh(url, lambda now: now("leases") == 2)
+    assert now("objects", kind="result") == 2
+    assert now("objects", kind="buffer") == 1
+    assert now("object_bytes", device="cpu") == client.get_server_info()["nbytes"] > 8192
+    assert now("sessions") == 1
+    assert now("tasks", status="completed") == 1
+    assert now("task_changes_total", status="pending") == now("task_changes_total", status="completed") == 1
+    handle.release(), buffer.release(), client.free_buffer(buffer)
+    client.close()
+    now = fresh(url, lambda now: now("sessions_closed_total") == 1)
+    assert (now("leases"), now("sessions"), now("objects", kind="buffer")) == (0, 0, 0)
+    assert now("objects_published_total") == 3
+    assert now("objects_freed_total") == 1
+    assert now("leases_given_total") == now("leases_ended_total") > 0
+    assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
+
+
+def test_memory_of_short_results(url: str, connect: Callable[..., Client]) -> None:
+    """The pools that they lie in, and how many clients have not given back."""
+    client = connect()
+    before = scrape(url)
+    assert before("pool_bytes") == before("pool_chunks") == 0
+    kept = [client.call("short", 1000) for _ in range(3)]
+    now = fresh(url, lambda now: now("pool_chunks") == 3)
+    assert now("pool_bytes") >= 3 * 4000
+    assert now("objects", kind="result") == 0
+    assert now("connections") == 1
+    del kept[1:]
+    client.call("short", 1)  # what was freed is told with the next call
+    fresh(url, lambda now: now("pool_chunks") < 3)
+
+
+def test_a_client_that_is_killed(url: str, base_path: str, children: list[Child]) -> None:
+    """Its leases are counted as reclaimed."""
+    child = python(f"""
+        from shared_rpc import Client
+        client = Client({base_path!r}, device="cpu")
+        handles = [client.call("held", size) for size in (1, 2, 3)]
+        print("attached", flush=True)
+        input()
+    """)
+    children.append(child)
+    child.expect("attached")
+    assert fresh(url, lambda now: now("leases") == 3)("sessions") == 1
+    child.kill()
+    now = fresh(url, lambda now: now("sessions") == 0)
+    assert now("leases_reclaimed_total") == 3
+    assert now("sessions_lost_total") == 1
+    assert now("leases") == 0
+
+
+def test_labels_are_those_of_registered_endpoints(url: str, connect: Callable[..., Client]) -> None:
+    """A client that calls a thousand names that there are not makes no time series."""
+    client = connect()
+    before = sum(len(samples) for samples in scrape(url).samples.values())
+    for number in range(1000):
+        with pytest.raises(errors.EndpointNotFound):
+            client.call(f"no{number}")
+    now = fresh(url, lambda now: "shared_rpc_errors_total" in now.samples)
+    assert sum(len(samples) for samples in now.samples.values()) <= before + 1
+    assert now("errors_total", code="endpoint-not-found") == 1000
+
+
+def test_the_process_and_the_release_are_told(url: str) -> None:
+    """As Prometheus's own libraries do."""
+    from shared_rpc import __version__
+
+    now = scrape(url)
+    assert now("build_info", version=__version__) == 1
+    assert now.samples["process_resident_memory_bytes"][0][1] > 1 << 20
+    assert "shared_rpc_workers" not in now.samples  # endpoints run here
+
+
+def test_two_servers_of_a_process_have_metrics_of_their_own(tmp_path: Path) -> None:
+    """What happens in one is not counted in the other."""
+    tmp_path.chmod(0o700)
+    with ExitStack() as stack:
+        urls = []
+        for name in ("a", "b"):
+            provider = Provider(tmp_path / name, device="cpu")
+            provider.share("f")(lambda: torch.zeros(1))
+            server = stack.enter_context(Server(provider, metrics_port=0))
+            urls.append(str(server.metrics_url))
+        stack.enter_context(Client(tmp_path / "b", device="cpu")).call("f")
+        assert [scrape(url)("calls_total", endpoint="f", outcome="built") for url in urls] == [0, 1]
+
+
+def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
+    """The reference names every metric that a broker tells, with its kind and its labels, and none that it does not."""
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    with pytest.raises(errors.EndpointNotFound):
+        broker_app.connect().call("nowhere")
+    told = {
+        family.name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            {label for sample in family.samples for label in sample.labels} - {"le"},
+        )
+        for family in scrape(url).families.values()
+        if family.name.startswith("shared_rpc_")
+    }
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    documented = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(r"^\| `(shared_rpc_\w+)` \| (\w+) \|([^|]*)\|", text, re.MULTILINE)
+    }
+    assert told == documented
+
+
+def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """How many there are, how often they ended, and what they need; and of calls as any server."""
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    client = broker_app.connect()
+    client.call("model")
+    (worker,) = worker_pids(client)
+    now = scrape(url)
+    assert now("calls_total", endpoint="model", outcome="built") == 1
+    assert now("workers", state="ready") == 1
+    assert now("worker_resident_bytes", worker="0") > 10 << 20
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(client.call, "slow", str(gate))
+        eventually(begun(gate))
+        assert fresh(url, lambda now: now("worker_runs", worker="0") == 1)("builds_running", endpoint="slow") == 1
+        gate.touch()
+        slow.result(20)
+    assert fresh(url, lambda now: now("worker_runs", worker="0") == 0)("builds_running", endpoint="slow") == 0
+    assert now("worker_crashes_total") == 0
+    with pytest.raises(errors.WorkerCrashed):
+        client.call("end", "kill")
+    another_worker(client, worker)
+    now = fresh(url, lambda now: now("workers", state="ready") == 1)
+    assert now("worker_crashes_total") == now("worker_restarts_total") == 1
+    assert now("errors_total", code="worker-crashed") == 1
+    assert now("objects", kind="result") == 2  # they outlived their maker
+
+
+def test_memory_of_two_providers_is_told_once(broker_app: BrokerApp) -> None:
+    """A provider whose result lies in the other's memory takes none of its own."""
+    other = f"{broker_app.base_path}-other"
+    broker_app.write(f"""
+    second = Provider({other!r}, device="cpu")
+    second.share("same")(lambda: model().weight.detach())
+    """)
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    mine = broker_app.connect()
+    mine.call("model")
+    alone = scrape(url)("object_bytes", device="cpu")
+    with Client(other, device="cpu") as client:
+        client.call("same")
+        assert client.get_server_info()["nbytes"] == alone > 0
+        now = fresh(url, lambda now: now("calls_total", endpoint="same", outcome="built") == 1)
+    assert now("object_bytes", device="cpu") == alone
+
+
+def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp) -> None:
+    """Endpoints of one name are one series: calls, builds and memory of both are in it."""
+    other = f"{broker_app.base_path}-other"
+    broker_app.write(f"""
+    second = Provider({other!r}, device="cpu")
+    second.share("model")(lambda: torch.zeros(1024))
+    """)
+    child = broker_app.start("--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    alone = scrape(url)("object_bytes", device="cpu")
+    with Client(other, device="cpu") as client:
+        client.call("model"), client.call("model")
+        now = fresh(url, lambda now: now("calls_total", endpoint="model", outcome="hit") == 1)
+    assert now("calls_total", endpoint="model", outcome="built") == 2
+    assert now("build_duration_seconds_count", endpoint="model") == now("builds_total", endpoint="model") == 2
+    assert now("object_bytes", device="cpu") >= alone + 4096
+    assert now("sessions") == 2
+    assert len(now.samples["shared_rpc_worker_runs"]) == 1
+
+
+def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp) -> None:
+    """Neither the library nor a hook: nobody listens."""
+    (broker_app.file.parent / "look.py").write_text(
+        "import sys\n"
+        "def tell(event):\n"
+        "    print('loaded', *{'prometheus_client', 'torch', 'wsgiref'} & {*sys.modules}, flush=True)\n"
+    )
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "look:tell", cwd=broker_app.file.parent)
+    broker_app._children.append(child)
+    assert child.expect("loaded") == "loaded"
+
+
+def test_a_service_that_finds_no_place_leaves_no_hook(broker_app: BrokerApp) -> None:
+    """Another server has its socket, however often it is tried: nobody listens to what never was."""
+    other = f"{broker_app.base_path}-other"
+    (broker_app.file.parent / "count.py").write_text(
+        "from shared_rpc import instrumentation as i\n"
+        "def tell(event):\n"
+        "    if isinstance(event, i.CallStarted):\n"
+        "        print('hooks', len(i.get_hooks()), flush=True)\n"
+    )
+    child = broker_app.start("--metrics-port", "0", "--hook", "count:tell")
+    client = broker_app.connect()
+    with Server(Provider(other, device="cpu", execution_mode="server")):
+        broker_app.write(f"second = Provider({other!r}, device='cpu')\n")
+        for _ in range(2):
+            with pytest.raises(errors.ConfigurationError, match="not all of it is served"):
+                client.reload()
+    client.call("model")
+    assert child.expect("hooks") == "hooks 2"  # itself, and the meter of what is served
+
+
+# The port.
+
+
+def test_a_port_that_is_taken(provider: Provider, base_path: str) -> None:
+    """It is told at once, with its number and the option; nothing listens then, and nothing is left open."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        before = open_fds()
+        server = Server(provider, metrics_port=port)
+        with pytest.raises(errors.ConfigurationError, match=rf"^metrics_port={port}: the port cannot be had on 127\.0\.0\.1: "):
+            server.start()
+        assert not server.running
+        assert not list(Path(base_path).parent.glob("*.sock"))
+        assert open_fds() == before
+    with server:  # once it is free, the same server starts
+        assert server.metrics_url is None or str(port) in server.metrics_url
+
+
+def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: BrokerApp) -> None:
+    """No worker is started, and no socket is there; the error is one line."""
+    broker_app.write("open(__file__ + '.loaded', 'w').close()\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--metrics-port", str(port))
+        broker_app._children.append(child)
+        code, text = child.close()
+    assert code == 1
+    assert text.startswith(f"shared-rpc: --metrics-port={port}: the port cannot be had on 127.0.0.1: ")
+    assert text.count("\n") == 1
+    assert not Path(f"{broker_app.file}.loaded").exists()
+
+
+def test_in_process_metrics_come_and_a_taken_port_is_told(broker_app: BrokerApp) -> None:
+    """``serve --in-process`` has them too, without those of workers; where the port is taken it ends with one line."""
+    child = broker_app.start("--in-process", "--metrics-port", "0")
+    url = child.expect("metrics at").removeprefix("metrics at ")
+    broker_app.connect().call("model")
+    now = scrape(url)
+    assert now("calls_total", endpoint="model", outcome="built") == 1
+    assert "shared_rpc_workers" not in now.samples
+
+    port = url.rpartition(":")[2].partition("/")[0]
+    words = ("--in-process", "--base-path", f"{broker_app.base_path}-other", "--metrics-port", port)
+    other = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), *words)
+    broker_app._children.append(other)
+    code, text = other.close()
+    assert (code, text.count("\n")) == (1, 1)
+    assert f"metrics_port={port}: the port cannot be had on 127.0.0.1: " in text
+    assert not list(Path(broker_app.base_path).parent.glob("*-other*.sock"))
+
+
+def test_a_server_that_cannot_listen_gives_the_port_back(provider: Provider, serve: Callable[..., Server]) -> None:
+    """Whoever comes next may have it."""
+    serve()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(errors.ConfigurationError, match="pid"):
+        Server(provider, metrics_port=port).start()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_without_the_package_the_error_names_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to install."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(errors.ConfigurationError, match=r"pip install 'shared-rpc\[metrics\]'"):
+        Server(provider, metrics_port=0).start()
+
+
+def test_a_server_that_has_stopped(server: Server, url: str, provider: Provider) -> None:
+    """Its port is free, no hook and no thread are left, and it may start again."""
+    scrape(url)
+    server.stop()
+    assert server.metrics_url is None
+    assert get_hooks() == ()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=5)
+    eventually(lambda: all(thread.name != "shared-rpc-metrics" for thread in threading.enumerate()))
+
+
+def test_a_forked_child_does_not_keep_the_port(server: Server, url: str, go: threading.Event) -> None:
+    """A dead server's port would look alive: when the server has stopped, the port is free, whatever its children do."""
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(write)
+        os.read(read, 1)  # until the parent has looked
+        os._exit(0)
+    try:
+        server.stop()
+        with socket.create_server(("127.0.0.1", port)) as mine:
+            assert mine.getsockname()[1] == port
+    finally:
+        os.close(write), os.close(read)
+        os.waitpid(pid, 0)
+
+
+# Strangers.
+
+
+def connection(url: str) -> socket.socket:
+    """One to the port, with nothing said."""
+    host, _, port = url.removeprefix("http://").removesuffix("/metrics").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=15)
+
+
+def answer(url: str, request: bytes) -> bytes:
+    """What comes for a request, up to the end."""
+    with connection(url) as sock:
+        sock.sendall(request)
+        received = b""
+        while data := sock.recv(1 << 16):
+            received += data
+        return received
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b" 200 "),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b" 405 "),
+        (b"GET /metrics?name[]=x HTTP/1.0\r\n\r\n", b" 200 "),
+        (b"GET\r\n\r\n", b": 400"),
+        (b"\x00\xff \x00 \x00\r\n\r\n", b": 400"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 1000 + b"\r\n", b""),
+        (b"x" * 100_000, b""),
+    ],
+)
+def test_whatever_is_asked_gets_an_answer_or_none(url: str, request_: bytes, status: bytes) -> None:
+    """And the next one is answered."""
+    try:
+        received = answer(url, request_)
+    except OSError:  # it was not read to the end
+        received = b""
+    assert status in received
+    assert scrape(url)("sessions") == 0
+
+
+def test_the_text_can_be_compressed(url: str) -> None:
+    """As Prometheus asks for it; and in the newer format."""
+    request = urllib.request.Request(
+        url, headers={"Accept-Encoding": "gzip", "Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert gzip.decompress(response.read()).endswith(b"# EOF\n")
+
+
+def test_a_scraper_may_ask_for_some_of_it(url: str) -> None:
+    """By name, as with Prometheus's own libraries."""
+    now = scrape(f"{url}?name[]=shared_rpc_sessions&name[]=shared_rpc_builds_total")
+    assert set(now.samples) == {"shared_rpc_sessions", "shared_rpc_builds_total"}
+
+
+def test_slow_scrapers_disturb_neither_calls_nor_each_other(
+    server: Server, url: str, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that say nothing, or half of it, have their time and no more; the server answers meanwhile."""
+    monkeypatch.setattr("shared_rpc.server.exporter._PATIENCE", 1.0)
+    client = connect()
+    client.call("held", 3)
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connection(url)) for _ in range(40)]
+        for number, sock in enumerate(slow[:16]):
+            if number % 2:
+                sock.sendall(b"GET /met")
+        begin = time.monotonic()
+        for _ in range(100):
+            client.ping()
+        assert time.monotonic() - begin < 1.0
+        for sock in slow:
+            try:
+                while sock.recv(1024):
+                    pass
+            except ConnectionResetError:
+                pass
+        assert time.monotonic() - begin < 10
+    eventually(lambda: not server._exporter._server.connections)
+    assert scrape(url)("sessions") == 1
+
+
+def test_one_connection_too_many(server: Server, url: str) -> None:
+    """It is closed at once; when another one has gone, there is room."""
+    exporter = server._exporter
+    assert exporter is not None
+    connections = exporter._server.connections
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connection(url)) for _ in range(16)]
+        eventually(lambda: len(connections) == 16)
+        with connection(url) as one_more:
+            assert one_more.recv(1) == b""
+        assert len(connections) == 16
+        slow[0].close()
+        eventually(lambda: len(connections) == 15)
+        assert scrape(url)("sessions") == 0
+
+
+def test_a_server_that_stops_ends_connections(server: Server, url: str) -> None:
+    """It does not wait for those that say nothing, and they are not left open."""
+    with connection(url) as sock:
+        exporter = server._exporter
+        assert exporter is not None
+        eventually(lambda: len(exporter._server.connections) == 1)
+        begin = time.monotonic()
+        server.stop()
+        assert sock.recv(1) == b""
+        assert time.monotonic() - begin < 1.0
+
+
+def test_a_scraper_that_reads_nothing_is_dropped(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks and does not take the answer: it has its time, and then it has not."""
+    for number in range(200):  # more text than the system keeps for it
+        server._provider.share(f"f{number}")(lambda: torch.zeros(1))
+    exporter = server._exporter
+    assert exporter is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("shared_rpc.server.exporter._PATIENCE", 0.3)
+        with connection(url) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            eventually(lambda: len(exporter._server.connections) == 1)
+            eventually(lambda: not exporter._server.connections)
+    assert scrape(url)("sessions") == 0
+
+
+def test_the_loop_is_asked_a_few_times_a_second(
+    url: str, server: Server, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often somebody scrapes: a text is used again for a moment, and other texts wait for theirs."""
+    asked = []
+    exporter = server._exporter
+    assert exporter is not None
+    read = exporter._read
+
+    def counted() -> Any:
+        asked.append(time.monotonic())
+        return read()
+
+    monkeypatch.setattr(exporter, "_read", counted)
+    begin = time.monotonic()
+    for number in range(50):
+        scrape(url if number > 7 else f"{url}?name[]=shared_rpc_sessions&{number}")
+    took = time.monotonic() - begin
+    assert len(asked) <= took / 0.25 + 1
+
+
+def test_a_loop_that_is_busy_is_told_as_such(
+    url: str, provider: Provider, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, go: threading.Event
+) -> None:
+    """An endpoint that blocks the loop holds up the scrape for a bounded time, and the next one is answered again."""
+    monkeypatch.setattr("shared_rpc.server.exporter._BUSY", 0.2)
+    blocking = threading.Event()
+
+    @provider.share(cache=False)
+    async def block() -> torch.Tensor:
+        blocking.set()
+        go.wait()
+        return torch.zeros(1)
+
+    thread = threading.Thread(target=lambda: connect().call("block"))
+    thread.start()
+    blocking.wait()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=10)
+    assert refused.value.code == 503
+    refused.value.close()
+    go.set()
+    thread.join()
+    assert scrape(url)("calls_total", endpoint="block", outcome="built") == 1
+
+
+def test_durations_are_cumulated() -> None:
+    """A bucket holds what took at most its bound; the last one holds all."""
+    durations = Durations((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 7.0):
+        durations.add(seconds)
+    assert durations.cumulated() == [("0.1", 2), ("1", 3), ("+Inf", 4)]
+    assert (durations.count, durations.sum) == (4, pytest.approx(7.65))

@@ -1,0 +1,217 @@
+"""What a client asks of a server that somebody watches: sessions, runs, counters, and one object to be dropped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server, progress
+from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import eventually
+
+
+def outcome_of(call: Callable[[], object]) -> object:
+    """What it returns, or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+@pytest.fixture
+def served(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+    """A server with a cached endpoint, one that is not, and one that waits."""
+
+    @provider.share(managed=True)
+    def load(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @provider.share(cache=False)
+    def plain(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @provider.share(concurrency="serialized")
+    def gated(key: int) -> torch.Tensor:
+        progress(1, 4, "shards")
+        go.wait()
+        return torch.zeros(1)
+
+    return serve()
+
+
+@pytest.fixture
+def refreshing(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
+) -> tuple[Client, Future[Any]]:
+    """A client, and what comes of a refresh whose build has begun and waits for ``go``."""
+    client = connect()
+    go.set()
+    client.call("gated", 0)
+    go.clear()
+    refreshed = threads.submit(outcome_of, lambda: client.refresh("gated", 0))
+    eventually(lambda: [run["progress"] for run in client.list_runs()] == [{"done": 1.0, "total": 4.0, "message": "shards"}])
+    return client, refreshed
+
+
+def test_sessions(served: Server, connect: Callable[..., Client]) -> None:
+    """Each client's process, its connections and its leases, the asker's too."""
+    holder, other = connect(), connect()
+    handles = [holder.call("load", size) for size in (1, 2)]
+    other.ping()
+
+    sessions = other.list_sessions()
+
+    assert [one["pid"] for one in sessions] == [os.getpid()] * 2
+    assert sorted(one["leases"] for one in sessions) == [0, 2]
+    assert all(one["connections"] == 1 and abs(time.time() - one["since"]) < 60 for one in sessions)
+    del handles
+
+
+def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider, connect: Callable[..., Client]) -> None:
+    """Objects over a buffer that it holds too are no more memory."""
+
+    @provider.share(managed=True)
+    def over(buffer_id: str, rows: int) -> torch.Tensor:
+        return provider.get_buffer(buffer_id).value[:rows]
+
+    holder, other = connect(), connect()
+    buffer = holder.create_buffer((4, 1024), torch.float32)
+    handles = [holder.call("over", buffer.object_id, rows) for rows in (1, 2)]
+    other.ping()
+    assert sorted((one["leases"], one["nbytes"]) for one in other.list_sessions()) == [(0, 0), (3, 4 * 1024 * 4)]
+    del handles
+
+
+def test_runs_of_calls_and_of_tasks(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
+) -> None:
+    """One that runs tells its progress and who waits for it; one that waits for its turn has not begun."""
+    client = connect()
+    task = client.submit("gated", 0)
+    eventually(lambda: client.get_task_status(task).progress is not None)
+    call = threads.submit(client.call, "gated", 0)
+    eventually(lambda: client.list_runs()[0]["calls"] == 1)
+    second = client.submit("gated", 1)
+
+    running, pending = client.list_runs()
+
+    assert (running["endpoint"], running["cache_key"], running["status"]) == ("gated", "gated(key=0)", "running")
+    assert running["tasks"] == [task]
+    assert running["progress"] == {"done": 1.0, "total": 4.0, "message": "shards"}
+    assert running["created_at"] <= running["started_at"] <= time.time()
+    assert (pending["status"], pending["started_at"], pending["progress"]) == ("pending", None, None)
+    assert client.list_runs(limit=1)[0]["cache_key"] == "gated(key=0)"
+    go.set()
+    call.result(20)
+    client.wait_for_task(second)
+    assert client.list_runs() == []
+
+
+def test_the_run_of_a_refresh(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
+    """A refresh is no task, and its progress is seen all the same, while the present generation is served."""
+    client, refreshed = refreshing
+
+    (run,) = client.list_runs()
+
+    assert (run["cache_key"], run["status"], run["calls"], run["tasks"]) == ("gated(key=0)", "running", 1, [])
+    client.call("gated", 0)
+    assert not refreshed.done()
+    go.set()
+    assert refreshed.result(20).generation == 2
+
+
+def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
+    """What each endpoint did, and nothing of those that did nothing."""
+    client = connect()
+    begin = time.monotonic()
+    for size in (1, 2, 1):
+        client.call("load", size)
+    found = client.get_statistics()
+    assert 0 < found["load"]["build_seconds"] < time.monotonic() - begin
+    assert set(found) == {"load"}
+    assert {name: found["load"][name] for name in ("calls", "hits", "builds", "errors")} == {
+        "calls": 3,
+        "hits": 1,
+        "builds": 2,
+        "errors": 0,
+    }
+
+
+def test_an_object_is_invalidated_by_its_id(served: Server, connect: Callable[..., Client]) -> None:
+    """That call is built anew, others stay, and who holds the object keeps it."""
+    client = connect()
+    one, other = client.call("load", 1), client.call("load", 2)
+
+    assert client.invalidate_object(one.object_id) == 1
+    assert client.invalidate_object(one.object_id) == 0
+
+    client.ensure_handle_live(one)
+    anew = client.call("load", 1)
+    assert anew.object_id != one.object_id
+    assert client.call("load", 2).object_id == other.object_id
+    # What has taken its place is another object.
+    assert client.invalidate_object(one.object_id) == 0
+    assert client.call("load", 1).object_id == anew.object_id
+
+
+def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
+    """An object that is dropped while its next generation is built is not followed by that one."""
+    client, refreshed = refreshing
+    (item,) = client.list_objects()
+    client.invalidate_object(item["object_id"])
+    go.set()
+    assert isinstance(refreshed.result(20), RefreshError)
+    assert client.list_objects() == []
+
+
+def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Callable[..., Client]) -> None:
+    """The error says what it is, and what ends it."""
+    client = connect()
+    with pytest.raises(StaleHandleError) as unknown:
+        client.invalidate_object("0" * 24)
+    assert unknown.value.reason == "object_gone"
+    buffer = client.create_buffer(8)
+    with pytest.raises(ConfigurationError, match=r"is a buffer.*free_buffer"):
+        client.invalidate_object(buffer.object_id)
+    client.free_buffer(buffer)
+
+
+@pytest.mark.anyio
+async def test_the_async_client_asks_the_same(served: Server) -> None:
+    """Each operation, as a coroutine."""
+    async with AsyncClient(socket_path=served.socket_path, connect_timeout=0) as client:
+        handle = await client.call("load", 1)
+        assert [one["pid"] for one in await client.list_sessions()] == [os.getpid()]
+        assert await client.list_runs() == []
+        assert (await client.get_statistics())["load"]["calls"] == 1
+        assert await client.invalidate_object(handle.object_id) == 1
+        await handle.release()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """One is enough."""
+    return "asyncio"
+
+
+def test_a_worker_tells_its_device_and_how_often_it_was_started_again(broker_app: BrokerApp) -> None:
+    """A crash of one does not count for another."""
+    broker_app.start("--worker-device", "cpu", "--workers", "2")
+    client = broker_app.connect()
+    before = client.get_server_info()["workers"]
+    assert [(one["number"], one["device"], one["restarts"]) for one in before] == [(0, "cpu", 0), (1, "cpu", 0)]
+    os.kill(before[1]["pid"], signal.SIGKILL)
+
+    def restarts() -> list[tuple[int, int]]:
+        return sorted((one["number"], one["restarts"]) for one in client.get_server_info()["workers"])
+
+    eventually(lambda: restarts() == [(0, 0), (1, 1)], 40.0)

@@ -1,0 +1,392 @@
+"""Nested payloads through a real server: what arrives is what was sent, as an argument and as a result, and it stays so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import Client, Provider, Server
+from tests.kit.apps import at_once
+from tests.kit.payloads import PAYLOADS, aliases, any_payload, described, tensors_in
+
+Ask = Callable[..., Any]
+
+#: Bytes, on both sides of what allocators round to.
+SIZES = (1, 511, 512, 513, 4096, 65_537, 1 << 20, (1 << 20) + 1, 9 << 20)
+
+
+class Endpoints:
+    """The server's endpoints, with what they were given and what they are to return."""
+
+    def __init__(self, provider: Provider, device: str) -> None:
+        self.device = device
+        #: Descriptions of the arguments of :meth:`echo`, and their aliases.
+        self.seen: list[Any] = []
+        #: What :meth:`boxed` returns.
+        self.box: Any = None
+        #: Arguments that the server keeps.
+        self.kept: list[Any] = []
+        self.runs = 0
+        for function in (self.echo, self.boxed, self.new, self.keep, self.kept_sums, self.write):
+            provider.share(cache=False)(function)
+        provider.share(self.cached)
+        provider.share(cache_format_key="{key}")(self.echo_by_key)
+
+    def echo(self, *args: Any, **kwargs: Any) -> Any:
+        """Its only argument."""
+        (value,) = (*args, *kwargs.values())
+        self.seen.append((described(value), aliases(value)))
+        return value
+
+    def echo_by_key(self, key: str, value: Any) -> Any:
+        """The value that it was given first for a key."""
+        return value
+
+    def boxed(self) -> Any:
+        """What a test put there."""
+        return self.box
+
+    def new(self, name: str) -> Any:
+        """A payload, made anew."""
+        return PAYLOADS[name](self.device)
+
+    def cached(self, name: str) -> Any:
+        """A payload, made once."""
+        self.runs += 1
+        return PAYLOADS[name](self.device)
+
+    def keep(self, value: Any) -> None:
+        """Hold on to an argument."""
+        self.kept.append(value)
+
+    def kept_sums(self) -> torch.Tensor:
+        """The sums of all tensors that were kept."""
+        return torch.stack([tensor.sum() for tensor in tensors_in(self.kept)])
+
+    def write(self, first: torch.Tensor, second: torch.Tensor, number: float) -> list[torch.Tensor]:
+        """Fill one argument, return both."""
+        return [first.fill_(number), second]
+
+
+@pytest.fixture
+def endpoints(device: str, no_leaks: None, base_path: str) -> Iterator[Endpoints]:
+    """A server's endpoints, served."""
+    provider = Provider(base_path, device=device)
+    endpoints = Endpoints(provider, device)
+    with Server(provider):
+        yield endpoints
+    endpoints.kept.clear()
+    endpoints.box = None
+
+
+@pytest.fixture
+def client(endpoints: Endpoints, base_path: str) -> Iterator[Client]:
+    """A client of that server."""
+    with Client(base_path, device=endpoints.device, timeout=30, connect_timeout=0) as client:
+        yield client
+
+
+@pytest.fixture(params=["call", "task"])
+def ask(request: pytest.FixtureRequest, client: Client) -> Ask:
+    """``ask(endpoint, ...)`` is the answer, by a call or by a task that is waited for."""
+    return client.call if request.param == "call" else lambda *args, **kwargs: as_a_task(client, *args, **kwargs)
+
+
+def as_a_task(client: Client, *args: Any, **kwargs: Any) -> Any:
+    """Submit, and wait."""
+    return client.wait_for_task(client.submit(*args, **kwargs), 30)
+
+
+def filled(number: float, device: str, *shape: int) -> torch.Tensor:
+    """A tensor that tells one call from another."""
+    return torch.full(shape or (1024,), float(number), device=device)
+
+
+def busy(endpoints: Endpoints, client: Client) -> None:
+    """Further calls, which need memory of the sizes that the tests use."""
+    for _ in range(20):
+        client.call("echo", (filled(8, endpoints.device), filled(9, endpoints.device)))
+        client.call("echo", filled(99, endpoints.device))
+
+
+# What arrives.
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, ask: Ask, name: str) -> None:
+    """Structure, layout, flags, bits and aliases, where the endpoint runs and in what it returns; the caller's own stays."""
+    payload = PAYLOADS[name](endpoints.device)
+    before = described(payload), aliases(payload)
+
+    result = ask("echo", payload)
+
+    assert endpoints.seen == [before]
+    assert (described(result), aliases(result)) == before
+    assert (described(payload), aliases(payload)) == before
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_result_arrives_as_it_was_made(endpoints: Endpoints, ask: Ask, name: str) -> None:
+    """Structure, layout, flags, bits and aliases."""
+    expected = PAYLOADS[name](endpoints.device)
+
+    result = ask("new", name)
+
+    assert described(result) == described(expected)
+    assert aliases(result) == aliases(expected)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_cached_result_is_the_same_memory_every_time(endpoints: Endpoints, client: Client, name: str) -> None:
+    """By a call and by a task: it is made once, and arrives as it was made."""
+    expected = PAYLOADS[name](endpoints.device)
+
+    called, waited = client.call("cached", name), as_a_task(client, "cached", name)
+
+    assert endpoints.runs == 1
+    for result in (called, waited):
+        assert (described(result), aliases(result)) == (described(expected), aliases(expected))
+    assert [tensor.data_ptr() for tensor in tensors_in(called)] == [tensor.data_ptr() for tensor in tensors_in(waited)]
+
+
+def test_any_argument_comes_back(endpoints: Endpoints, client: Client) -> None:
+    """Whatever is nested in whatever, whatever was done to a tensor without copying it."""
+
+    @hypothesis.given(any_payload(endpoints.device))
+    def comes_back(payload: Any) -> None:
+        endpoints.seen.clear()
+        before = described(payload), aliases(payload)
+
+        result = client.call("echo", payload)
+
+        assert endpoints.seen == [before]
+        assert (described(result), aliases(result)) == before
+
+    comes_back()
+
+
+def test_any_result_arrives(endpoints: Endpoints, client: Client) -> None:
+    """The same for what the endpoint made."""
+
+    @hypothesis.given(any_payload(endpoints.device))
+    def arrives(payload: Any) -> None:
+        endpoints.box = payload
+        before = described(payload), aliases(payload)
+
+        result = client.call("boxed")
+
+        assert (described(result), aliases(result)) == before
+
+    arrives()
+
+
+def test_every_size_at_once(endpoints: Endpoints, ask: Ask) -> None:
+    """From a byte to megabytes in one payload, as an argument and back; the last byte of each is the right one."""
+    payload = [torch.full((size,), number + 1, dtype=torch.uint8, device=endpoints.device) for number, size in enumerate(SIZES)]
+
+    result = ask("echo", payload)
+
+    assert described(result) == described(payload)
+
+
+# Writing.
+
+VIEWS = pytest.mark.parametrize(
+    "views",
+    [
+        lambda base: [base, base[2:5]],
+        lambda base: [base[2:5], base],
+        lambda base: [base[:5], base[3:]],
+        lambda base: [base.view(3, 4).T, base[::2]],
+        lambda base: [base.view(torch.int32)[1:], base[:9]],
+        lambda base: [base, base],
+        lambda base: [base[4:8], nn.Parameter(base, requires_grad=False)],
+    ],
+    ids=["whole and part", "part and whole", "overlapping", "transposed", "of another dtype", "the same", "part and parameter"],
+)
+Views = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@VIEWS
+def test_views_among_the_arguments_see_each_others_writes(endpoints: Endpoints, ask: Ask, views: Views) -> None:
+    """The endpoint writes to one argument and finds it in another, by position or by name; the caller's own stay."""
+    base = torch.arange(12.0, device=endpoints.device)
+    address = base.data_ptr()
+    first, second = views(base)
+    expected = views(torch.arange(12.0, device=endpoints.device))
+    expected[0].fill_(100)
+
+    result = ask("write", first, second=second, number=100)
+
+    assert described(result) == described(expected)
+    assert (base.data_ptr(), base.tolist()) == (address, list(range(12)))
+
+
+@VIEWS
+def test_views_in_a_result_see_each_others_writes(endpoints: Endpoints, ask: Ask, views: Views) -> None:
+    """The client writes to one and finds it in the other."""
+    endpoints.box = views(torch.arange(12.0, device=endpoints.device))
+    expected = views(torch.arange(12.0, device=endpoints.device))
+    expected[0].fill_(100)
+
+    theirs = ask("boxed")
+    theirs[0].fill_(100)
+
+    assert described(theirs) == described(expected)
+
+
+def test_a_result_made_of_the_argument_is_the_clients_own(endpoints: Endpoints, ask: Ask) -> None:
+    """Writing to what came back changes nothing that was passed."""
+    argument = filled(1, endpoints.device)
+
+    ask("echo", argument).fill_(2)
+
+    assert argument.eq(1).all()
+
+
+# What is kept stays as it is, whatever is called meanwhile.
+
+
+def test_results_that_are_kept_stay(endpoints: Endpoints, ask: Ask) -> None:
+    """The memory of a result is nobody else's while the client has it."""
+    results = [ask("echo", [filled(number, endpoints.device), filled(-number, endpoints.device, 3)]) for number in range(30)]
+
+    for number, (large, small) in enumerate(results):
+        assert large.eq(number).all() and small.eq(-number).all()
+
+
+def test_every_second_result_is_kept(endpoints: Endpoints, ask: Ask) -> None:
+    """Memory that was let go is used again, between memory that was not."""
+    kept = []
+    for number in range(30):
+        result = ask("echo", filled(number, endpoints.device))
+        if number % 2:
+            kept.append((number, result))
+
+    assert all(result.eq(number).all() for number, result in kept)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda tensor: tensor[5:9],
+        lambda tensor: tensor.view(32, 32).T[3],
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.data,
+        nn.Parameter,
+        lambda tensor: tensor.view(torch.int32),
+    ],
+    ids=["slice", "transposed", "detached", "data", "parameter", "another dtype"],
+)
+def test_a_part_of_a_result_keeps_its_memory(
+    endpoints: Endpoints, client: Client, part: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Whatever is left of a result, its memory is not used for another."""
+    left = part(client.call("echo", (filled(1, endpoints.device), filled(3, endpoints.device)))[1])
+
+    busy(endpoints, client)
+
+    assert left.eq(part(filled(3, endpoints.device))).all()
+
+
+def test_a_storage_of_a_result_keeps_its_memory(endpoints: Endpoints, client: Client) -> None:
+    """With no tensor left over it."""
+    result = client.call("echo", filled(3, endpoints.device))
+    storage, offset = result.untyped_storage(), result.storage_offset()
+    del result
+
+    busy(endpoints, client)
+
+    assert torch.empty(0, device=endpoints.device).set_(storage, offset, (1024,)).eq(3).all()
+
+
+def test_a_graph_over_a_result_keeps_its_memory(endpoints: Endpoints, client: Client) -> None:
+    """What autograd saved is there when the gradient is computed."""
+    weight = torch.ones(1024, device=endpoints.device, requires_grad=True)
+    loss = (weight * client.call("echo", filled(3, endpoints.device))).sum()
+
+    busy(endpoints, client)
+    loss.backward()
+
+    assert weight.grad is not None and weight.grad.eq(3).all()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_an_array_over_a_result_keeps_its_memory(endpoints: Endpoints, client: Client) -> None:
+    """numpy's view of host memory, too."""
+    array = client.call("echo", filled(3, "cpu")).numpy()
+
+    busy(endpoints, client)
+
+    assert (array == 3).all()
+
+
+def test_arguments_that_an_endpoint_keeps_stay(endpoints: Endpoints, client: Client) -> None:
+    """A server may hold on to what it was given: later calls get other memory."""
+    for number in range(20):
+        client.call("keep", {"tensor": filled(number, endpoints.device), "view": filled(number, endpoints.device)[:2]})
+        client.call("echo", filled(99, endpoints.device))
+
+    sums = client.call("kept_sums").tolist()
+
+    assert sums == [total for number in range(20) for total in (1024.0 * number, 2.0 * number)]
+
+
+def test_a_part_of_an_argument_that_an_endpoint_keeps_stays(endpoints: Endpoints, client: Client) -> None:
+    """One of two tensors, one of its views: the rest may go."""
+    client.call("keep", [filled(5, endpoints.device), filled(6, endpoints.device)])
+    endpoints.kept[:] = [endpoints.kept[0][1][10:20]]
+
+    busy(endpoints, client)
+
+    assert endpoints.kept[0].eq(6).all()
+
+
+def test_a_cached_result_that_lies_in_an_argument_stays(endpoints: Endpoints, client: Client) -> None:
+    """The cache holds the memory that a caller sent, when the call and the caller are gone."""
+    client.call("echo_by_key", "key", [filled(4, endpoints.device), filled(5, endpoints.device)])
+
+    busy(endpoints, client)
+
+    first, second = client.call("echo_by_key", "key", filled(7, endpoints.device))
+    assert first.eq(4).all() and second.eq(5).all()
+
+
+def test_results_of_tasks_stay_until_they_are_fetched(endpoints: Endpoints, client: Client) -> None:
+    """Calls that come between the end of a task and its fetch do not write over its result."""
+    tasks = [client.submit("echo", filled(number, endpoints.device)) for number in range(10)]
+    busy(endpoints, client)
+
+    for number, task in enumerate(tasks):
+        assert client.wait_for_task(task, 30).eq(number).all()
+
+
+def test_a_result_outlives_its_client(endpoints: Endpoints, base_path: str) -> None:
+    """What a client got stays when it is closed, while others call."""
+    with Client(base_path, device=endpoints.device, timeout=30) as first:
+        result = first.call("echo", [filled(1, endpoints.device), filled(2, endpoints.device)])
+    with Client(base_path, device=endpoints.device, timeout=30) as second:
+        busy(endpoints, second)
+
+    assert [tensor.unique().tolist() for tensor in result] == [[1], [2]]
+
+
+def test_threads_that_call_at_once_get_their_own(endpoints: Endpoints, client: Client) -> None:
+    """Arguments and results of calls that are under way together do not mix, whoever keeps them."""
+    together = threading.Barrier(4)
+
+    def calls(thread: int) -> list[tuple[int, Any]]:
+        together.wait()
+        return [
+            (1000 * thread + number, client.call("echo", filled(1000 * thread + number, endpoints.device)))
+            for number in range(25)
+        ]
+
+    for results in at_once(*(lambda thread=thread: calls(thread) for thread in range(4))):
+        assert all(result.eq(number).all() for number, result in results)

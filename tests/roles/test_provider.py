@@ -1,0 +1,772 @@
+"""One set of behaviours, tried in every role: local, server, and client of a server.
+
+Whoever decorates a function must not have to know which of them the process will play.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+import torch
+
+from shared_rpc import Provider
+from shared_rpc.errors import ConfigurationError, RemoteError, RemoteTraceback, SharedRPCError
+from tests.kit.apps import App, at_once, shares_memory
+from tests.kit.processes import eventually
+
+#: Seconds that two runs have to meet. Where they must not meet, this is what the test takes.
+MEETING = 0.2
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """:func:`eventually`, beside a loop that goes on."""
+    await anyio.to_thread.run_sync(eventually, condition)
+
+
+# The cache.
+
+
+def test_identical_calls_get_the_same_memory(app: App) -> None:
+    """A cached endpoint runs once for identical calls, and all get the same tensor."""
+    built = []
+
+    @app.share()
+    def load(size: int) -> torch.Tensor:
+        built.append(size)
+        return torch.ones(size)
+
+    one, other = load(4), load(4)
+    assert built == [4]
+    assert shares_memory(one, other)
+
+
+def test_other_arguments_are_another_call(app: App) -> None:
+    """Calls that differ in an argument, or only in its type, have results of their own."""
+    built = []
+
+    @app.share()
+    def load(size: Any) -> torch.Tensor:
+        built.append(size)
+        return torch.ones(4)
+
+    one, other, third = load(1), load(1.0), load(True)
+    assert built == [1, 1.0, True]
+    assert not shares_memory(one, other)
+    assert not shares_memory(one, third)
+
+
+def test_a_call_is_what_it_binds_to(app: App) -> None:
+    """Positional, keyword, in another order, or left to the default: one call."""
+    built = []
+
+    @app.share()
+    def load(size: int, scale: float = 2.0, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        built.append((size, scale, dtype))
+        return torch.ones(size, dtype=dtype) * scale
+
+    load(4)
+    load(4, 2.0)
+    load(scale=2.0, size=4)
+    load(4, dtype=torch.float32)
+    assert built == [(4, 2.0, torch.float32)]
+
+
+def test_uncached_endpoint_runs_every_time(app: App) -> None:
+    """``cache=False`` gives every call memory of its own."""
+    built = []
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        built.append(1)
+        return torch.ones(4)
+
+    one, other = load(), load()
+    assert len(built) == 2
+    assert not shares_memory(one, other)
+
+
+def test_none_is_a_result(app: App) -> None:
+    """None is cached like any other result."""
+    built = []
+
+    @app.share()
+    def warm_up() -> None:
+        built.append(1)
+
+    assert warm_up() is None
+    assert warm_up() is None
+    assert built == [1]
+
+
+def test_failure_is_not_cached(app: App) -> None:
+    """After an exception the next call tries again."""
+    built = []
+
+    @app.share()
+    def load() -> torch.Tensor:
+        built.append(1)
+        if len(built) == 1:
+            raise ValueError("no weights yet")
+        return torch.ones(1)
+
+    with pytest.raises(ValueError, match="no weights yet"):
+        load()
+    assert torch.equal(load(), torch.ones(1))
+
+
+def test_template_says_which_calls_are_one(app: App) -> None:
+    """With a template only the arguments it names tell calls apart, defaults included."""
+    built = []
+
+    @app.share(cache_format_key="{name}-{size}")
+    def load(name: str, size: int = 4, verbose: bool = False) -> torch.Tensor:
+        built.append((name, size))
+        return torch.ones(size)
+
+    load("a", verbose=True)
+    load("a", size=4)
+    load("b")
+    assert built == [("a", 4), ("b", 4)]
+
+
+def test_template_is_the_endpoint_s_own(app: App) -> None:
+    """Two endpoints with the same template do not find each other's results."""
+
+    @app.share(cache_format_key="{size}")
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    @app.share(cache_format_key="{size}")
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    assert torch.equal(zeros(2), torch.zeros(2))
+    assert torch.equal(ones(2), torch.ones(2))
+
+
+def test_call_with_a_tensor_is_not_cached(app: App) -> None:
+    """A tensor has no key: such calls run every time, unless a template leaves it out."""
+    added, looked_up = [], []
+
+    @app.share()
+    def add(x: torch.Tensor) -> torch.Tensor:
+        added.append(1)
+        return x + 1
+
+    @app.share(cache_format_key="{layer}")
+    def look_up(x: torch.Tensor, layer: int) -> torch.Tensor:
+        looked_up.append(layer)
+        return x + layer
+
+    x = torch.ones(2)
+    assert torch.equal(add(x), torch.full((2,), 2.0))
+    assert torch.equal(add(x), torch.full((2,), 2.0))
+    assert torch.equal(look_up(x, 2), torch.full((2,), 3.0))
+    assert torch.equal(look_up(x * 9, 2), torch.full((2,), 3.0))
+    assert (len(added), looked_up) == (2, [2])
+
+
+def test_results_go_at_once(app: App) -> None:
+    """Nothing in the library is in a cycle with them: their memory does not wait for the collector."""
+    load = app.share("load", cache=False)(lambda: torch.ones(4))
+    cached = app.share("cached", managed=True)(lambda: torch.ones(4))
+    gc.disable()
+    try:
+        value = load()
+        handle = cached()
+        storages = [weakref.ref(value.untyped_storage()), weakref.ref(handle.value.untyped_storage())]
+        cached.invalidate()
+        handle.release()
+        del value, handle
+        eventually(lambda: [storage() for storage in storages] == [None, None], what="both results gone")
+    finally:
+        gc.enable()
+
+
+def test_invalidating_one_call(app: App) -> None:
+    """``invalidate`` takes the call's arguments, tells whether there was a result, and leaves the other calls alone."""
+    built = []
+
+    @app.share()
+    def load(size: int) -> torch.Tensor:
+        built.append(size)
+        return torch.ones(size)
+
+    load(2)
+    load(3)
+    assert load.invalidate(size=2) == 1
+    assert load.invalidate(2) == 0
+    load(2)
+    load(3)
+    assert built == [2, 3, 2]
+
+
+def test_invalidating_by_name(app: App) -> None:
+    """The provider invalidates one call, or all of an endpoint and of no other, and counts them."""
+
+    @app.share()
+    def load(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    @app.share()
+    def other() -> torch.Tensor:
+        return torch.ones(1)
+
+    load(1), load(2), load(3), other()
+    assert app.provider.invalidate_call_cache("load", 1) == 1
+    assert app.provider.invalidate_endpoint_cache("load") == 2
+    assert app.provider.invalidate_endpoint_cache("load") == 0
+    assert app.provider.invalidate_endpoint_cache("other") == 1
+
+
+def test_invalidating_what_cannot_be_cached(app: App) -> None:
+    """A call with a tensor has no cached result, and that is not an error."""
+
+    @app.share()
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    add(torch.ones(1))
+    assert add.invalidate(torch.ones(1)) == 0
+
+
+def test_idle_result_goes(app: App) -> None:
+    """After ``idle_ttl`` without a call a result is built anew."""
+    built = []
+
+    @app.share(idle_ttl=0)
+    def load() -> torch.Tensor:
+        built.append(1)
+        return torch.ones(1)
+
+    def built_again() -> bool:
+        load()
+        return len(built) > 1
+
+    eventually(built_again)
+
+
+def test_held_result_is_not_idle(app: App) -> None:
+    """While a handle is out, its object stays, however short the ``idle_ttl``."""
+    built = []
+
+    @app.share(idle_ttl=0, managed=True)
+    def load() -> torch.Tensor:
+        built.append(1)
+        return torch.ones(1)
+
+    with load() as handle:
+        load().release()
+        load().release()
+        assert not handle.is_stale()
+    assert len(built) == 1
+
+
+# Calls at the same time.
+
+
+def test_identical_calls_in_flight_join_one_run(app: App) -> None:
+    """Threads that ask for what is being built wait for it."""
+    built, go = [], threading.Event()
+
+    @app.share()
+    def load() -> torch.Tensor:
+        built.append(1)
+        go.wait(10)
+        return torch.ones(4)
+
+    def release() -> None:
+        eventually(lambda: app.waiting() == 4)
+        go.set()
+
+    *results, _ = at_once(load, load, load, load, release)
+    assert len(built) == 1
+    assert all(shares_memory(results[0], result) for result in results)
+
+
+def test_calls_that_are_not_cached_do_not_join(app: App) -> None:
+    """Without a key there is nothing to join by: both run."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        meeting.wait()
+        return torch.ones(4)
+
+    one, other = at_once(load, load)
+    assert not shares_memory(one, other)
+
+
+def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
+    """``singleflight=False`` starts a run for each call; later calls find a result."""
+    meeting, built = threading.Barrier(2, timeout=10), []
+
+    @app.share(singleflight=False)
+    def load() -> torch.Tensor:
+        built.append(1)
+        meeting.wait()
+        return torch.ones(4)
+
+    one, other = at_once(load, load)
+    assert torch.equal(one, other)
+    load()
+    assert len(built) == 2
+
+
+def test_followers_get_the_leader_s_exception(app: App) -> None:
+    """Whoever waits for a run that fails gets its exception, with its own type."""
+    built, go = [], threading.Event()
+
+    @app.share()
+    def load() -> torch.Tensor:
+        built.append(1)
+        go.wait(10)
+        raise FileNotFoundError("weights.safetensors")
+
+    def release() -> None:
+        eventually(lambda: app.waiting() == 3)
+        go.set()
+
+    *errors, _ = at_once(load, load, load, release)
+    assert [(type(error), str(error)) for error in errors] == [(FileNotFoundError, "weights.safetensors")] * 3
+    assert len(built) == 1
+
+
+def test_followers_are_released_whatever_ends_the_leader(app: App) -> None:
+    """A run that ends in SystemExit is an error for those who waited, and the end of none of their threads."""
+    go = threading.Event()
+
+    @app.share()
+    def load() -> torch.Tensor:
+        go.wait(10)
+        raise SystemExit("out of luck")
+
+    def follow() -> Any:
+        eventually(lambda: app.waiting() == 1)
+        return load()
+
+    def release() -> None:
+        eventually(lambda: app.waiting() == 2)
+        go.set()
+
+    _, error, _ = at_once(load, follow, release)
+    assert type(error) is RemoteError
+    assert (error.type_name, error.message) == ("SystemExit", "out of luck")
+
+
+def test_serialized_runs_never_meet(app: App) -> None:
+    """``concurrency="serialized"`` runs an endpoint one call at a time, whatever the arguments."""
+    meeting, met = threading.Barrier(2), []
+
+    @app.share(concurrency="serialized")
+    def load(number: int) -> torch.Tensor:
+        try:
+            meeting.wait(MEETING)
+            met.append(number)
+        except threading.BrokenBarrierError:
+            pass
+        return torch.ones(number)
+
+    results = at_once(*[lambda number=number: load(number) for number in (1, 2, 3)])
+    assert [len(result) for result in results] == [1, 2, 3]
+    assert met == []
+
+
+def test_parallel_runs_meet(app: App) -> None:
+    """By default calls with different arguments run at once."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    @app.share()
+    def load(number: int) -> torch.Tensor:
+        meeting.wait()
+        return torch.ones(number)
+
+    results = at_once(lambda: load(1), lambda: load(2))
+    assert [len(result) for result in results] == [1, 2]
+
+
+def test_first_calls_of_many_threads(base_path: str) -> None:
+    """Threads that use a provider first at the same time get one role between them, and one server."""
+    provider = Provider(base_path, execution_mode="server", device="cpu")
+    start = threading.Barrier(8, timeout=10)
+
+    @provider.share
+    def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    def first() -> torch.Tensor:
+        start.wait()
+        return load()
+
+    results = at_once(*[first] * 8)
+    assert all(shares_memory(results[0], result) for result in results)
+    provider.close()
+
+
+# async def endpoints.
+
+
+def test_async_endpoint_is_awaited(app: App) -> None:
+    """The caller awaits an ``async def`` endpoint, managed or not, and gets what its body returns."""
+
+    @app.share()
+    async def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @app.share(managed=True)
+    async def load() -> torch.Tensor:
+        await anyio.lowlevel.checkpoint()
+        return torch.ones(2)
+
+    async def main() -> None:
+        assert torch.equal(await double(torch.ones(2)), torch.full((2,), 2.0))
+        with await load() as one, await load() as other:
+            assert shares_memory(one.value, other.value)
+
+    anyio.run(main)
+
+
+def test_loop_goes_on_while_an_async_endpoint_runs(app: App) -> None:
+    """Awaiting an endpoint does not hold up the caller's loop."""
+    go = threading.Event()
+
+    @app.share()
+    async def load() -> torch.Tensor:
+        await anyio.to_thread.run_sync(go.wait, 10)
+        return torch.ones(1)
+
+    async def main() -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+
+        async def call() -> None:
+            results.append(await load())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            tasks.start_soon(call)
+            await until(lambda: app.waiting() == 2)
+            go.set()
+        return results
+
+    one, other = anyio.run(main)
+    assert shares_memory(one, other)
+
+
+def test_async_exception_reaches_the_caller(app: App) -> None:
+    """What the body of an ``async def`` endpoint raises arrives with its own type."""
+
+    @app.share()
+    async def load() -> torch.Tensor:
+        raise LookupError("which model?")
+
+    async def main() -> None:
+        with pytest.raises(LookupError, match="which model"):
+            await load()
+
+    anyio.run(main)
+
+
+def test_async_endpoint_by_name_without_a_loop(app: App) -> None:
+    """``provider.call`` of an ``async def`` endpoint waits for its result."""
+
+    @app.share()
+    async def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert torch.equal(app.provider.call("double", torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_async_endpoint_by_name_beside_a_loop(app: App) -> None:
+    """``provider.call`` works in a thread that runs a loop, as every cell of a notebook does."""
+
+    @app.share()
+    async def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    async def main() -> torch.Tensor:
+        result: torch.Tensor = app.provider.call("double", torch.ones(1))
+        return result
+
+    assert torch.equal(anyio.run(main), torch.full((1,), 2.0))
+
+
+def test_async_endpoint_awaits_another(app: App) -> None:
+    """Inside an ``async def`` endpoint another one is awaited like any coroutine."""
+
+    @app.share()
+    async def base(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    @app.share()
+    async def scaled(size: int) -> torch.Tensor:
+        result: torch.Tensor = await app.inside["base"](size)
+        return result * 2
+
+    assert torch.equal(app.provider.call("scaled", 2), torch.full((2,), 2.0))
+
+
+def test_serialized_async_runs_never_meet(app: App) -> None:
+    """``concurrency="serialized"`` holds for ``async def`` endpoints too."""
+    inside, peak = 0, 0
+
+    @app.share(concurrency="serialized")
+    async def load(number: int) -> torch.Tensor:
+        nonlocal inside, peak
+        inside += 1
+        peak = max(peak, inside)
+        for _ in range(10):
+            await anyio.lowlevel.checkpoint()
+        inside -= 1
+        return torch.ones(number)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(1, 5):
+                tasks.start_soon(load, number)
+
+    anyio.run(main)
+    assert peak == 1
+
+
+def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
+    """A call that is cancelled while it waits for a serialized endpoint leaves the line, its order and its key alone."""
+    go, begun, inside, peak = threading.Event(), [], 0, 0
+
+    @app.share(concurrency="serialized")
+    async def load(number: int) -> torch.Tensor:
+        nonlocal inside, peak
+        begun.append(number)
+        inside += 1
+        peak = max(peak, inside)
+        await anyio.to_thread.run_sync(go.wait, 10)
+        inside -= 1
+        return torch.ones(number)
+
+    async def main() -> torch.Tensor:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(load, 1)
+            await until(lambda: begun == [1])
+            tasks.start_soon(load, 2)
+            await until(lambda: app.waiting() == 2)
+            async with anyio.create_task_group() as impatient:
+                impatient.start_soon(load, 3)
+                await until(lambda: app.waiting() == 3)
+                for _ in range(5):  # turns of other threads, in which its own begins to wait
+                    await until(lambda: True)
+                impatient.cancel_scope.cancel()
+                # A client's thread cannot be interrupted: there the call ends with its result, which nobody takes.
+                tasks.start_soon(anyio.to_thread.run_sync, go.set)
+        result: torch.Tensor = await load(3)
+        return result
+
+    assert torch.equal(anyio.run(main), torch.ones(3))
+    assert begun[:2] == [1, 2]
+    assert peak == 1
+    app.close()
+    eventually(
+        lambda: not any(thread.name.startswith("AnyIO worker") for thread in threading.enumerate()), what="no thread waits"
+    )
+
+
+# What endpoints raise.
+
+
+class OutOfWeights(RuntimeError):
+    """An exception with more than a message."""
+
+    def __init__(self, model: str, missing: int) -> None:
+        super().__init__(model, missing)
+        self.model = model
+        self.missing = missing
+
+
+def test_exception_of_an_endpoint(app: App) -> None:
+    """``except`` around a shared function works in every role; a client sees the server's traceback too."""
+
+    @app.share()
+    def load() -> torch.Tensor:
+        raise OutOfWeights("llama", 3)
+
+    with pytest.raises(OutOfWeights) as caught:
+        load()
+    assert (caught.value.model, caught.value.missing) == ("llama", 3)
+    if app.role == "client":
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert 'raise OutOfWeights("llama", 3)' in str(caught.value.__cause__)
+
+
+def test_every_error_is_of_one_root(app: App) -> None:
+    """``except SharedRPCError`` catches what the library itself raises, and nothing an endpoint does."""
+
+    @app.share()
+    def load(fail: bool) -> Any:
+        if fail:
+            raise KeyError("mine")
+        return 3
+
+    with pytest.raises(SharedRPCError):
+        load(fail=False)
+    with pytest.raises(KeyError) as caught:
+        load(fail=True)
+    assert not isinstance(caught.value, SharedRPCError)
+
+
+# Endpoints that call endpoints.
+
+
+def test_endpoint_calls_another(app: App) -> None:
+    """What an endpoint gets from another one goes through the cache like any call."""
+    built = []
+
+    @app.share(managed=True)
+    def base(size: int) -> torch.nn.Module:
+        built.append(size)
+        return torch.nn.Linear(size, size)
+
+    @app.share()
+    def weight(size: int) -> torch.Tensor:
+        with app.inside["base"](size) as handle:
+            return handle.value.weight.detach()
+
+    assert shares_memory(weight(2), base(2).value.weight)
+    assert built == [2]
+
+
+def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
+    """An endpoint that waits for another one does not use up a thread that the other needs."""
+
+    @app.share()
+    def tower(height: int) -> torch.Tensor:
+        if height == 0:
+            return torch.zeros(1)
+        below: torch.Tensor = app.inside["tower"](height - 1)
+        return below + 1
+
+    assert tower(50).item() == 50
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_endpoint_that_needs_itself(app: App, is_async: bool) -> None:
+    """A call that would wait for itself, directly or not, is an error that names it, not a deadlock."""
+    if is_async:
+
+        @app.share()
+        async def load(size: int) -> torch.Tensor:
+            result: torch.Tensor = await app.inside["helper"](size)
+            return result
+
+        @app.share()
+        async def helper(size: int) -> torch.Tensor:
+            result: torch.Tensor = await app.inside["load"](size)
+            return result
+    else:
+
+        @app.share()
+        def load(size: int) -> torch.Tensor:
+            result: torch.Tensor = app.inside["helper"](size)
+            return result
+
+        @app.share()
+        def helper(size: int) -> torch.Tensor:
+            result: torch.Tensor = app.inside["load"](size)
+            return result
+
+    with pytest.raises(ConfigurationError, match=r"load\(size=2\) was called while it is being built"):
+        app.provider.call("load", 2)
+
+
+def test_serialized_endpoint_that_calls_itself(app: App) -> None:
+    """A serialized endpoint cannot call itself, with whatever arguments."""
+
+    @app.share(concurrency="serialized")
+    def load(size: int) -> torch.Tensor:
+        result: torch.Tensor = app.inside["load"](size - 1)
+        return result
+
+    with pytest.raises(ConfigurationError, match="endpoint 'load' is serialized and was called by itself"):
+        load(2)
+
+
+def test_sync_call_on_the_server_s_loop(base_path: str) -> None:
+    """An ``async def`` endpoint that calls a ``def`` one without a thread would stop the server: an error says how to."""
+    provider = Provider(base_path, execution_mode="server", device="cpu")
+
+    @provider.share
+    def base() -> torch.Tensor:
+        return torch.ones(1)
+
+    @provider.share
+    async def load() -> torch.Tensor:
+        return base()
+
+    @provider.share
+    async def load_in_a_thread() -> torch.Tensor:
+        return await anyio.to_thread.run_sync(base)
+
+    with pytest.raises(ConfigurationError, match=r"base\(\) was called on the server's event loop.*anyio\.to_thread"):
+        provider.call("load")
+    assert torch.equal(provider.call("load_in_a_thread"), torch.ones(1))
+    provider.close()
+
+
+# The provider's own life.
+
+
+def test_endpoint_shared_after_the_first_call(app: App) -> None:
+    """A running server serves what is shared later."""
+    app.share("first")(lambda: torch.zeros(1))()
+    second = app.share("second")(lambda: torch.ones(1))
+    assert torch.equal(second(), torch.ones(1))
+
+
+def test_runtime_info(app: App) -> None:
+    """``get_runtime_info`` tells the role, the device, how memory is shared, the process, and in two roles the server."""
+    app.share("load")(lambda: torch.ones(1))()
+    info = app.provider.get_runtime_info()
+    assert (info["execution_mode"], info["device"]) == (app.role, "cpu")
+    assert info["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd"}
+    if app.role == "local":
+        assert (set(info), info["objects"]) == ({"execution_mode", "device", "mechanism", "pid", "objects"}, 1)
+    else:
+        assert info["socket_path"].endswith("s-cpu.sock")
+        assert (info["server"]["objects"], info["server"]["endpoints"]) == (1, ["load"])
+        assert info["server"]["pid"] == info["pid"]
+
+
+def test_closed_provider_says_so(app: App) -> None:
+    """After ``close`` every call is the same clear error, in every role; closing again is harmless."""
+    load = app.share("load")(lambda: torch.ones(1))
+    load()
+    app.provider.close()
+    app.provider.close()
+    for call in (load, load.invalidate, app.provider.get_runtime_info):
+        with pytest.raises(ConfigurationError, match="this provider is closed"):
+            call()
+
+
+def test_close_before_the_first_use(app: App) -> None:
+    """A provider that was closed before it was used does not begin then."""
+    load = app.share("load")(lambda: torch.ones(1))
+    app.provider.close()
+    with pytest.raises(ConfigurationError, match="this provider is closed"):
+        load()
+
+
+def test_close_leaves_nothing(no_leaks: None, app: App) -> None:
+    """Descriptors and mappings are given back by ``close``, and by dropping what was handed out."""
+
+    @app.share(managed=True)
+    def load(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    handles = [load(size) for size in range(1, 9)]
+    app.close()
+    del handles

@@ -1,0 +1,235 @@
+"""Raw buffers by way of a provider: the same in every role, on each device."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Handle, Provider, Server, codec
+from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ConnectionClosed, ServerBusy
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.memfd import MemfdBackend
+from shared_rpc.memory.segments import Segment
+from tests.kit.apps import ROLES
+from tests.kit.processes import eventually
+
+
+@pytest.fixture(params=ROLES)
+def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
+    """A provider in each role; a client's server is another one in this process."""
+    provider = Provider(base_path, execution_mode=request.param, device=device, server_startup_timeout=0)
+    owner = Provider(base_path, execution_mode="server", device=device)
+    if request.param == "client":
+        Server(owner).start()
+    yield provider
+    provider.close()
+    owner.close()
+
+
+def used(provider: Provider, device: str) -> int:
+    """Bytes of a device that objects take."""
+    (found,) = [entry["used"] for entry in provider.list_devices() if entry["id"] == device_id(device)]
+    return int(found)
+
+
+def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
+    """It is a tensor as it was asked for, in a handle; whoever gets it by its id gets the same one."""
+    with provider.create_buffer((2, 3), torch.float32, zero=True) as buffer:
+        assert isinstance(buffer, Handle)
+        assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, device)
+        assert not buffer.value.any()
+        with provider.get_buffer(buffer.object_id) as same:
+            assert same.value is buffer.value
+        info = buffer.get_object_info()
+        assert (info["kind"], info["state"], info["leases"]) == ("buffer", "listed", 1)
+        assert used(provider, device) == facts_of(device_id(device)).granularity
+        assert (provider.free_buffer(buffer), provider.free_buffer(buffer.object_id)) == (True, False)
+        with pytest.raises(BufferNotFound) as caught:
+            provider.get_buffer(buffer.object_id)
+        assert caught.value.reason == "freed"
+        assert not buffer.is_stale()
+    eventually(lambda: used(provider, device) == 0)
+
+
+def test_its_terms_in_every_role(provider: Provider) -> None:
+    """How often it may be got, and what cannot be asked for."""
+    with provider.create_buffer(16, "int32", zero=True, ttl=60, max_accesses=1) as buffer:
+        assert buffer.get_object_info()["accesses_left"] == 1
+        provider.get_buffer(buffer.object_id).release()
+        with pytest.raises(BufferNotFound, match="as often as its max_accesses allows"):
+            provider.get_buffer(buffer.object_id)
+    for arguments, options, text in (
+        ((-1,), {}, "a buffer of -1 bytes"),
+        ((1,), {"ttl": 0}, "ttl=0"),
+        (("12",), {}, "neither a number of bytes nor a shape"),
+        ((1,), {"device": "disk"}, "device='disk'"),
+        ((1,), {"device": "GPU-1"}, "makes no memory on GPU-1"),
+    ):
+        with pytest.raises((ConfigurationError, CapabilityError), match=text):
+            provider.create_buffer(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str) -> None:
+    """Its lease goes back, and with a freed buffer the memory; a tensor that was taken from it keeps the mapping."""
+    buffer = provider.create_buffer((4,), "float32", zero=True)
+    tensor = buffer.value
+    provider.free_buffer(buffer)
+    del buffer
+    gc.collect()
+    eventually(lambda: used(provider, device) == 0)
+    assert tensor.sum().item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_memory_of_the_host_beside_a_gpu_in_every_role(provider: Provider) -> None:
+    """A GPU's provider has the host's memory too; a GPU may be named as torch names it."""
+    with provider.create_buffer((4,), "float32", "cpu", zero=True) as buffer:
+        assert buffer.value.device.type == "cpu"
+        provider.free_buffer(buffer)
+    for name in ("cuda:0", torch.device("cuda", 0), device_id("cuda:0")):
+        with provider.create_buffer(8, device=name, zero=True) as buffer:
+            assert buffer.value.device == torch.device("cuda", 0)
+            provider.free_buffer(buffer)
+
+
+# The server's own process, and its clients.
+
+
+@pytest.fixture
+def server(device: str, no_leaks: None, base_path: str) -> Iterator[tuple[Provider, Server]]:
+    """A provider that serves, with one quota."""
+    provider = Provider(base_path, device=device)
+
+    @provider.share(cache=False)
+    def itself(buffer_id: str) -> torch.Tensor:
+        with provider.get_buffer(buffer_id) as buffer:
+            return buffer.value
+
+    @provider.share(cache=False)
+    def filled(target: torch.Tensor, value: float) -> None:
+        target.fill_(value)
+
+    with Server(provider, quotas={device: 4 * facts_of(device_id(device)).granularity}) as server:
+        yield provider, server
+
+
+def test_a_server_s_own_buffer_is_its_clients_too(
+    server: tuple[Provider, Server], device: str, connect: Callable[..., Client]
+) -> None:
+    """Both sides have the same memory, whoever made it."""
+    provider, _ = server
+    client = connect(device=device)
+    with provider.create_buffer((8,), "float32", zero=True) as mine, client.get_buffer(mine.object_id) as theirs:
+        mine.value.fill_(3)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert theirs.value.sum().item() == 24
+        assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}
+        assert client.free_buffer(mine.object_id)
+    with client.create_buffer((8,), "float32", zero=True) as theirs, provider.get_buffer(theirs.object_id) as mine:
+        theirs.value.fill_(5)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert mine.value.sum().item() == 40
+        assert provider.free_buffer(mine)
+    eventually(lambda: client.get_server_info()["objects"] == 0)
+
+
+def test_an_endpoint_uses_its_server_s_buffers(
+    server: tuple[Provider, Server], device: str, connect: Callable[..., Client]
+) -> None:
+    """It gets one by its id, and may return the memory itself: what a client writes there is seen by all."""
+    provider, _ = server
+    client = connect(device=device)
+    with provider.create_buffer((8,), "float32", zero=True) as buffer:
+        returned = client.call("itself", buffer.object_id)
+        returned.add_(1)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert buffer.value.tolist() == [1.0] * 8
+        provider.call("filled", buffer.value[2:4], 7.0)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert returned.tolist() == [1.0, 1.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
+        provider.free_buffer(buffer)
+
+
+def test_a_quota_binds_the_server_itself(server: tuple[Provider, Server], device: str) -> None:
+    """Its own buffers count as its clients' do."""
+    provider, _ = server
+    step = facts_of(device_id(device)).granularity
+    with provider.create_buffer(3 * step) as buffer:
+        with pytest.raises(ServerBusy, match=f"pid {os.getpid()} "):
+            provider.create_buffer(2 * step)
+        provider.free_buffer(buffer)
+    provider.create_buffer(4 * step, max_accesses=1).release()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+class TestOnTheHost:
+    """What goes wrong, which no device makes different."""
+
+    def test_one_that_cannot_be_mapped_is_freed(
+        self, server: tuple[Provider, Server], device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody would ever know its id."""
+        provider, running = server
+
+        def fail(*_: object) -> None:
+            raise CodecError("no room for it here")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(codec, "decode_result", fail)
+            with pytest.raises(CodecError):
+                provider.create_buffer(100)
+        eventually(lambda: running.info()["buffers"] == 0)
+        assert used(provider, device) == 0
+
+    def test_a_server_that_stops_meanwhile(
+        self, server: tuple[Provider, Server], monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event
+    ) -> None:
+        """Who waits for memory is told, and what is made after that goes at once."""
+        provider, running = server
+        create = MemfdBackend.create
+
+        def wait(backend: MemfdBackend, nbytes: int) -> Segment:
+            begun.set()
+            go.wait(30)
+            return create(backend, nbytes)
+
+        monkeypatch.setattr(MemfdBackend, "create", wait)
+        outcome: list[Any] = []
+
+        def ask() -> None:
+            try:
+                outcome.append(provider.create_buffer(100))
+            except ConnectionClosed as error:
+                outcome.append(error)
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        assert begun.wait(10)
+        running.stop()
+        asker.join(10)
+        go.set()
+        assert isinstance(outcome[0], ConnectionClosed) and "was stopped" in str(outcome[0])
+
+    @pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
+    def test_on_the_event_loop_of_endpoints(self, provider: Provider) -> None:
+        """An async endpoint would wait for itself: it is told what to do."""
+
+        @provider.share(cache=False)
+        async def careless() -> None:
+            provider.create_buffer(100)
+
+        with pytest.raises(ConfigurationError, match=r"create_buffer\(\) was called on the server's event loop"):
+            asyncio.run(careless())  # type: ignore[arg-type]

@@ -1,0 +1,245 @@
+"""What writes to weights without its name saying so, and the ways out that the page on read-only weights names."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shared_rpc import Provider, Server
+from tests.kit.processes import Child, python
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+
+#: What every child begins with. It says so before the step that is in question, and after it.
+BEGIN = """
+import copy, os, sys, tempfile
+import torch
+from torch import nn
+from shared_rpc import Client
+
+client = Client(device="cpu", connect_timeout=5)
+model = client.call({endpoint!r})
+x = torch.randn(3, 64)
+print("begins", flush=True)
+{code}
+print("survived", flush=True)
+"""
+
+#: A frozen base below a layer of one's own.
+DDP = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", init_method="file://" + os.environ["MEET"], rank=int(os.environ["RANK"]), world_size=2)
+whole = nn.Sequential(model, nn.Linear(64, 4))
+{way_out}
+trained = DistributedDataParallel(whole{options})
+trained.eval()
+step = torch.optim.SGD([one for one in trained.parameters() if one.requires_grad], lr=0.1)
+for _ in range(2):
+    trained(x).sum().backward()
+    step.step()
+sums = [torch.zeros(()) for _ in range(2)]
+dist.all_gather(sums, whole[1].weight.detach().sum())
+assert sums[0] == sums[1]
+dist.destroy_process_group()
+"""
+SAME_START = "for parameter in whole[1].parameters(): dist.broadcast(parameter.data, 0)"
+IGNORE = """DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+    whole, [name for name, _ in [*whole.named_parameters(), *whole.named_buffers()] if name.startswith("0.")]
+)"""
+
+PEFT = """
+import peft
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = {base}
+    def forward(self, x):
+        return self.linear(x)
+net = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["linear"]))
+net(x)
+"""
+
+TRAIN = """
+step = torch.optim.SGD([one for one in trained.parameters() if one.requires_grad], lr=0.1)
+trained(x).sum().backward()
+step.step()
+"""
+
+#: By name: the endpoint, what writes, and the ways out.
+CASES: dict[str, tuple[str, str, list[str]]] = {
+    "optimizer": (
+        "linear",
+        f"trained = model.requires_grad_(True)\n{TRAIN}",
+        [
+            f"trained = nn.Sequential(model, nn.Linear(64, 4))\n{TRAIN}",
+            f"trained = copy.deepcopy(model).requires_grad_(True)\n{TRAIN}",
+        ],
+    ),
+    "load_state_dict": (
+        "linear",
+        "model.load_state_dict(nn.Linear(64, 64).state_dict())",
+        [
+            "state = nn.Linear(64, 64).state_dict()\nmodel.load_state_dict(state, assign=True)\n"
+            "assert torch.equal(model.weight, state['weight'])",
+            "copy.deepcopy(model).load_state_dict(nn.Linear(64, 64).state_dict())",
+        ],
+    ),
+    "initialisation": ("linear", "nn.init.normal_(model.weight)", ["nn.init.normal_(copy.deepcopy(model).weight)"]),
+    "batch norm": (
+        "normed",
+        "model.train()\nmodel(x)",
+        [
+            "model.train()\nfor part in model.modules():\n    if isinstance(part, nn.BatchNorm1d): part.eval()\nmodel(x)",
+            "model.train()\nmodel[1] = copy.deepcopy(model[1])\nmodel(x)",
+        ],
+    ),
+    "spectral norm": ("spectral", "model.train()\nmodel(x)", ["model.eval()\nmodel(x)"]),
+    "max_norm": (
+        "embedding",
+        "model(torch.arange(5))",
+        ["model.max_norm = None\nmodel(torch.arange(5))", "model = copy.deepcopy(model)\nmodel(torch.arange(5))"],
+    ),
+    "torch.compile": (
+        "linear",
+        "torch.compile(lambda x: model.weight.mul_(2) @ x.T, backend='aot_eager')(x)",
+        ["torch.compile(lambda x: (model.weight * 2) @ x.T, backend='aot_eager')(x)"],
+    ),
+}
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Callable[..., Server]) -> Server:
+    """A server of small models that clients may only read."""
+
+    @provider.share(access="read")
+    def linear() -> torch.nn.Module:
+        return torch.nn.Linear(64, 64).requires_grad_(False)
+
+    @provider.share(access="read")
+    def normed() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).eval().requires_grad_(False)
+
+    @provider.share(access="read")
+    def spectral() -> torch.nn.Module:
+        return torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(64, 64)).eval().requires_grad_(False)
+
+    @provider.share(access="read")
+    def embedding() -> torch.nn.Module:
+        module = torch.nn.Embedding(8, 64, max_norm=0.1).eval().requires_grad_(False)
+        module(torch.arange(8))
+        return module
+
+    return serve()
+
+
+@pytest.fixture
+def start(server: Server, children: list[Child]) -> Callable[..., Child]:
+    """``start(endpoint, code)`` runs code in a client."""
+
+    def start(endpoint: str, code: str, **environ: str) -> Child:
+        child = python(BEGIN.format(endpoint=endpoint, code=code), environ=environ)
+        children.append(child)
+        return child
+
+    return start
+
+
+def ended(child: Child) -> tuple[int, str, str]:
+    """How it ended, the last line that it printed, and what it said on standard error."""
+    output, errors = child.process.communicate(timeout=50)
+    return child.process.returncode, output.splitlines()[-1] if output else "", errors
+
+
+def assert_told(child: Child) -> None:
+    """It wrote, and ended for that."""
+    status, output, errors = ended(child)
+    assert (status, output) == (-signal.SIGSEGV, "begins")
+    assert "wrote to memory that is shared with access='read'" in errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_writes(start: Callable[..., Child], case: str) -> None:
+    """It ends the process, with a word."""
+    endpoint, code, _ = CASES[case]
+    assert_told(start(endpoint, code))
+
+
+@pytest.mark.parametrize(
+    ("case", "number"), [(case, number) for case, (_, _, ways) in CASES.items() for number in range(len(ways))]
+)
+def test_the_way_out(start: Callable[..., Child], case: str, number: int) -> None:
+    """What the page says to do instead works."""
+    endpoint, _, ways = CASES[case]
+    status, output, errors = ended(start(endpoint, ways[number]))
+    assert (status, output) == (0, "survived"), errors
+
+
+@pytest.fixture
+def ranks(start: Callable[..., Child], tmp_path: object) -> Callable[..., list[Child]]:
+    """``ranks(way_out, options)`` trains on top of the read-only model in two processes of one gloo group."""
+
+    def begin(way_out: str = "", options: str = "") -> list[Child]:
+        code = DDP.format(way_out=way_out, options=options)
+        return [start("normed", code, MEET=f"{tmp_path}/meet", RANK=str(rank)) for rank in range(2)]
+
+    return begin
+
+
+def test_what_ddp_writes(ranks: Callable[..., list[Child]]) -> None:
+    """Its first broadcast goes to all parameters, the frozen ones too, in every rank but perhaps the first."""
+    children = ranks()
+    for child in children:
+        # One that has ended leaves the other one without a peer, which is an error there.
+        status, _, errors = ended(child)
+        assert status != 0
+        if status == -signal.SIGSEGV:
+            assert "wrote to memory that is shared with access='read'" in errors and "distributed" in errors
+    assert -signal.SIGSEGV in [child.process.returncode for child in children]
+
+
+def test_what_ddp_writes_of_buffers(ranks: Callable[..., list[Child]]) -> None:
+    """Without the first broadcast, the buffers are broadcast in every forward pass."""
+    children = ranks(SAME_START, ", init_sync=False")
+    assert -signal.SIGSEGV in [ended(child)[0] for child in children]
+
+
+@pytest.mark.parametrize(
+    ("way_out", "options"),
+    [(IGNORE, ""), (SAME_START, ", init_sync=False, broadcast_buffers=False")],
+    ids=["ignored", "no broadcast"],
+)
+def test_ddp_around_a_shared_base(ranks: Callable[..., list[Child]], way_out: str, options: str) -> None:
+    """Both ways out train what is on top, alike in all ranks."""
+    for child in ranks(way_out, options):
+        status, output, errors = ended(child)
+        assert (status, output) == (0, "survived"), errors
+
+
+@needs_peft
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_what_peft_writes(start: Callable[..., Child], merge: str) -> None:
+    """Adapters are one's own until they are merged into the base."""
+    assert_told(start("linear", PEFT.format(base="model") + f"net.{merge}()"))
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    "code",
+    [
+        PEFT.format(base="model") + "net.unload()",
+        PEFT.format(base="model"),
+        PEFT.format(base="copy.deepcopy(model)") + "net.merge_and_unload()",
+    ],
+    ids=["unload", "unmerged", "a copy"],
+)
+def test_peft_on_a_shared_base(start: Callable[..., Child], code: str) -> None:
+    """Unmerged, and merged into a copy."""
+    status, output, errors = ended(start("linear", code))
+    assert (status, output) == (0, "survived"), errors

@@ -1,0 +1,264 @@
+"""Arguments that lie in what the server shared: they are named, and nothing of them is copied or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.values import TensorRef, encode
+from tests.kit.models import Tied
+from tests.kit.processes import Child, python
+from tests.kit.raw import Raw
+
+#: A client process. ``copied`` counts the bytes that its arguments were copied into.
+CLIENT = """
+import anyio, torch
+from shared_rpc import AsyncClient, Client
+from shared_rpc.memory.mapping import MAPPINGS
+
+copied = 0
+create = MAPPINGS.create
+
+def counted(nbytes, device):
+    global copied
+    copied += nbytes
+    return create(nbytes, device)
+
+MAPPINGS.create = counted
+client = Client(device=DEVICE)
+"""
+
+
+@pytest.fixture
+def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
+    """The server's script, served. Its endpoints tell where what they were given lies."""
+    provider = Provider(base_path, device=device)
+
+    @provider.share(managed=True)
+    def weights(size: int) -> torch.Tensor:
+        return torch.arange(float(size), device=device)
+
+    @provider.share(managed=True)
+    def model() -> torch.nn.Module:
+        return Tied().to(device)
+
+    @provider.share(managed=True, access="read")
+    def constants() -> torch.Tensor:
+        return torch.full((8,), 5.0, device=device)
+
+    @provider.share(cache=False)
+    def where(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
+
+    @provider.share(cache=False)
+    def where_model(module: torch.nn.Module) -> torch.Tensor:
+        return torch.tensor([module.tag, *(tensor.data_ptr() for tensor in module.parameters())], device=device)
+
+    @provider.share(cache=False)
+    def add(target: torch.Tensor, other: torch.Tensor) -> None:
+        target += other
+
+    with Server(provider):
+        yield provider
+
+
+def own(provider: Provider, endpoint: str, *args: object) -> torch.Tensor:
+    """The server's own object."""
+    with provider.call(endpoint, *args) as handle:
+        value: torch.Tensor = handle.value
+        return value
+
+
+def client(children: list[Child], device: str, code: str) -> Child:
+    """A client process that runs ``code``, and tells how many bytes it copied."""
+    child = python(CLIENT.replace("DEVICE", repr(device)) + code + "\nprint('copied', copied)\n")
+    children.append(child)
+    return child
+
+
+@pytest.mark.parametrize("call", ["client.call", "asynchronously", "as_a_task"])
+def test_a_tensor_goes_back_as_a_reference(shared: Provider, device: str, children: list[Child], call: str) -> None:
+    """The endpoint gets the server's own memory, views of it too, whichever way it is called."""
+    child = client(
+        children,
+        device,
+        f"""
+def asynchronously(*args):
+    async def call():
+        async with AsyncClient(device={device!r}) as other:
+            return await other.call(*args)
+    return anyio.run(call)
+
+def as_a_task(*args):
+    return client.wait_for_task(client.submit(*args), 20)
+
+with client.call("weights", 1000) as handle:
+    value = handle.value
+    print("at", {call}("where", value, value[10:20], value.view(10, 100).T, torch.nn.Parameter(value)).tolist())
+""",
+    )
+    start = own(shared, "weights", 1000).data_ptr()
+    assert child.expect("at").split("at ")[1].strip() == str([start, start + 40, start, start])
+    assert child.expect("copied").strip() == "copied 0"
+
+
+def test_a_module_goes_back_as_a_reference(shared: Provider, device: str, children: list[Child]) -> None:
+    """Its weights stay where they are; what the client changed about it in Python arrives."""
+    child = client(
+        children,
+        device,
+        """
+with client.call("model") as handle:
+    handle.value.tag = 7
+    print("at", client.call("where_model", handle.value).tolist())
+""",
+    )
+    with shared.call("model") as handle:
+        theirs = [parameter.data_ptr() for parameter in handle.value.parameters()]
+    assert child.expect("at").split("at ")[1].strip() == str([7, *theirs])
+    assert child.expect("copied").strip() == "copied 0"
+
+
+def test_beside_memory_of_the_clients_own(shared: Provider, device: str, children: list[Child]) -> None:
+    """Only what is not there already is sent; a write to the server's memory is seen by all."""
+    child = client(
+        children,
+        device,
+        f"""
+with client.call("weights", 1000) as handle:
+    client.call("add", handle.value, torch.ones(1000, device={device!r}))
+    print("first", handle.value[:3].tolist())
+""",
+    )
+    assert child.expect("first").strip() == "first [1.0, 2.0, 3.0]"
+    assert int(child.expect("copied").split()[1]) >= 4000
+    assert own(shared, "weights", 1000)[:3].tolist() == [1, 2, 3]
+
+
+def test_what_may_only_be_read(shared: Provider, device: str, children: list[Child]) -> None:
+    """The endpoint reads it where it is."""
+    child = client(
+        children,
+        device,
+        """
+with client.call("constants") as handle:
+    print("at", client.call("where", handle.value).tolist())
+""",
+    )
+    assert child.expect("at").split("at ")[1].strip() == str([own(shared, "constants").data_ptr()])
+    assert child.expect("copied").strip() == "copied 0"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+def test_what_the_server_dropped_meanwhile_is_sent(
+    shared: Provider, device: str, children: list[Child], asynchronous: bool
+) -> None:
+    """The client's memory outlives the server's object; it is copied then, and nobody notices."""
+    child = client(
+        children,
+        device,
+        f"""
+handle = client.call("weights", 1000)
+value = handle.value
+handle.release()
+client.invalidate_call_cache("weights", 1000)
+target = client.call("weights", 4)
+
+async def add():
+    async with AsyncClient(device={device!r}) as other:
+        await other.call("add", target.value, value[100:104])
+
+if {asynchronous}:
+    anyio.run(add)
+else:
+    client.call("add", target.value, value[100:104])
+print("sum", target.value.tolist())
+target.release()
+""",
+    )
+    assert child.expect("sum").strip() == "sum [100.0, 102.0, 104.0, 106.0]"
+    assert int(child.expect("copied").split()[1]) >= 16
+
+
+def test_another_server_gets_a_copy(shared: Provider, device: str, children: list[Child], base_path: str) -> None:
+    """What one server keeps, another one does not know."""
+    other = Provider(f"{base_path}-other", device=device)
+
+    @other.share(cache=False)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with Server(other):
+        child = client(
+            children,
+            device,
+            f"""
+with client.call("weights", 10) as handle, Client({base_path + "-other"!r}, device={device!r}) as other:
+    print("doubled", other.call("doubled", handle.value[:3]).tolist())
+""",
+        )
+        assert child.expect("doubled").strip() == "doubled [0.0, 2.0, 4.0]"
+        assert int(child.expect("copied").split()[1]) > 0
+
+
+# By hand.
+
+
+def named(segment_id: str, kept: list[int], segments: int = 1, nbytes: int = 16) -> m.Call:
+    """A call of ``where`` with a tensor in a segment that is only named."""
+    infos = [SegmentInfo(segment_id, 4096, "cpu")] * segments
+    table = TensorTable(("cpu",), (StorageEntry(0, 0, nbytes),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
+    return m.Call("where", [encode(TensorRef(0))], table=encoded(table), segments=infos, kept=kept)
+
+
+def encoded(table: TensorTable) -> msgspec.Raw:
+    """As a message carries it."""
+    return msgspec.Raw(msgspec.msgpack.encode(table))
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize(
+    ("message", "code", "text"),
+    [
+        (named("0123456789abcdef", [0]), "segment-not-found", "does not keep, or not any more, the segments 0123456789abcdef"),
+        (named("x" * 1000, [0]), "segment-not-found", "x" * 100),
+        (named("", [0]), "segment-not-found", "does not keep"),
+        (named("", [1]), "protocol", "do not match its message"),
+        (named("", [-1]), "protocol", "do not match its message"),
+        (named("", [0, 0], segments=2), "protocol", "do not match its message"),
+        (named("", [0, 1]), "protocol", "do not match its message"),
+        (named("", []), "protocol", "do not match its message"),
+    ],
+    ids=["unknown", "long", "empty", "beyond", "negative", "twice", "more", "none"],
+)
+def test_names_that_mean_nothing(
+    shared: Provider, connect: Callable[..., Client], message: m.Call, code: str, text: str
+) -> None:
+    """The call fails, and the connection goes on."""
+    with connect() as good, Raw(good.socket_path) as raw:
+        error = raw.ask(message)
+        assert isinstance(error, m.Error)
+        assert error.code == code
+        assert text in error.text
+        assert isinstance(raw.ask(m.Ping()), m.Pong)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_tensor_that_leaves_the_named_segment(shared: Provider, connect: Callable[..., Client]) -> None:
+    """The sizes are the server's own, whatever the client says."""
+    with connect() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
+        result = raw.ask(m.Call("weights", [4]))
+        assert isinstance(result, m.Result)
+        (info,) = result.segments
+        error = raw.ask(named(info.id, [0], nbytes=1 << 20))
+        assert isinstance(error, m.Error)
+        assert error.code == "codec"
+        found = raw.ask(named(info.id, [0]))
+        assert isinstance(found, m.Result)

@@ -1,0 +1,188 @@
+"""What is refused is the same error in every role, and says where and what to do."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+
+from shared_rpc.errors import CapabilityError, EndpointNotFound
+from tests.kit.apps import App
+from tests.kit.models import Marked, State
+
+
+class Holder:
+    """An object with a method, and attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def get(self) -> Any:
+        """One of them."""
+        return self.value
+
+
+class Named(dict):
+    """A dict with attributes."""
+
+
+def _coroutine() -> Any:
+    async def later() -> torch.Tensor:
+        return torch.ones(1)
+
+    coroutine = later()
+    coroutine.close()  # or Python warns that nobody has awaited it
+    return coroutine
+
+
+def _dict_with_a_lock() -> Named:
+    value = Named(x=torch.ones(1))
+    value.guard = Lock()
+    return value
+
+
+def _graph_beside_a_module() -> Holder:
+    """What a module keeps is left behind; the same tensor elsewhere is asked for."""
+    module = torch.nn.Module()
+    module.cached = torch.ones(1, requires_grad=True) * 2
+    return Holder(module=module, value=module.cached)
+
+
+class Refusal(NamedTuple):
+    """A value, and what the error says of it."""
+
+    make: Callable[[], Any]
+    text: str
+
+
+RESULTS = {
+    "plain": Refusal(lambda: 3, "returned a value of type int that reaches no tensor and no module"),
+    "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict that reaches no tensor"),
+    "object": Refusal(object, "returned a value of type object that reaches no tensor"),
+    "path": Refusal(lambda: (1, Path("x")), "returned a value of type tuple that reaches no tensor"),
+    "array": Refusal(
+        lambda: State(1, {"m": numpy.zeros(3)}), "returned a value of type tests.kit.models.State that reaches no"
+    ),
+    "generator": Refusal(
+        lambda: (torch.ones(1) for _ in range(2)),
+        "returned a generator, which runs in this process alone: return what it yields, as a list",
+    ),
+    "coroutine": Refusal(_coroutine, "returned a coroutine, which runs in this process alone: make the endpoint an async def"),
+    "generator within": Refusal(lambda: {"all": (torch.ones(1) for _ in range(2))}, "result['all'] cannot be pickled"),
+    "lock": Refusal(lambda: State(1, {"m": [Lock()]}), "result.moments['m'][0] cannot be pickled"),
+    "lock of a method": Refusal(lambda: Holder(guard=Lock()).get, "result.__self__.guard cannot be pickled"),
+    "lock of a partial": Refusal(
+        lambda: functools.partial(print, torch.ones(1), file=Lock()), "result.keywords['file'] cannot be pickled"
+    ),
+    "lock in a queue": Refusal(lambda: deque([torch.ones(1), Lock()]), "result[1] cannot be pickled"),
+    "lock of a dict": Refusal(_dict_with_a_lock, "result.guard cannot be pickled"),
+    "graph": Refusal(
+        lambda: {"y": torch.ones(1, requires_grad=True) * 2}, "result['y'] carries an autograd graph (MulBackward0)"
+    ),
+    "graph in an object": Refusal(
+        lambda: State(1, {"m": torch.ones(1, requires_grad=True) * 2}), "return result.moments['m'].detach()"
+    ),
+    "graph beside a module": Refusal(_graph_beside_a_module, "result.value carries an autograd graph"),
+    "graph of a subclass": Refusal(
+        lambda: [torch.ones(1, requires_grad=True).as_subclass(Marked) * 2], "result[0] carries an autograd graph"
+    ),
+    "object on meta": Refusal(
+        lambda: State(1, {"m": torch.ones(1, device="meta")}), "result.moments['m'] is on the meta device"
+    ),
+    "scripted": Refusal(lambda: torch.jit.script(torch.nn.Linear(1, 1)), "result is TorchScript"),
+    "meta": Refusal(lambda: torch.ones(1, device="meta"), "result is on the meta device"),
+    "meta module": Refusal(lambda: [torch.nn.Linear(1, 1, device="meta")], "result[0].weight is on the meta device"),
+}
+
+ARGUMENTS = {
+    "path": Refusal(lambda: Path("weights"), "argument 'value' is a pathlib.PosixPath"),
+    "nested": Refusal(lambda: [1, {"at": {2}}], "argument 'value'[1]['at'] is a builtins.set"),
+    "keys": Refusal(lambda: {1: 2}, "argument 'value' has the key 1"),
+    "meta": Refusal(lambda: torch.ones(1, device="meta"), "argument 'value' is on the meta device"),
+    "meta module": Refusal(lambda: torch.nn.Linear(1, 1, device="meta"), "argument 'value'.weight is on the meta device"),
+}
+
+
+def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
+    """Type and text of what a call raises."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+@pytest.mark.parametrize("case", RESULTS)
+def test_refused_result(every_app: list[App], case: str) -> None:
+    """A result that cannot be shared is the same error in every role; it names the endpoint and the place."""
+    errors = set()
+    for app in every_app:
+        make = app.share("make")(RESULTS[case].make)
+        errors.add(error_of(make))
+    ((kind, text),) = errors
+    assert kind is CapabilityError
+    assert text.startswith("endpoint 'make'")
+    assert RESULTS[case].text in text
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_refused_argument(every_app: list[App], case: str) -> None:
+    """An argument that cannot travel is the same error in every role, and names the place."""
+    errors = set()
+    for app in every_app:
+
+        @app.share()
+        def take(value: Any) -> None:
+            return None
+
+        errors.add(error_of(lambda: take(value=ARGUMENTS[case].make())))
+    ((kind, text),) = errors
+    assert kind is CapabilityError
+    assert text.startswith(ARGUMENTS[case].text)
+
+
+def test_arguments_that_do_not_fit(every_app: list[App]) -> None:
+    """Arguments that do not fit the signature are the TypeError of a plain function, in every role."""
+    errors = set()
+    for app in every_app:
+
+        @app.share()
+        def load(size: int, *, bias: bool = True) -> torch.nn.Module:
+            return torch.nn.Linear(size, size, bias=bias)
+
+        errors.add((error_of(load), error_of(lambda: load(1, True)), error_of(lambda: load(1, biass=True))))
+    ((missing, positional, unknown),) = errors
+    assert missing == (TypeError, "load(): missing a required argument: 'size'")
+    assert positional == (TypeError, "load(): too many positional arguments")
+    assert unknown == (TypeError, "load(): got an unexpected keyword argument 'biass'")
+
+
+def test_unknown_endpoint(every_app: list[App]) -> None:
+    """A name that is not there is the same error in every role, and says what is meant perhaps."""
+    errors = set()
+    for app in every_app:
+        app.share("load_model")(lambda: torch.ones(1))
+        errors.add(error_of(lambda: app.provider.call("load_modle")))  # noqa: B023
+        errors.add(error_of(lambda: app.provider.invalidate_endpoint_cache("load_modle")))  # noqa: B023
+        errors.add(error_of(lambda: app.provider.invalidate_call_cache("load_modle")))  # noqa: B023
+    ((kind, text),) = errors
+    assert kind is EndpointNotFound
+    assert "'load_modle'" in text
+    assert "did you mean 'load_model'?" in text
+
+
+def test_template_that_names_a_tensor(every_app: list[App]) -> None:
+    """A template over an argument that is a tensor in this call is refused in every role."""
+    errors = set()
+    for app in every_app:
+        look_up = app.share("look_up", cache_format_key="{x}")(lambda x: x)
+        errors.add(error_of(lambda: look_up(torch.ones(1))))  # noqa: B023
+    ((kind, text),) = errors
+    assert kind is CapabilityError
+    assert "cache_format_key='{x}' names 'x', which is a tensor" in text

@@ -1,0 +1,131 @@
+"""Models of Hugging Face's remote code, whose classes travel as code: transformers works with them in a client too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.interpreter import Interpreter
+from tests.kit.processes import Child, python
+
+pytest.importorskip("transformers")
+
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class RemoteConfig(PretrainedConfig):
+    model_type = "remote-of-a-test"
+
+    def __init__(self, size=4, **rest):
+        self.size = size
+        super().__init__(**rest)
+"""
+
+MODEL = """
+import torch
+from transformers import PreTrainedModel
+from .configuration_remote import RemoteConfig
+
+class RemoteModel(PreTrainedModel):
+    config_class = RemoteConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(config.size, config.size)
+        self.post_init()
+
+    def forward(self, x):
+        return self.layer(x)
+"""
+
+SERVER = """
+    import sys
+    from transformers import AutoConfig, AutoModel
+    from shared_rpc import Provider, Server
+
+    provider = Provider(device="cpu")
+
+    @provider.share
+    def load():
+        config = AutoConfig.from_pretrained({repository!r}, trust_remote_code=True)
+        return AutoModel.from_config(config, trust_remote_code=True).eval()
+
+    @provider.share(cache=False)
+    def use(model, x):
+        return model(x).detach()
+
+    with Server(provider):
+        print("serving")
+        sys.stdin.read()
+    """
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A model of remote code, as it lies on the hub."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "configuration_remote.py").write_text(CONFIGURATION)
+    (folder / "modeling_remote.py").write_text(MODEL)
+    auto = {"AutoConfig": "configuration_remote.RemoteConfig", "AutoModel": "modeling_remote.RemoteModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "remote-of-a-test", "size": 4, "auto_map": auto}))
+    return folder
+
+
+@pytest.fixture
+def client(base_path: str, tmp_path: Path, repository: Path, children: list[Child]) -> Iterator[Interpreter]:
+    """A process that has not loaded that code, beside a server that has."""
+    environ = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules of the server")}
+    server = python(SERVER.format(repository=str(repository)), environ=environ)
+    children.append(server)
+    server.expect("serving")
+    interpreter = Interpreter({**environ, "HF_MODULES_CACHE": str(tmp_path / "modules of the client")})
+    yield interpreter
+    interpreter.kill()
+
+
+def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, base_path: str, repository: Path, tmp_path: Path) -> None:
+    """``save_pretrained`` writes weights, configuration and code, which that process can load."""
+    answer = client.run(
+        """
+        from transformers import AutoModel
+        model = client.call("load")
+        model.save_pretrained(folder)
+        import os
+        files = sorted(name for name in os.listdir(folder) if name.endswith((".py", ".json")))
+        again = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        x = torch.ones(1, 4)
+        used = client.call("use", model, x)
+        answer = [files, torch.equal(again(x), model(x)), torch.equal(used, model(x)), type(again).__name__]
+        """,
+        base_path=base_path,
+        device="cpu",
+        folder=str(tmp_path / "saved"),
+    )
+    assert answer == [["config.json", "configuration_remote.py", "modeling_remote.py"], True, True, "RemoteModel"]
+
+
+def test_code_that_a_client_loads_itself_is_its_own(
+    client: Interpreter, base_path: str, repository: Path, tmp_path: Path
+) -> None:
+    """A class that came does not stand in the way of the same code, loaded before or after it."""
+    answer = client.run(
+        """
+        from transformers import AutoConfig, AutoModel
+
+        def own():
+            config = AutoConfig.from_pretrained(repository, trust_remote_code=True)
+            return type(AutoModel.from_config(config, trust_remote_code=True))
+
+        came = type(client.call("load"))
+        first = own()
+        answer = [came.__module__ == first.__module__, came is first, own() is first, type(client.call("load")) is first]
+        """,
+        base_path=base_path,
+        device="cpu",
+        repository=str(repository),
+    )
+    assert answer == [True, False, True, False]

@@ -1,0 +1,299 @@
+"""What endpoints may return: any object that reaches memory, in every role, the same bit for bit in another process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Handle, Provider, Server, materialize
+from shared_rpc.codec.payload import dump_result
+from shared_rpc.errors import CapabilityError, ConfigurationError
+from tests.kit import library_app
+from tests.kit.apps import App
+from tests.kit.interpreter import Interpreter
+from tests.kit.models import Slotted, State
+from tests.kit.processes import ROOT, Child
+
+LIBRARY_APP = ROOT / "tests" / "library_app.py"
+
+
+# Libraries.
+
+
+class Served:
+    """The app of :mod:`tests.kit.library_app` in a server, and a process that is its client."""
+
+    def __init__(self, folder: Path, how: str, device: str) -> None:
+        folder.chmod(0o700)
+        self.base_path, self.device = str(folder / "s"), device
+        environ = {"SHARED_TENSOR_BASE_PATH": self.base_path, "LIBRARY_APP_DEVICE": device, "HF_HUB_OFFLINE": "1"}
+        if how == "python app.py":
+            self.server = Child(str(LIBRARY_APP), environ=environ | {"SHARED_TENSOR_ROLE": "server"})
+        else:
+            self.server = Child("-m", "shared_rpc.cli", "serve", str(LIBRARY_APP), environ=environ)
+        self.client = Interpreter(environ)
+        with Client(self.base_path, device=device, connect_timeout=60) as client:
+            client.ping()
+
+    def ask(self, code: str, **names: Any) -> Any:
+        """See :meth:`Interpreter.run`."""
+        return self.client.run(code, base_path=self.base_path, device=self.device, **names)
+
+    def close(self) -> None:
+        """End both."""
+        for child in (self.client, self.server):
+            child.process.kill()
+            child.process.communicate()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("python app.py", "cpu"), id="role-cpu"),
+        pytest.param(("shared-rpc serve app.py", "cpu"), id="serve-cpu"),
+        pytest.param(("python app.py", "cuda"), id="role-cuda", marks=pytest.mark.gpu),
+        pytest.param(("shared-rpc serve app.py", "cuda"), id="serve-cuda", marks=pytest.mark.gpu),
+    ],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The app, served in each way."""
+    served = Served(tmp_path_factory.mktemp("library"), *request.param)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def here(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """``here(name)`` is what the object of an endpoint is to be like."""
+    monkeypatch.setattr(library_app, "DEVICE", served.device)
+
+    def describe(name: str) -> Any:
+        make: Any = getattr(library_app, name)
+        return library_app.described(name, make.__wrapped__())
+
+    return describe
+
+
+@pytest.mark.timeout(300)  # three processes import the libraries
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", library_app.LOOK)
+def test_objects_of_libraries(served: Served, here: Callable[[str], Any], name: str) -> None:
+    """An object comes back whole: its class, every bit of its tensors, and what it does with them."""
+    library = library_app.NEEDS.get(name, "torch")
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    seen = served.ask(
+        """
+        import warnings
+        from tests.kit import library_app
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            answer = library_app.described(name, client.call(name))
+        """,
+        name=name,
+    )
+    assert seen == json.loads(json.dumps(here(name)))
+
+
+# Objects of every kind, in every role.
+
+
+class Weakless:
+    """An object that nobody can have a weak reference to."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getstate__(self) -> Any:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _self_holding() -> list[Any]:
+    value: list[Any] = [torch.ones(1)]
+    value.append(value)
+    return value
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
+    "dataclass": (lambda: State(1, {"m": torch.ones(1)}), lambda v: v.moments["m"]),
+    "slots": (lambda: Slotted(torch.ones(1)), lambda v: v.tensor),
+    "without weak references": (lambda: Weakless(torch.ones(1)), lambda v: v.tensor),
+    "any keys": (lambda: {1: torch.ones(1), (None, 2.5): "x"}, lambda v: v[1]),
+    "set": (lambda: {torch.ones(1)}, lambda v: next(iter(v))),
+    "deque": (lambda: deque([1, torch.ones(1)]), lambda v: v[1]),
+    "partial": (lambda: functools.partial(torch.mul, torch.ones(1)), lambda v: v.args[0]),
+    "method": (lambda: State(1, {"m": torch.ones(1)}).__repr__, lambda v: v.__self__.moments["m"]),
+    "module's method": (lambda: torch.nn.Linear(1, 1).forward, lambda v: v.__self__.weight.detach()),
+    "mixed": (lambda: (State(1, {}), [len, Path("x"), torch.ones(1)]), lambda v: v[1][2]),
+    "holds itself": (_self_holding, lambda v: v[1][1][0]),
+    "no tensor": (lambda: State(1, {"m": torch.nn.Identity()}), lambda v: torch.zeros(1)),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_in_every_role(every_app: list[App], kind: str) -> None:
+    """Whatever reaches memory is a result in every role, of the same size, cached and not, and by way of a task."""
+    make, tensor_of = OBJECTS[kind]
+    sizes = set()
+    for app in every_app:
+        cached, fresh = app.share("cached")(make), app.share("fresh", cache=False)(make)
+        held = app.share("held", managed=True)(make)
+        for value in (cached(), cached(), fresh(), app.provider.wait_for_task(cached.submit())):
+            assert type(value) is type(make())
+            assert tensor_of(value).shape == (1, 1) if kind == "module's method" else (1,)
+        tensor_of(cached()).fill_(7)
+        if kind != "no tensor":
+            assert tensor_of(cached()).item() == 7
+        with held() as handle:
+            assert isinstance(handle, Handle)
+            sizes.add(handle.get_object_info()["nbytes"])
+    assert len(sizes) == 1
+
+
+def test_an_object_is_rebuilt_once(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Where a weak reference to it can be had, each call of a client gives the same object while it lives."""
+    provider.share("get")(lambda: State(1, {"m": torch.ones(1)}))
+    serve()
+    client = connect()
+    one = client.call("get")
+    assert client.call("get") is one
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Weakless(torch.ones(1)), lambda: State(1, {"m": torch.ones(1)})], ids=["slots", "state"]
+)
+def test_generations_of_any_object(app: App, make: Callable[[], Any]) -> None:
+    """Handles of such objects have revisions, successors and updates, as others have."""
+    held = app.share("held", managed=True)(make)
+
+    def tensor_of(value: Any) -> torch.Tensor:
+        return value.tensor if isinstance(value, Weakless) else value.moments["m"]
+
+    with held() as handle:
+        with app.provider.update(handle) as value:
+            tensor_of(value).fill_(2)
+        assert (handle.revision, handle.read_consistent(lambda v: tensor_of(v).item())) == (2, 2.0)
+        app.provider.refresh("held")
+        assert not handle.is_current()
+        with handle.latest() as latest:
+            assert tensor_of(latest.value).item() == 1
+            assert tensor_of(handle.value).item() == 2
+
+
+def test_a_ticket_of_an_object(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """It names the tensors by the way to them, and opens to the same memory."""
+    value = State(1, {"m": torch.ones(3)})
+    value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]  # type: ignore[attr-defined]
+    provider.share("held", managed=True)(lambda: value)
+    serve()
+    with connect().call("held") as handle:
+        ticket = handle.ticket()
+        listed = [(tensor.name, tensor.dtype, tensor.nbytes) for tensor in ticket.tensors]
+        assert listed == [
+            ("moments.m", "float32", 12),
+            ("extra.0.tensor", "int8", 2),
+            ("extra.1.weight", "float32", 8),
+            ("extra.1.bias", "float32", 4),
+        ]
+        with connect().open_ticket(ticket) as other:
+            other.value.moments["m"].fill_(5)
+        assert value.moments["m"].tolist() == [5, 5, 5]
+
+
+def test_materialize_wants_the_module(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Of an object that has a module the model can be built, and of the object itself the error says how."""
+    provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))  # type: ignore[dict-item]
+    serve()
+    with connect().call("held") as handle:
+        with (
+            pytest.raises(
+                ConfigurationError, match=r"is a State: use a module.*of an object that has a module in it, that module"
+            ),
+            materialize(handle),
+        ):
+            torch.nn.Linear(2, 2)
+        with materialize(handle.value.moments["m"]):
+            model = torch.nn.Linear(2, 2)
+        assert model.weight.data_ptr() == handle.value.moments["m"].weight.data_ptr()
+
+
+def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None:
+    """It is the reader's own name for the same device."""
+    where = torch.ones(1, device=device).device
+    assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where  # type: ignore[dict-item]
+
+
+# Memory on the host, beside that of a GPU.
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    weight = torch.empty(0, requires_grad=True)  # an empty one may be anywhere
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(3.0)}
+    return optimizer
+
+
+def _schedule() -> Any:
+    return pytest.importorskip("diffusers").DDPMScheduler(num_train_timesteps=10)
+
+
+@pytest.mark.parametrize("make", [_optimizer, _schedule], ids=["optimizer", "schedule"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
+    """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
+    _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")  # type: ignore[dict-item]
+    assert scan.storages
+    assert {storage.device.type for storage in scan.storages} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
+        (lambda: {2: {torch.ones(1)}}, "result[1][2][0]"),
+        (lambda: functools.partial(torch.add, torch.ones(1)), "result[1].args[0]"),
+        (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),  # type: ignore[dict-item]
+    ],
+    ids=["dataclass", "set", "partial", "beside an optimizer"],
+)
+def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
+    """Wherever else in an object a tensor on the host is, it was forgotten there: the error has the way to it."""
+    with pytest.raises(CapabilityError) as caught:
+        dump_result([torch.nn.Identity(), make()], "load", "cuda")
+    assert f"endpoint 'load': {path} is on cpu, and memory is shared on 'cuda' here" in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "fresh"])
+def test_host_memory_beside_a_gpus(base_path: str, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """An optimizer's step counts are shared as host memory, or copied where all else is; the object is on the GPU."""
+    monkeypatch.setattr(library_app, "DEVICE", "cuda")
+    make: Any = library_app.training.__wrapped__  # type: ignore[attr-defined]
+    made: list[Any] = []
+    provider = Provider(base_path, device="cuda")
+    provider.share("get", cache=cached)(lambda: made.append(make()) or made[-1])  # type: ignore[func-returns-value]
+    provider.share("held", managed=True)(make)
+    with Server(provider), Client(base_path, device="cuda") as client:
+        model, optimizer = client.call("get")
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert [(step.device.type, step.item()) for step in steps] == [("cpu", 1.0)] * 2
+        assert model.weight.device.type == "cuda"
+        for step in steps:
+            step.fill_(9)
+        seen = {state["step"].item() for state in made[0][1].state.values()}
+        assert seen == ({9.0} if cached else {1.0})
+        with client.call("held") as handle:
+            assert handle.get_object_info()["device"] != "cpu"

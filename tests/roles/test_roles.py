@@ -1,0 +1,577 @@
+"""One script, three roles, chosen by the environment alone: real processes that run the same file."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ConnectionClosed
+from tests.kit.processes import Child
+
+#: A script as users write it: no branch on the role.
+APP = """
+import asyncio
+import json
+
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+
+class Net(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = torch.nn.Linear(size, size)
+        torch.nn.init.constant_(self.layer.weight, 0.5)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@provider.share(managed=True)
+def load(size=4):
+    print("building", flush=True)
+    return Net(size)
+
+
+@provider.share
+def add(x, y):
+    return x + y
+
+
+@provider.share
+async def double(x):
+    return x * 2
+
+
+@provider.share
+def fail():
+    raise ZeroDivisionError("on purpose")
+
+
+def main():
+    print("begins", flush=True)
+    answers = {"mode": provider.execution_mode}
+    with load(4) as handle, torch.no_grad():
+        answers["managed"] = type(handle).__name__, type(handle.value).__name__, handle.generation
+        answers["forward"] = handle.value(torch.ones(1, 4)).tolist()
+        answers["info"] = sorted(handle.get_object_info())
+    answers["released"] = handle.released
+    answers["add"] = add(torch.ones(2), y=2).tolist()
+    answers["double"] = asyncio.run(double(torch.ones(2))).tolist()
+    try:
+        fail()
+    except ZeroDivisionError as error:
+        answers["error"] = str(error)
+    print("answers:", json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+#: A script that needs no torch before an endpoint runs, and so starts fast; its main code follows.
+SCRIPT = """
+import os
+import sys
+
+from shared_rpc import Provider
+
+provider = Provider(device="cpu", server_startup_timeout=float(os.environ.get("PATIENCE", "30")))
+
+
+@provider.share
+def ones(size):
+    import torch
+
+    return torch.ones(size)
+
+"""
+
+
+def answers_of(child: Child) -> dict[str, Any]:
+    """What a child that runs :data:`APP` found out."""
+    answers: dict[str, Any] = json.loads(child.expect("answers:").removeprefix("answers:"))
+    return answers
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """``script(main)`` writes :data:`SCRIPT` with that main code to a file of its own."""
+    written = []
+
+    def write(main: str = "") -> Path:
+        path = tmp_path / f"app{len(written)}.py"
+        path.write_text(SCRIPT + textwrap.dedent(main))
+        written.append(path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def start(base_path: str, children: list[Child]) -> Callable[..., Child]:
+    """``start(path, role, **environ)`` runs a script in a role."""
+
+    def start(path: Path, role: str = "", **environ: str) -> Child:
+        child = Child(str(path), environ={"SHARED_TENSOR_ROLE": role, **environ})
+        children.append(child)
+        return child
+
+    return start
+
+
+def end(child: Child, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, float]:
+    """Ask a process to end: its exit code, its standard error, the seconds it took."""
+    begin = time.monotonic()
+    child.process.send_signal(number)
+    code = child.process.wait(10)
+    seconds = time.monotonic() - begin
+    return code, child.close()[1], seconds
+
+
+class Runs:
+    """One file, run in three roles: what each answered, and what each printed before."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "app.py"
+        path.write_text(APP)
+        environ = {"SHARED_TENSOR_BASE_PATH": str(folder / "s"), "SHARED_TENSOR_ENABLED": ""}
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.built: dict[str, bool] = {}
+        children = {"server": Child(str(path), environ={**environ, "SHARED_TENSOR_ROLE": "server"})}
+        try:
+            self._read("server", children["server"])
+            for role in ("client", "local"):
+                children[role] = Child(str(path), environ={**environ, "SHARED_TENSOR_ROLE": role})
+            for role in ("client", "local"):
+                self._read(role, children[role])
+                assert children[role].close() == (0, "")
+        finally:
+            for child in children.values():
+                child.process.kill()
+                child.process.communicate()
+
+    def _read(self, role: str, child: Child) -> None:
+        child.expect("begins")
+        line = child.expect("")
+        self.built[role] = line == "building"
+        if self.built[role]:
+            line = child.expect("answers:")
+        self.answers[role] = json.loads(line.removeprefix("answers:"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Three runs that several tests look at."""
+    folder = tmp_path_factory.mktemp("roles")
+    folder.chmod(0o700)
+    return Runs(folder)
+
+
+# One file, three roles.
+
+
+@pytest.mark.parametrize("role", ["client", "local"])
+def test_every_role_gives_the_same_answers(runs: Runs, role: str) -> None:
+    """Values, handles, errors and awaitables are the same whatever the role."""
+    assert {**runs.answers[role], "mode": ""} == {**runs.answers["server"], "mode": ""}
+
+
+def test_the_answers_are_right(runs: Runs) -> None:
+    """A managed endpoint gives a handle of the script's own class, and the model computes."""
+    answers = runs.answers["server"]
+    assert answers["managed"] == ["Handle", "Net", 1]
+    assert answers["forward"] == [[2.0] * 4]
+    assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
+    assert answers["released"] is True
+
+
+def test_only_who_has_the_endpoints_builds(runs: Runs) -> None:
+    """The client attaches to what the server built; without a server every process builds its own."""
+    assert runs.built == {"server": True, "client": False, "local": True}
+
+
+def test_execution_mode_tells_the_role(runs: Runs) -> None:
+    """The script can ask which role it plays."""
+    assert {role: answers["mode"] for role, answers in runs.answers.items()} == {role: role for role in runs.answers}
+
+
+# A client and the server it needs.
+
+
+def test_a_client_may_start_first(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """The start order does not matter: a client waits for its server, and attaches."""
+    path = tmp_path / "app.py"
+    path.write_text(APP)
+    client = start(path, "client")
+    client.expect("begins")
+    server = start(path, "server")
+    assert answers_of(client)["mode"] == "client"
+    assert client.close() == (0, "")
+    server.expect("building")
+
+
+def test_a_missing_server(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """A client whose server does not come says where it looked, and how to start one."""
+    code, errors = start(script("ones(2)"), "client", PATIENCE="0").close()
+    assert code == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("shared_rpc.errors.ConnectError: ")
+    assert f"{base_path}-cpu.sock" in last
+    assert "shared-rpc serve app.py" in last
+    assert "SHARED_TENSOR_ROLE=server python app.py" in last
+
+
+# The server role.
+
+
+@pytest.mark.parametrize("main", ["", "provider.get_runtime_info()", "sys.exit(0)", "sys.exit()"])
+def test_a_server_serves_after_its_main_code(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], main: str
+) -> None:
+    """However the main code ended well, the process goes on and says so; also a script that only decorates."""
+    server = start(script(main), "server")
+    line = server.expect_error("serving at")
+    client = connect()
+    info = client.get_server_info()
+    assert (info["pid"], info["endpoints"]) == (server.pid, ["ones"])
+    assert line == f"shared_rpc: serving at {client.socket_path} until SIGINT or SIGTERM"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_ends_when_asked(
+    base_path: str, script: Callable[..., Path], start: Callable[..., Child], number: signal.Signals
+) -> None:
+    """SIGTERM and SIGINT end it in under a second, without a word and with exit code 0; its socket goes with it."""
+    server = start(script(), "server")
+    server.expect_error("serving at")
+    code, errors, seconds = end(server, number)
+    assert (code, errors) == (0, "")
+    assert seconds < 1
+    assert not Path(f"{base_path}-cpu.sock").exists()
+
+
+def test_a_server_ends_while_an_endpoint_runs(
+    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+) -> None:
+    """A build that takes for ever does not hold up the end; whoever waits for it is told."""
+    main = """
+        @provider.share
+        def forever():
+            print("begun", flush=True)
+            import threading
+
+            threading.Event().wait()
+    """
+    server = start(script(main), "server")
+    server.expect_error("serving at")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connect().call, "forever")
+        server.expect("begun")
+        code, errors, seconds = end(server)
+        with pytest.raises(ConnectionClosed, match=f"pid {server.pid}"):
+            waiting.result(10)
+    assert (code, errors) == (0, "")
+    assert seconds < 1
+    assert not Path(f"{base_path}-cpu.sock").exists()
+
+
+def test_a_server_serves_while_its_main_code_runs(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+) -> None:
+    """From its first call on the process serves, and the end of its main code changes nothing for clients."""
+    server = start(script("print(ones(2).tolist()); input()"), "server")
+    server.expect("[1.0, 1.0]")
+    client = connect()
+    tensor = client.call("ones", 2)
+    assert torch.equal(tensor, torch.ones(2))
+    server.tell("")
+    server.expect_error("serving at")
+    assert client.get_server_info()["cache_hits"] == 1
+    assert torch.equal(client.call("ones", 3), torch.ones(3))
+    assert end(server)[0] == 0
+
+
+def test_pools_work_after_the_main_code(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+) -> None:
+    """Endpoints can use the pools of concurrent.futures, made before or in the call, when the main code has ended."""
+    main = """
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = ThreadPoolExecutor(2)
+
+        @provider.share
+        def pooled(size):
+            with ThreadPoolExecutor(2) as own:
+                return pool.submit(ones, size).result() + own.submit(ones, size).result()
+    """
+    server = start(script(main), "server")
+    server.expect_error("serving at")
+    assert torch.equal(connect().call("pooled", 2), torch.full((2,), 2.0))
+    code, errors, _ = end(server)
+    assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize("before", ["", "provider.get_runtime_info()\n"], ids=["before the first use", "while it serves"])
+def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], before: str) -> None:
+    """What the main code raises ends the process with its traceback, as if it shared nothing."""
+    code, errors = start(script(before + "raise LookupError('no such checkpoint')"), "server").close()
+    assert code == 1
+    assert errors.splitlines()[-1] == "LookupError: no such checkpoint"
+    assert "serving at" not in errors
+
+
+@pytest.mark.parametrize("used", ["pass", "provider.get_runtime_info()"], ids=["before the first use", "while it serves"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "os.fork"])
+def test_children_of_a_server_do_not_serve(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], method: str, used: str
+) -> None:
+    """A process that the main code starts ends when its own work is done; the socket stays its parent's."""
+    if method == "os.fork":
+        begin = """
+            pid = os.fork()
+            if pid == 0:
+                sys.exit(0)
+            print("child ended:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """
+    else:
+        begin = f"""
+            process = multiprocessing.get_context({method!r}).Process(target=work)
+            process.start()
+            process.join()
+            print("child ended:", process.exitcode)
+        """
+    main = f"""
+        import multiprocessing
+
+        def work():
+            print("work:", provider.execution_mode)
+
+        if __name__ == "__main__":
+            {used}
+    """
+    server = start(script(textwrap.dedent(main) + textwrap.indent(textwrap.dedent(begin), "    ")), "server")
+    assert server.expect("child ended:") == "child ended: 0"
+    server.expect_error("serving at")
+    assert connect().get_server_info()["pid"] == server.pid
+    assert end(server)[0] == 0
+
+
+@pytest.mark.parametrize("method", ["os.fork", "fork", "spawn"])
+def test_children_of_a_server_are_its_clients(script: Callable[..., Path], start: Callable[..., Child], method: str) -> None:
+    """A worker that the server's script starts calls its functions, and gets the memory its parent has."""
+    if method == "os.fork":
+        begin = """
+            pid = os.fork()
+            if pid == 0:
+                work()
+                os._exit(0)
+            os.waitpid(pid, 0)
+        """
+    else:
+        begin = f"""
+            process = multiprocessing.get_context({method!r}).Process(target=work)
+            process.start()
+            process.join()
+        """
+    main = """
+        import multiprocessing
+
+        def work():
+            found = ones(3)
+            print("child:", provider.execution_mode, found.tolist(), flush=True)
+            found.fill_(7)
+
+        if __name__ == "__main__":
+            mine = ones(3)
+    """
+    after = """
+            print("parent:", provider.execution_mode, mine.tolist(), flush=True)
+    """
+    server = start(script(main + begin + after), "server")
+    assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
+    assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0]"
+    server.expect_error("serving at")
+    assert end(server)[0] == 0
+
+
+def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """What was loaded before the workers were forked is not loaded again in each of them."""
+    child = start(
+        script(
+            """
+            import torch
+
+            @provider.share(managed=True)
+            def load(size):
+                print("building in", "parent" if os.getpid() == parent else "child", flush=True)
+                return torch.ones(size)
+
+            parent = os.getpid()
+            handle = load(2)
+            pid = os.fork()
+            if pid == 0:
+                again = load(2)
+                print("child:", again.value is handle.value, again.generation, handle.is_stale(), flush=True)
+                again.release()
+                handle.release()
+                print("other:", load(3).value.tolist(), flush=True)
+                sys.exit(0)
+            os.waitpid(pid, 0)
+            print("parent:", load(2).value is handle.value, handle.is_stale(), flush=True)
+            """
+        ),
+        "local",
+    )
+    assert child.expect("building") == "building in parent"
+    assert child.expect("child:") == "child: True 1 True"
+    assert child.expect("building") == "building in child"
+    assert child.expect("other:") == "other: [1.0, 1.0, 1.0]"
+    assert child.expect("parent:") == "parent: True False"
+    assert child.close() == (0, "")
+
+
+def test_a_child_that_outlives_a_server_does_not_keep_its_socket(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+) -> None:
+    """A forked child holds nothing of the server: when the server was killed, another one can take its place."""
+    main = """
+        provider.get_runtime_info()
+        if os.fork() == 0:
+            print("forked", flush=True)
+            input()
+            os._exit(0)
+    """
+    path = script(main)
+    first = start(path, "server")
+    first.expect("forked")
+    first.expect_error("serving at")
+    first.process.kill()
+    first.process.wait(10)
+    second = start(path, "server")
+    second.expect_error("serving at")
+    assert connect().get_server_info()["pid"] == second.pid
+
+
+def test_several_providers(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """Every provider of a script serves at its own base path, and one signal ends them all."""
+    server = start(script(f"other = Provider({base_path + '-other'!r}, device='cpu')"), "server")
+    paths = [f"{base_path}-cpu.sock", f"{base_path}-other-cpu.sock"]
+    for path in paths:
+        assert path in server.expect_error("serving at")
+        with Client(socket_path=path, connect_timeout=0) as client:
+            assert client.get_server_info()["pid"] == server.pid
+    code, errors, seconds = end(server)
+    assert (code, errors) == (0, "")
+    assert seconds < 1
+    assert not any(Path(path).exists() for path in paths)
+
+
+def test_several_providers_at_one_path(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """Two providers of a script cannot share a socket; nothing serves then, and one line says why."""
+    server = start(script("other = Provider(device='cpu')"), "server")
+    code, errors = server.close()
+    assert code == 1
+    assert errors.splitlines() == [
+        f"shared_rpc: {base_path}-cpu.sock is served by another provider of this process (pid {server.pid}): "
+        f"stop that server first, or choose another base_path"
+    ]
+    assert not Path(f"{base_path}-cpu.sock").exists()
+
+
+@pytest.mark.parametrize("main", ["", "provider.get_runtime_info()"], ids=["at its end", "at its first use"])
+def test_a_second_server_fails(
+    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], main: str
+) -> None:
+    """A live server keeps its socket: the second process ends with an error that names the pid of the first."""
+    first = start(script(), "server")
+    first.expect_error("serving at")
+    code, errors = start(script(main), "server").close()
+    assert code == 1
+    assert f"{base_path}-cpu.sock is served by pid {first.pid}: stop that server first" in errors.splitlines()[-1]
+    assert connect().get_server_info()["pid"] == first.pid
+
+
+def test_a_server_that_was_killed_is_replaced(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+) -> None:
+    """What SIGKILL left behind is in nobody's way."""
+    path = script()
+    first = start(path, "server")
+    first.expect_error("serving at")
+    first.kill()
+    second = start(path, "server")
+    second.expect_error("serving at")
+    assert connect().get_server_info()["pid"] == second.pid
+
+
+def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], base_path: str) -> None:
+    """After ``provider.close()`` the process ends with its main code, and leaves no socket."""
+    code, errors = start(script("provider.get_runtime_info(); provider.close()"), "server").close()
+    assert (code, errors) == (0, "")
+    assert not Path(f"{base_path}-cpu.sock").exists()
+
+
+# Which role it is.
+
+
+def test_the_role_is_resolved_at_its_first_use(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """A bad variable does not fail an import; the first use names the variable and the values allowed."""
+    library = script()
+    using = script(f"import {library.stem}; print('imported', flush=True); {library.stem}.ones(2)")
+    child = start(using, "sever")
+    child.expect("imported")
+    code, errors = child.close()
+    assert code == 1
+    assert errors.splitlines()[-1] == (
+        "shared_rpc.errors.ConfigurationError: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', "
+        "or leave it unset"
+    )
+
+
+def test_a_bad_role_does_not_pass_in_silence(script: Callable[..., Path], start: Callable[..., Child]) -> None:
+    """A script that only decorates was meant to serve: with a misspelt role it ends with an error."""
+    code, errors = start(script(), "sever").close()
+    assert code == 1
+    assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset\n"
+
+
+@pytest.mark.parametrize(
+    "options, role",
+    [
+        ({"execution_mode": "local"}, "local"),
+        ({"execution_mode": "client"}, "client"),
+        ({"enabled": False}, "local"),
+        ({"enabled": False, "execution_mode": "client"}, "local"),
+        ({"execution_mode": "auto"}, "server"),
+    ],
+    ids=str,
+)
+def test_arguments_beat_the_environment(
+    base_path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], role: str
+) -> None:
+    """What the script says of its role counts more than the variables."""
+    monkeypatch.setenv("SHARED_TENSOR_ROLE", "server")
+    provider = Provider(device="cpu", **options)
+    assert provider.execution_mode == role
+    provider.close()
+
+
+def test_base_path_argument_beats_the_environment(base_path: str) -> None:
+    """The variable is for those that name no base path."""
+    assert Server(Provider(f"{base_path}-mine", device="cpu")).socket_path == f"{base_path}-mine-cpu.sock"
+    assert Server(Provider(device="cpu")).socket_path == f"{base_path}-cpu.sock"

@@ -1,0 +1,649 @@
+"""What a client process holds, and how it all goes back, however the process ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc.client import connection as connection_module
+from shared_rpc.client import results
+from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
+from shared_rpc.wire import messages as m
+from tests.kit.processes import Child, eventually, python
+from tests.kit.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+#: A client process without torch: hold() takes a lease on an object that it does not map.
+HOLDER = """
+import os, signal, sys, threading
+from shared_rpc import Client
+from shared_rpc.client import operations, results
+
+client = Client(device="cpu")
+
+def hold():
+    client._run(operations.fetch("kept", (3,), {}, "cpu")).close()
+"""
+
+
+@pytest.fixture
+def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
+    """The endpoints of this module."""
+
+    @provider.share(managed=True)
+    def kept(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    @provider.share(managed=True, cache=False)
+    def own(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    @provider.share(managed=True)
+    def slow(size: int) -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.ones(size)
+
+    @provider.share(cache=False)
+    async def jam() -> None:
+        begun.set()
+        go.wait(30)
+
+    return provider
+
+
+@pytest.fixture
+def server(shared: Provider, serve: Callable[..., Server]) -> Server:
+    """Serves them."""
+    return serve()
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """Its client."""
+    return connect()
+
+
+def leases(server: Server) -> int:
+    """How many leases the server knows of."""
+    return int(server.info()["leases"])
+
+
+def holders(client: Client) -> list[int]:
+    """The pids of all who hold something."""
+    return sorted(holder["pid"] for stored in client.list_objects() for holder in stored["holders"])
+
+
+# Leases.
+
+
+def test_every_client_that_holds_an_object_counts(client: Client, connect: Callable[..., Client]) -> None:
+    """``leases`` is the number of sessions that hold the object."""
+    first = client.call("kept", 3)
+    second = connect().call("kept", 3)
+    assert second.object_id == first.object_id
+    assert first.get_object_info()["leases"] == 2
+    second.release()
+    assert first.get_object_info()["leases"] == 2  # as it was asked before
+    assert first.get_object_info(refresh=True)["leases"] == 1
+
+
+def test_an_uncached_object_goes_with_its_last_lease(server: Server, client: Client) -> None:
+    """Nothing else keeps it; the tensors of its client stay valid."""
+    handle = client.call("own", 3)
+    tensor = handle.value
+    assert server.info()["objects"] == 1
+    handle.release()
+    assert server.info()["objects"] == 0
+    assert tensor.sum() == 3
+
+
+def test_a_lease_keeps_what_the_cache_let_go_of(server: Server, client: Client, connect: Callable[..., Client]) -> None:
+    """An invalidated object stays for those who hold it, and goes with the last of them."""
+    first, second = client.call("kept", 3), connect().call("kept", 3)
+    assert client.invalidate_endpoint_cache("kept") == 1
+    first.release()
+    assert second.get_object_info(refresh=True)["leases"] == 1
+    assert not second.is_stale()
+    second.release()
+    assert server.info()["objects"] == 0
+
+
+def test_handles_of_one_process_are_counted(server: Server, client: Client) -> None:
+    """The lease goes back with the last handle."""
+    handles = [client.call("kept", 3) for _ in range(3)]
+    for handle in handles[:2]:
+        handle.release()
+    assert leases(server) == 1
+    handles[2].release()
+    assert leases(server) == 0
+
+
+def test_releasing_twice(server: Server, client: Client) -> None:
+    """The second time does nothing, and takes nothing from another handle."""
+    handle, other = client.call("kept", 3), client.call("kept", 3)
+    handle.release()
+    handle.release()
+    assert handle.released
+    assert not client.release(handle)
+    assert leases(server) == 1
+    assert client.release(other.object_id)
+    assert not client.release(other.object_id)
+    assert leases(server) == 0
+
+
+def test_a_released_handle_has_no_value(client: Client) -> None:
+    """Its reason is told."""
+    handle = client.call("kept", 3)
+    handle.release()
+    with pytest.raises(StaleHandleError, match=f"object {handle.object_id} was released") as caught:
+        _ = handle.value
+    assert caught.value.reason == "released"
+
+
+def test_releasing_many_in_one_round_trip(server: Server, client: Client) -> None:
+    """Handles and ids, held or not: the number that was really held."""
+    handles = [client.call("own", size) for size in range(1, 5)]
+    handles[0].release()
+    calls = client.get_server_info()["calls"]
+    assert client.release_many([*handles[:3], handles[3].object_id, "unknown"]) == 3
+    assert client.get_server_info()["calls"] == calls
+    assert leases(server) == 0
+    assert client.release_many([]) == 0
+
+
+def test_a_handle_as_a_context(server: Server, client: Client) -> None:
+    """The lease goes back at the end of the block, whatever ends it."""
+    with pytest.raises(ZeroDivisionError), client.call("kept", 3) as handle:
+        assert leases(server) == 1
+        _ = int(handle.value.sum()) / 0
+    assert leases(server) == 0
+
+
+def test_a_handle_that_is_garbage(server: Server, client: Client) -> None:
+    """Its lease goes back without anybody's asking."""
+    handle = client.call("kept", 3)
+    assert leases(server) == 1
+    del handle
+    gc.collect()
+    eventually(lambda: leases(server) == 0)
+
+
+def test_closing_the_client(server: Server, client: Client) -> None:
+    """All leases go back at once; tensors stay valid; later operations say what is wrong."""
+    handles = [client.call("own", size) for size in (1, 2, 3)]
+    tensors = [handle.value for handle in handles]
+    client.close()
+    eventually(lambda: leases(server) == 0, seconds=1)
+    assert [int(tensor.sum()) for tensor in tensors] == [1, 2, 3]
+    for handle in handles:
+        handle.release()
+    with pytest.raises(ConnectionClosed, match="this client is closed"):
+        client.ping()
+    client.close()
+
+
+def test_a_result_that_cannot_be_rebuilt_leaves_no_lease(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that is interrupted while its result is rebuilt never gets a handle, so the client gives the lease back."""
+
+    def interrupted(result: results.Result, values: object) -> None:
+        result.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "_rebuild", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.call("own", 3)
+    assert leases(server) == 0
+
+
+def test_a_waiter_that_left_gets_no_lease(server: Server, client: Client, go: threading.Event, begun: threading.Event) -> None:
+    """A lease is granted with the result, and only to those who still wait for it."""
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("slow", [3]))
+        begun.wait(10)
+    eventually(lambda: server.info()["connections"] == 0)
+    go.set()
+    with client.call("slow", 3) as handle:
+        assert handle.get_object_info()["leases"] == 1
+
+
+# The end of a process.
+
+ENDS = {
+    "exit": "",
+    "an exception": "raise SystemExit('the script failed')",
+    "os._exit": "os._exit(1)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "a crash": "os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_process_ends(server: Server, children: list[Child], end: str) -> None:
+    """However it ends, and over however many connections it spoke, its leases are back within a second."""
+    child = python(
+        HOLDER
+        + f"""
+threads = [threading.Thread(target=hold) for _ in range(5)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("held")
+sys.stdin.readline()
+{end}
+"""
+    )
+    children.append(child)
+    child.expect("held")
+    assert leases(server) == 1
+    child.tell("end")
+    child.process.wait()
+    eventually(lambda: leases(server) == 0, seconds=1)
+    eventually(lambda: server.info()["sessions"] == 0, seconds=1)
+
+
+def test_a_process_is_killed_in_the_middle_of_a_call(
+    server: Server, children: list[Child], go: threading.Event, begun: threading.Event
+) -> None:
+    """Its run goes on, and its result is cached for others, with no lease on it."""
+    child = python(HOLDER + 'client._run(operations.fetch("slow", (3,), {}, "cpu"))')
+    children.append(child)
+    begun.wait(10)
+    child.kill()
+    eventually(lambda: server.info()["sessions"] == 0, seconds=1)
+    go.set()
+    eventually(lambda: server.info()["objects"] == 1)
+    assert leases(server) == 0
+
+
+# Threads.
+
+
+def test_threads_share_one_session(server: Server, connect: Callable[..., Client]) -> None:
+    """Also those that are the first to use the client, all at once: a handle may be released by any of them."""
+    for _ in range(10):
+        client, start = connect(), threading.Barrier(8)
+
+        def call(client: Client = client, start: threading.Barrier = start) -> Handle[torch.Tensor]:
+            start.wait()
+            return client.call("own", 3)
+
+        with ThreadPoolExecutor(8) as pool:
+            handles = [future.result() for future in [pool.submit(call) for _ in range(8)]]
+        eventually(lambda: server.info()["sessions"] == 1)
+        assert leases(server) == 8
+        for handle in handles:
+            handle.release()
+        assert leases(server) == 0
+        client.close()
+        eventually(lambda: server.info()["connections"] == 0)
+
+
+def test_a_slow_call_holds_up_no_other_thread(
+    client: Client, server: Server, go: threading.Event, begun: threading.Event
+) -> None:
+    """Every thread that waits has a connection of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.call, "slow", 3)
+        begun.wait(10)
+        assert client.ping() < 5
+        assert client.call("kept", 4).value.sum() == 4
+        assert not slow.done()
+        go.set()
+        assert slow.result().value.sum() == 3
+    assert server.info()["sessions"] == 1
+
+
+def test_closing_the_client_wakes_threads_that_wait(
+    client: Client, server: Server, go: threading.Event, begun: threading.Event
+) -> None:
+    """A call that waits ends at once, and says why."""
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.call, "slow", 3)
+        begun.wait(10)
+        client.close()
+        with pytest.raises(ConnectionClosed, match=r"this client was closed while it waited for slow\(\)"):
+            slow.result(timeout=2)
+    eventually(lambda: server.info()["connections"] == 0)
+
+
+def test_closing_a_client_that_many_threads_use(server: Server, connect: Callable[..., Client]) -> None:
+    """Wherever it meets them, every thread ends with an error that names the client, and nothing stays open."""
+    for _ in range(5):
+        client = connect()
+        started = threading.Semaphore(0)
+
+        def use(client: Client = client, started: threading.Semaphore = started) -> None:
+            while True:
+                client.call("own", 3).release()
+                started.release()
+
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(use) for _ in range(4)]
+            for _ in range(8):
+                started.acquire()
+            client.close()
+            for future in futures:
+                with pytest.raises(ConnectionClosed, match=r"this client (is|was) closed"):
+                    future.result(timeout=5)
+        eventually(lambda: server.info()["connections"] == 0)
+        eventually(lambda: server.info()["objects"] == 0)
+
+
+# Calls that end early.
+
+
+def test_a_timeout_keeps_the_session(
+    server: Server, connect: Callable[..., Client], go: threading.Event, begun: threading.Event
+) -> None:
+    """The call is given up, its run goes on; the session, its other leases and the connection stay."""
+    client = connect(timeout=1.0)
+    held = client.call("own", 3)
+    with pytest.raises(DeadlineExceeded, match=r"slow\(\) took longer than its timeout; what has begun goes on"):
+        client.call("slow", 3)
+    assert begun.is_set()
+    assert not held.is_stale()
+    assert (server.info()["sessions"], server.info()["connections"]) == (1, 1)
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+    builds = server.info()["builds"]
+    assert client.call("slow", 3).value.sum() == 3
+    assert server.info()["builds"] == builds
+
+
+def test_a_timeout_is_a_timeout_error(connect: Callable[..., Client], server: Server, go: threading.Event) -> None:
+    """Whoever knows Python's own exceptions need not know ours."""
+    with pytest.raises(TimeoutError):
+        connect(timeout=0.05).call("slow", 3)
+
+
+def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
+    server: Server,
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that answers nobody until later finds the session of those who gave up waiting still there."""
+    client = connect()
+    held = client.call("own", 3)
+    monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+    monkeypatch.setattr(client, "_timeout", 0.1)
+    with pytest.raises(DeadlineExceeded, match=f"the server at {server.socket_path} is stuck"):
+        client.call("jam")
+    go.set()
+    monkeypatch.undo()
+    patient = connect()
+    patient.ping()
+    assert not held.is_stale()
+    assert client.release(held)
+    eventually(lambda: server.info()["connections"] == 2)
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises, as Ctrl-C does."""
+
+
+def test_an_interrupted_call_keeps_the_session(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event
+) -> None:
+    """An exception out of nowhere, in the middle of a call, costs the connection and not the leases."""
+
+    def raise_interrupt(*_: object) -> None:
+        raise Interrupt
+
+    def interrupt() -> None:
+        begun.wait(10)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    held = client.call("own", 3)
+    earlier = signal.signal(signal.SIGUSR1, raise_interrupt)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(Interrupt):
+            client.call("slow", 3)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, earlier)
+    assert not held.is_stale()
+    assert server.info()["sessions"] == 1
+    go.set()
+    assert client.call("slow", 3).value.sum() == 3
+    eventually(lambda: server.info()["connections"] == 1)
+
+
+# Forks.
+
+
+def test_a_forked_child_has_a_session_of_its_own(server: Server, client: Client, children: list[Child]) -> None:
+    """Its own leases, and its end, are no business of its parent's."""
+    parent = python(
+        HOLDER
+        + """
+hold()
+pid = os.fork()
+if pid == 0:
+    hold()
+    print("child holds", os.getpid())
+    sys.stdin.readline()
+    os._exit(0)
+os.waitpid(pid, 0)
+client.ping()
+print("child gone")
+sys.stdin.readline()
+"""
+    )
+    children.append(parent)
+    child = int(parent.expect("child holds").split()[-1])
+    assert holders(client) == sorted([parent.pid, child])
+    parent.tell("end, child")
+    parent.expect("child gone")
+    assert holders(client) == [parent.pid]
+    parent.tell("end, parent")
+    parent.process.wait()
+    eventually(lambda: holders(client) == [], seconds=1)
+
+
+def test_a_forked_child_does_not_keep_its_parents_session(server: Server, client: Client, children: list[Child]) -> None:
+    """When the parent is killed its leases go back, though a child of it lives."""
+    parent = python(
+        HOLDER
+        + """
+hold()
+if os.fork() == 0:
+    sys.stdin.readline()
+    os._exit(0)
+print("forked")
+signal.pause()
+"""
+    )
+    children.append(parent)
+    parent.expect("forked")
+    assert holders(client) == [parent.pid]
+    os.kill(parent.pid, signal.SIGKILL)
+    eventually(lambda: holders(client) == [], seconds=1)
+    parent.tell("end")
+
+
+def test_a_fork_while_another_thread_connects(base_path: str, children: list[Child]) -> None:
+    """The child keeps no copy of a connection that was being made, either."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{base_path}-cpu.sock")
+        listener.listen()
+        listener.settimeout(10)
+        parent = python(
+            HOLDER
+            + """
+threading.Thread(target=client.ping, daemon=True).start()
+sys.stdin.readline()
+if os.fork() == 0:
+    sys.stdin.readline()
+    os._exit(0)
+print("forked")
+signal.pause()
+"""
+        )
+        children.append(parent)
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(2)
+            assert connection.recv(1000)
+            parent.tell("fork")
+            parent.expect("forked")
+            os.kill(parent.pid, signal.SIGKILL)
+            assert connection.recv(1) == b""
+        parent.tell("end")
+
+
+# Another server.
+
+
+def test_a_restarted_server(server: Server, client: Client) -> None:
+    """The client finds it by itself; handles of the earlier one say so, and their tensors stay valid."""
+    handle = client.call("kept", 3)
+    server.stop()
+    server.start()
+    assert client.get_server_info()["server_id"] != handle.server_id
+    with pytest.raises(StaleHandleError, match=f"issued by server {handle.server_id}.*call the endpoint again") as caught:
+        client.ensure_handle_live(handle)
+    assert caught.value.reason == "server_changed"
+    assert handle.is_stale()
+    assert handle.value.sum() == 3
+    again = client.call("kept", 3)
+    assert not again.is_stale()
+    handle.release()
+    del handle
+    gc.collect()
+    assert leases(server) == 1
+
+
+def test_a_server_that_is_gone(server: Server, client: Client) -> None:
+    """It is told apart from one that changed."""
+    handle = client.call("kept", 3)
+    server.stop()
+    with pytest.raises(StaleHandleError, match=f"cannot be reached.*{server.socket_path}") as caught:
+        client.ensure_handle_live(handle)
+    assert caught.value.reason == "server_unreachable"
+    assert handle.is_stale()
+    assert handle.value.sum() == 3
+    handle.release()
+
+
+def test_an_object_that_is_gone(server: Server, client: Client) -> None:
+    """The server does not own it any more: its lease was given back by id, and the handle not asked."""
+    handle = client.call("own", 3)
+    assert client.release(handle.object_id)
+    with pytest.raises(StaleHandleError, match=f"owns no object {handle.object_id}") as caught:
+        client.ensure_handle_live(handle)
+    assert caught.value.reason == "object_gone"
+    with pytest.raises(StaleHandleError):
+        handle.get_object_info(refresh=True)
+    assert handle.is_stale()
+
+
+def test_a_handle_that_was_released(client: Client) -> None:
+    """No server is asked about it."""
+    handle = client.call("kept", 3)
+    handle.release()
+    client.close()
+    with pytest.raises(StaleHandleError) as caught:
+        client.ensure_handle_live(handle)
+    assert caught.value.reason == "released"
+
+
+def test_a_forked_child_drops_no_open_connection(server: Server, children: list[Child]) -> None:
+    """The copies of its parent's connections are closed there, those of both clients."""
+    parent = python(
+        """
+import gc, os, sys, warnings
+import anyio
+from shared_rpc import AsyncClient, Client
+
+dropped = []
+
+async def main():
+    client, other = Client(device="cpu"), AsyncClient(device="cpu")
+    client.ping()
+    await other.ping()
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        client.ping()
+        print("dropped:", dropped)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+sys.unraisablehook = lambda problem: dropped.append(str(problem.exc_value))
+warnings.simplefilter("error", ResourceWarning)
+anyio.run(main)
+"""
+    )
+    children.append(parent)
+    assert parent.expect("dropped:").strip() == "dropped: []"
+
+
+# Deadlines.
+
+
+def test_a_deadline_is_kept_whatever_signals_come(
+    provider: Provider, server: Server, client: Client, go: threading.Event
+) -> None:
+    """Python begins a read anew after every signal, with the whole of its timeout."""
+
+    @provider.share(cache=False)
+    def held() -> None:
+        go.wait(20)
+
+    earlier = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with Client(socket_path=client.socket_path, timeout=0.5) as hurried:
+            with pytest.raises(DeadlineExceeded, match="took longer than its timeout"):
+                hurried.call("held")
+            assert hurried.ping() > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.mark.parametrize("trickles", [False, True], ids=["stuck", "slow"])
+def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -> None:
+    """However slowly the server reads, the sender looks at the clock in between."""
+    done = threading.Event()
+
+    def serve() -> None:
+        with listener.accept()[0] as sock, Raw(sock, hello=False) as raw:
+            hello = raw.hear_frame()
+            raw.say(m.Welcome("server", "token", os.getpid(), "cpu"), hello.request_id)
+            while not done.wait(0.05):
+                if trickles:
+                    sock.recv(10_000)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{base_path}-cpu.sock")
+        listener.listen()
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(serve)
+            connection = connection_module.Connection(f"{base_path}-cpu.sock", "", 5.0)
+            try:
+                connection._socket.queue(m.Call("take", ["x" * 8_000_000]), 1)
+                with pytest.raises(connection_module._TooLate):
+                    connection._send(time.monotonic() + 0.5)
+            finally:
+                done.set()
+                serving.result(10)
+                connection.close()

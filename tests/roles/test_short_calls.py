@@ -1,0 +1,593 @@
+"""Calls of microseconds: endpoints on the server's loop, and results that stay where their caller has put the argument."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.codec import take_back
+from shared_rpc.errors import (
+    CapabilityError,
+    CodecError,
+    DeadlineExceeded,
+    ProtocolError,
+    RemoteError,
+    ServerBusy,
+    TaskCancelled,
+)
+from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.coroutines import Coroutines
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.values import DtypeRef, encode
+from tests.kit.processes import eventually
+from tests.kit.raw import Raw
+
+MIB = 1 << 20
+#: Elements of a float32 tensor.
+LARGE = MIB // 8
+SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
+
+KINDS = pytest.mark.parametrize("kind", ["", "a"], ids=["def", "async def"])
+
+
+class Kept:
+    """What the endpoints keep of their arguments, and of themselves."""
+
+    things: list[Any]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    """Nothing yet."""
+    found = Kept()
+    found.things = []
+    return found
+
+
+@pytest.fixture
+def server(
+    device: str, no_leaks: None, base_path: str, kept: Kept, begun: threading.Event, go: threading.Event
+) -> Iterator[Server]:
+    """Each function as an endpoint of either kind: ``echo`` and ``aecho``."""
+    provider = Provider(base_path, device=device)
+
+    def share(function: Callable[..., Any], **options: Any) -> None:
+        @functools.wraps(function)
+        async def on_the_loop(*args: Any) -> Any:
+            return function(*args)
+
+        provider.share(function.__name__, cache=False, **options)(function)
+        provider.share(f"a{function.__name__}", cache=False, **options)(on_the_loop)
+
+    def full(value: float, size: int = 64) -> torch.Tensor:
+        return torch.full((size,), value, device=device)
+
+    def echo(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def pair(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x, x[1:]]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, -1).add_(1).T
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x[: len(x) // 2]
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.things.append(x)
+        return x
+
+    def keep_part(x: torch.Tensor) -> torch.Tensor:
+        kept.things.append(x[3:5])
+        return x
+
+    def keep_in_a_circle(x: torch.Tensor) -> torch.Tensor:
+        circle: list[Any] = [x]
+        circle.append(circle)
+        return x
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return 5  # type: ignore[return-value]
+
+    def ends() -> None:
+        raise SystemExit(3)
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert go.wait(30)
+        return x
+
+    for function in (full, echo, pair, turned, part, keep, keep_part, keep_in_a_circle, plain, ends):
+        share(function)
+    provider.share("slow", cache=False)(slow)
+    share(lambda_named("in_turn", lambda size: torch.zeros(size, device=device)), concurrency="serialized")
+
+    @provider.share(cache=False)
+    async def patient() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    @provider.share(cache=False, concurrency="serialized")
+    async def gated(dtype: torch.dtype) -> None:
+        begun.set()
+        await asyncio.to_thread(go.wait, 30)
+
+    @provider.share(cache=False)
+    async def where() -> torch.Tensor:
+        kept.things.append((threading.current_thread().name, CURRENT_RUN.get() is not None, asyncio.current_task()))
+        return torch.ones(1, device=device)
+
+    with Server(provider, pool=SMALL) as server:
+        yield server
+    kept.things.clear()
+    gc.collect()
+
+
+def lambda_named(name: str, function: Callable[[int], torch.Tensor]) -> Callable[..., Any]:
+    """A function with a signature of its own, under a name."""
+
+    def endpoint(size: int) -> torch.Tensor:
+        return function(size)
+
+    endpoint.__name__ = name
+    return endpoint
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    """A client with a small pool, whose server has loaded what it needs."""
+    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        client.call("full", 1.0)
+        yield client
+
+
+def lane(client: Client) -> Any:
+    """What the client uses for short-lived memory."""
+    session = client._pool.session
+    assert session is not None
+    return session.lane
+
+
+def chunks(server: Server) -> int:
+    """Of results, in use."""
+    return int(server.info()["pools"]["chunks"])
+
+
+def numbers(device: str, size: int = LARGE) -> torch.Tensor:
+    """Each element another one."""
+    return torch.arange(float(size), device=device)
+
+
+# On the loop.
+
+
+def test_an_async_endpoint_runs_on_the_loop(client: Client, kept: Kept) -> None:
+    """In a task of its own, with its run as the current one."""
+    for _ in range(3):
+        assert client.call("where").tolist() == [1.0]
+    names, runs, tasks = zip(*kept.things, strict=True)
+    assert set(names) == {"shared-rpc-server"}
+    assert set(runs) == {True}
+    assert len(set(tasks)) == 3
+
+
+@pytest.mark.parametrize("size", [1, 1000, MIB // 4, MIB], ids=["bytes", "pooled", "over a MiB", "a segment"])
+def test_results_of_every_size(client: Client, size: int) -> None:
+    """Whether they need a thread or not; all are held, and stay as they were."""
+    results = [client.call("afull", float(value), size) for value in range(3)]
+    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(3)]
+
+
+@KINDS
+def test_what_is_no_result_is_refused(client: Client, device: str, kind: str) -> None:
+    """A plain value is, and so is what the general way would refuse."""
+    with pytest.raises(CapabilityError, match="of type int that reaches no tensor"):
+        client.call(f"{kind}plain", numbers(device))
+
+
+@KINDS
+def test_an_endpoint_that_exits(client: Client, server: Server, kind: str) -> None:
+    """It was meant to end the server's process, which goes on."""
+    with pytest.raises(RemoteError, match="SystemExit"):
+        client.call(f"{kind}ends")
+    assert client.call("afull", 2.0)[0] == 2
+
+
+@KINDS
+def test_a_full_pool(server: Server, client: Client, kind: str) -> None:
+    """A result that has no room waits, and others go on; it is told at its deadline who holds what."""
+    held = [client.call(f"{kind}full", 1.0, MIB // 4) for _ in range(7)]
+    client._timeout = 0.3
+    with pytest.raises(ServerBusy, match=r"[78] of results of a?full\(\) with"):
+        held.append(client.call(f"{kind}full", 1.0, MIB // 4))
+        client.call(f"{kind}full", 1.0, MIB // 4)
+    with Client(socket_path=server.socket_path, timeout=10, pool=SMALL) as other:
+        assert other.call(f"{kind}full", 3.0)[0] == 3
+    client._timeout = 30.0
+    del held[:2]
+    assert client.call(f"{kind}full", 4.0, MIB // 4)[0] == 4
+
+
+def test_a_caller_that_gives_up(client: Client, server: Server, begun: threading.Event) -> None:
+    """Its endpoint goes on, and ends with the server."""
+    client._timeout = 0.2
+    with pytest.raises(DeadlineExceeded):
+        client.call("patient")
+    assert begun.is_set()
+    assert server.info()["running"] == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("size", [8, "no number"], ids=["that succeed", "that fail"])
+async def test_a_long_line(server: Server, client: Client, size: Any) -> None:
+    """Hundreds of calls that wait for their turn end one after the other, whatever becomes of each."""
+    async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as asynchronous:
+        calls = [asynchronous.call("ain_turn", size) for _ in range(600)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(result) for result in results} == {torch.Tensor if size == 8 else TypeError}
+
+
+def test_a_long_line_of_calls_that_cannot_be_loaded(
+    server: Server, client: Client, begun: threading.Event, go: threading.Event
+) -> None:
+    """Each of them ends as its turn comes, and the stack is no deeper for it."""
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("gated", [encode(DtypeRef("float32"))]), 1)
+        assert begun.wait(10)
+        for number in range(2, 1002):
+            raw.say(m.Call("gated", [encode(DtypeRef("float33"))]), number)
+        go.set()
+        answers = [raw.hear() for _ in range(1001)]
+    assert isinstance(answers[0], m.Result)
+    assert {answer.code for answer in answers[1:] if isinstance(answer, m.Error)} == {"codec"}
+
+
+class TestCoroutines:
+    """Runs on a loop, apart from any server."""
+
+    @pytest.fixture
+    def ended(self) -> list[Any]:
+        """The outcomes, in the order of their ends."""
+        return []
+
+    @staticmethod
+    def run() -> Run:
+        """A run that nobody asks of."""
+        return Run(frozenset(), lambda progress: None)
+
+    def test_one_that_cancels_itself_and_returns(self, ended: list[Any]) -> None:
+        """It is cancelled, as a task is that was asked to; whoever started it goes on."""
+
+        async def suicidal() -> int:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            return 1
+
+        async def main() -> None:
+            Coroutines().start("a run", self.run(), [suicidal], ended.append)
+            await asyncio.sleep(0.01)
+
+        asyncio.run(main())
+        assert len(ended) == 1
+
+    def test_one_that_is_asked_to_stop(self, ended: list[Any]) -> None:
+        """Where it awaits."""
+
+        async def main() -> None:
+            coroutines, run = Coroutines(), self.run()
+            coroutines.start("a run", run, [asyncio.Event().wait], ended.append)
+            await asyncio.sleep(0)
+            run.cancelled = True
+            coroutines.cancel("a run")
+            await asyncio.sleep(0.01)
+            coroutines.cancel("a run")
+
+        asyncio.run(main())
+        assert isinstance(ended[0], Failure)
+        assert ended[0].code == TaskCancelled.code
+
+    def test_what_follows_is_not_in_its_context(self, ended: list[Any]) -> None:
+        """Its run is the current one in it, and nowhere else."""
+        seen: list[Run | None] = []
+
+        async def look() -> None:
+            seen.append(CURRENT_RUN.get())
+            await asyncio.sleep(0)
+
+        async def main() -> None:
+            run = self.run()
+            Coroutines().start("a run", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
+            await asyncio.sleep(0.01)
+            assert seen == [run]
+            assert CURRENT_RUN.get() is None
+
+        asyncio.run(main())
+        assert ended == [None]
+
+    def test_one_that_starts_the_next(self, ended: list[Any]) -> None:
+        """Thousands in a row need no deeper stack than two."""
+
+        async def nothing() -> None:
+            return
+
+        async def main() -> None:
+            coroutines = Coroutines()
+
+            def next_one(outcome: Failure | list[Any]) -> None:
+                ended.append(outcome)
+                if len(ended) < 5000:
+                    coroutines.start(len(ended), self.run(), [nothing], next_one)
+
+            coroutines.start(0, self.run(), [nothing], next_one)
+            for _ in range(10_000):  # turns of the loop
+                await asyncio.sleep(0)
+
+        asyncio.run(main())
+        assert ended == [[None]] * 5000
+
+    def test_one_that_refuses_to_end(self, ended: list[Any]) -> None:
+        """It is cancelled until it gives in."""
+        asked = 0
+
+        async def stubborn() -> None:
+            nonlocal asked
+            while asked < 3:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    asked += 1
+
+        async def main() -> None:
+            coroutines = Coroutines()
+            coroutines.start("a run", self.run(), [stubborn], ended.append)
+            await asyncio.sleep(0)
+            await coroutines.finish()
+
+        asyncio.run(main())
+        assert asked == 3
+        assert ended == [[None]]
+
+
+# An argument that comes back.
+
+
+@KINDS
+def test_an_argument_that_comes_back_is_not_copied(client: Client, server: Server, device: str, kind: str) -> None:
+    """The result is a value all the same: neither side's other tensors share its memory."""
+    before = chunks(server)
+    x = numbers(device)
+    result = client.call(f"{kind}echo", x)
+    x.zero_()
+    assert torch.equal(result, numbers(device))
+    assert lane(client).own.in_use == 1
+    assert chunks(server) <= before
+
+
+@KINDS
+def test_one_that_is_written_to_and_turned(client: Client, device: str, kind: str) -> None:
+    """Strides and values come as the endpoint left them."""
+    x = numbers(device)
+    result = client.call(f"{kind}turned", x)
+    assert torch.equal(result, (x + 1).view(2, -1).T)
+    assert result.stride() == (1, LARGE // 2)
+    assert lane(client).own.in_use == 1
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["keep", "keep_part", "keep_in_a_circle", "part"])
+def test_one_that_is_kept_is_copied(client: Client, device: str, kept: Kept, kind: str, how: str) -> None:
+    """By the endpoint, as a view, or in what is garbage but not collected; and a part of it does not keep the whole."""
+    x = numbers(device)
+    gc.disable()
+    try:
+        result = client.call(f"{kind}{how}", x)
+    finally:
+        gc.enable()
+    assert lane(client).own.in_use == 0
+    result.zero_()
+    for _ in range(20):
+        client.call(f"{kind}echo", torch.zeros_like(x))
+    assert all(thing.max() > 0 for thing in kept.things)
+
+
+@KINDS
+def test_more_than_one_tensor_is_copied(client: Client, device: str, kind: str) -> None:
+    """Views of one another stay that."""
+    x = numbers(device)
+    first, second = client.call(f"{kind}pair", x)
+    first.zero_()
+    assert second.sum() == 0
+    assert lane(client).own.in_use == 0
+
+
+@KINDS
+def test_it_is_not_overwritten_while_it_is_held(client: Client, device: str, kind: str) -> None:
+    """Neither by later arguments, nor when it goes back itself; more than the pool has room for are copied again."""
+    results = [client.call(f"{kind}echo", torch.full((LARGE,), float(value), device=device)) for value in range(20)]
+    own = lane(client).own.in_use
+    assert 0 < own < 16
+    for value in range(50):
+        client.call(f"{kind}echo", results[value % 20])
+    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(20)]
+
+
+@KINDS
+def test_what_came_back_is_given_back(client: Client, server: Server, device: str, kind: str) -> None:
+    """A thousand calls need no more memory than a few, on neither side."""
+    x = numbers(device)
+    for _ in range(50):
+        client.call(f"{kind}echo", x)
+    before = lane(client).arguments.nbytes, server.info()["pools"]["nbytes"]
+    for _ in range(500):
+        client.call(f"{kind}echo", x)
+    assert (lane(client).arguments.nbytes, server.info()["pools"]["nbytes"]) == before
+
+    def all_back() -> bool:
+        # The work of a GPU is marked for so many chunks together.
+        if device == "cuda":
+            torch.cuda.synchronize()
+        client.call("full", 1.0)
+        lane(client).reclaim()
+        return lane(client).arguments.used <= (0 if device == "cpu" else 40)
+
+    eventually(all_back)
+    assert device == "cuda" or lane(client).arguments.taken == 0
+
+
+def test_it_makes_room_for_arguments(client: Client, device: str) -> None:
+    """What came back and was dropped is found when an argument has no room."""
+    results = [client.call("echo", torch.ones(MIB // 4, device=device)) for _ in range(6)]
+    pool = lane(client).arguments
+    others = pool.take(next(iter(pool._arenas)), [MIB] * (8 - pool.used), "a test")
+    del results
+    client._timeout = 5.0
+    assert torch.equal(client.call("echo", numbers(device, MIB // 2)), numbers(device, MIB // 2))
+    del others
+
+
+def test_a_caller_that_left_gets_its_chunk_back(
+    client: Client, server: Server, device: str, begun: threading.Event, go: threading.Event
+) -> None:
+    """The endpoint returns the argument, and nobody takes it."""
+    client._timeout = 0.2
+    with pytest.raises(DeadlineExceeded):
+        client.call("slow", numbers(device))
+    (first,) = lane(client).arguments._chunks
+    client._timeout = 30.0
+    go.set()
+    eventually(lambda: server.info()["running"] == 0)
+
+    def clean() -> bool:
+        # The work of a GPU is marked for so many chunks together.
+        for _ in range(40 if device == "cuda" else 1):
+            client.call("full", 1.0)
+            client.call("part", numbers(device, 8))
+        return first not in lane(client).arguments._chunks
+
+    eventually(clean)
+
+
+def test_a_busy_client_needs_one_connection(client: Client, device: str) -> None:
+    """What it has done with goes back with its calls, for as long as it makes some."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < 0.5:
+        client.call("full", 1.0)
+        client.call("echo", torch.ones(8, device=device))
+    assert len(client._pool._connections) == 1
+
+
+def test_it_outlives_its_client(server: Server, device: str) -> None:
+    """The memory is this process's own."""
+    with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
+        result = client.call("echo", numbers(device))
+    assert torch.equal(result, numbers(device))
+
+
+@pytest.mark.parametrize("own", [[1], [2, 3], [0], [-1]])
+def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> None:
+    """Nothing is made of a chunk that the call did not hold."""
+    message = m.Result("", 1, False, msgspec.Raw(b""), [], own=own)
+    with pytest.raises(ProtocolError, match="which the call had not"):
+        lane(client).own_chunk(message, [2])
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "shape"),
+    [(0, 64, (16,)), (512, 1 << 40, (16,)), (512, -4, (1,)), (512, 64, (17,)), (1024, 64, (16,))],
+    ids=["before", "beyond", "negative", "more than its storage", "after"],
+)
+def test_a_table_that_leaves_its_chunk(no_leaks: None, offset: int, nbytes: int, shape: tuple[int, ...]) -> None:
+    """It is refused, and the chunk is given back."""
+    pool, borrower = Pool(SMALL, "the pool"), Borrower(lambda: None)
+    _, chunk, _ = pool.take("cpu", [512, 512, 512], "a test")
+    assert chunk.offset == 512
+    table = TensorTable((), (StorageEntry(0, offset, nbytes),), (TensorEntry(0, "float32", 0, shape, (1,)),))
+    with pytest.raises(CodecError, match="does not fit"):
+        take_back(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, borrower)
+    borrower.settle()
+    assert borrower.returned() == [chunk.number]
+    borrower.close()
+    del chunk, _
+    pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestOnTheGpu:
+    """The loop is not held up, and streams are joined."""
+
+    @pytest.fixture
+    def busy(self, server: Server, kept: Kept) -> None:
+        """Endpoints whose work takes some 50 ms."""
+
+        @server._provider.share(cache=False)
+        async def late(value: float, size: int) -> torch.Tensor:
+            result = torch.zeros(size, device="cuda")
+            torch.cuda._sleep(100_000_000)
+            return result.fill_(value)
+
+        @server._provider.share(cache=False)
+        def aside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000_000)
+                y.copy_(x, non_blocking=True)
+            kept.things.append(y)
+            return x
+
+        @server._provider.share(cache=False)
+        async def waits(x: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(100_000_000)
+            return x.add_(1)
+
+    @pytest.mark.parametrize("size", [10, LARGE, MIB], ids=["small", "large", "a segment"])
+    def test_a_result_that_is_written_late(self, client: Client, busy: None, size: int) -> None:
+        """It is there when the caller has it."""
+        for value in range(5):
+            assert client.call("late", float(value), size).unique().tolist() == [float(value)]
+
+    def test_others_are_answered_meanwhile(self, server: Server, client: Client, busy: None) -> None:
+        """The loop waits for a hundred microseconds, and a thread for the rest."""
+        client.call("late", 1.0, 10)
+        with Client(socket_path=server.socket_path) as other:
+            other.ping()
+            call = threading.Thread(target=lambda: [client.call("late", 1.0, 10) for _ in range(20)])
+            call.start()
+            times = [other.ping() for _ in range(200)]
+            call.join()
+        assert sorted(times)[100] < 0.01
+
+    def test_an_argument_that_comes_back_late(self, client: Client, busy: None) -> None:
+        """What the endpoint has queued on its stream is done."""
+        for value in range(5):
+            x = torch.full((LARGE,), float(value), device="cuda")
+            assert client.call("waits", x).unique().tolist() == [value + 1.0]
+
+    def test_an_argument_that_another_stream_still_reads(self, client: Client, busy: None, kept: Kept) -> None:
+        """The memory is not used again before it has read it, though the caller has dropped its result."""
+        y = torch.zeros(LARGE, device="cuda")
+        for value in range(1, 4):
+            x = torch.full((LARGE,), float(value), device="cuda")
+            client.call("aside", x, y)
+            for _ in range(4):
+                client.call("echo", torch.zeros_like(x))
+        torch.cuda.synchronize()
+        assert [y.unique().tolist() for y in kept.things] == [[1.0], [2.0], [3.0]]

@@ -1,0 +1,534 @@
+"""The role ``spawn``: the first process that needs a server starts one, which outlives it; all others attach."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import textwrap
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import Client
+from shared_rpc.errors import ConnectError
+from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.settings import socket_path
+from shared_rpc.spawn.starting import log_path
+from tests.kit.brokers import is_running
+from tests.kit.processes import Child, eventually
+
+#: It needs torch for its results alone, and counts how often a server's worker loads it.
+APP = """
+import os, sys
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+if not __name__.endswith("main__"):
+    with open("loads", "a") as file:
+        print(os.getpid(), provider.execution_mode, file=file)
+
+@provider.share
+def weights():
+    import torch
+    return torch.zeros(4)
+"""
+
+#: What a script does with its server.
+ATTACH = """
+if __name__ == "__main__":
+    found = provider.get_runtime_info()
+    print("attached", found["execution_mode"], found["server"]["pid"], flush=True)
+"""
+
+#: The same, with an error told in words.
+TRY = """
+if __name__ == "__main__":
+    from shared_rpc.errors import SharedRPCError
+    try:
+        print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
+    except SharedRPCError as error:
+        print(f"refused {type(error).__name__}", error, "that was all", flush=True)
+"""
+
+#: An app that takes as long to load as the test wants.
+SLOW = """
+import time
+if __name__ != "__main__":
+    while not os.path.exists("go"):
+        time.sleep(0.005)
+"""
+
+
+class Scripts:
+    """Script files of one directory, the processes that run them, and the server that they start."""
+
+    def __init__(self, directory: Path, base_path: str, children: list[Child]) -> None:
+        self.directory = directory
+        self.socket = f"{base_path}-cpu.sock"
+        self._children = children
+
+    def write(self, *pieces: str, name: str = "app.py", app: str = APP) -> None:
+        """A file: an app, and other code after it."""
+        (self.directory / name).write_text(app + "".join(textwrap.dedent(piece) for piece in pieces))
+
+    def run(self, *words: str, role: str | None = "spawn", cwd: Path | None = None, **variables: str) -> Child:
+        """A process in that role."""
+        environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
+        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory)
+        self._children.append(child)
+        return child
+
+    def attached(self, *words: str, role: str | None = "spawn") -> int:
+        """Run to the end: the process id of the server it attached to."""
+        child = self.run(*words, role=role)
+        pid = int(child.expect("attached").split()[-1])
+        assert child.close() == (0, "")
+        return pid
+
+    def refused(self, child: Child) -> str:
+        """What a process of :data:`TRY` was told."""
+        assert child.process.stdout is not None
+        text = child.process.stdout.read()
+        assert text.startswith("refused"), text
+        return text
+
+    @property
+    def loads(self) -> list[str]:
+        """The workers that loaded the app, and the role it had there."""
+        path = self.directory / "loads"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def log(self) -> str:
+        """What the server wrote."""
+        return Path(log_path(self.socket)).read_text()
+
+    def waits(self, child: Child) -> bool:
+        """Whether a process stands for election."""
+        for fd in os.listdir(f"/proc/{child.pid}/fd"):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if os.readlink(f"/proc/{child.pid}/fd/{fd}") == f"{self.socket}.spawn":
+                    return True
+        return False
+
+    def nothing_runs(self) -> bool:
+        """Whether no server has the lock: neither one that listens, nor one that begins or ends."""
+        try:
+            fd = os.open(f"{self.socket}.spawn", os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+def server_at(path: str) -> int | None:
+    """The process id of the server there, None if there is none."""
+    with Client(socket_path=path, connect_timeout=0) as client:
+        try:
+            return int(client.get_server_info()["pid"])
+        except ConnectError:
+            return None
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Scripts]:
+    """A directory for scripts. At the end nothing is left running."""
+    scripts = Scripts(tmp_path, base_path, children)
+    scripts.write(ATTACH)
+    yield scripts
+    (tmp_path / "go").touch()
+    for child in children:
+        child.process.kill()
+    workers = [int(line.split()[0]) for line in scripts.loads]
+    pid = server_at(scripts.socket)
+    if pid is not None:
+        os.kill(pid, signal.SIGTERM)
+    eventually(scripts.nothing_runs, what="the server that was started has ended")
+    eventually(lambda: not any(map(is_running, workers)), what="its workers have ended")
+
+
+def test_a_second_run_attaches(scripts: Scripts) -> None:
+    """To what the first one had built, though that has ended: what it wrote is there."""
+    scripts.write("""
+        if __name__ == "__main__":
+            found = weights()
+            found += 1
+            print("attached", found.tolist(), provider.get_runtime_info()["server"]["builds"], flush=True)
+    """)
+    assert scripts.run().expect("attached") == "attached [1.0, 1.0, 1.0, 1.0] 1"
+    assert scripts.run().expect("attached") == "attached [2.0, 2.0, 2.0, 2.0] 1"
+    assert [line.split()[1] for line in scripts.loads] == ["server"]
+
+
+@pytest.mark.gpu
+def test_a_second_run_attaches_to_a_gpu(scripts: Scripts, base_path: str) -> None:
+    """What the first process wrote to the GPU's memory is there, though that process has ended and no client was left."""
+    scripts.socket = socket_path(base_path, device_tag(device_id("cuda")))
+    on_gpu = APP.replace('device="cpu"', 'device="cuda"').replace("torch.zeros(4)", 'torch.zeros(4, device="cuda")')
+    script = """
+        if __name__ == "__main__":
+            import torch
+            found = weights()
+            found += 1
+            torch.cuda.synchronize()
+            print("attached", found.tolist(), provider.get_runtime_info()["server"]["builds"], flush=True)
+    """
+    scripts.write(script, app=on_gpu)
+    for expected in ("attached [1.0, 1.0, 1.0, 1.0] 1", "attached [2.0, 2.0, 2.0, 2.0] 1"):
+        child = scripts.run()
+        assert child.expect("attached") == expected
+        assert child.close() == (0, "")
+
+
+def test_the_server_is_nobodys_child(scripts: Scripts) -> None:
+    """It is in a session of its own, reads nothing, and writes to its log; the process that started it leaves no zombie."""
+    scripts.write("""
+        if __name__ == "__main__":
+            print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
+            sys.stdin.readline()
+    """)
+    child = scripts.run()
+    server = int(child.expect("attached").split()[1])
+    assert Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text() == ""
+    assert os.getsid(server) not in (os.getsid(0), os.getsid(child.pid))
+    assert [os.readlink(f"/proc/{server}/fd/{fd}") for fd in range(3)] == ["/dev/null", *[log_path(scripts.socket)] * 2]
+    child.tell("go on")
+    assert child.close() == (0, "")
+    assert server_at(scripts.socket) == server
+
+
+def test_twenty_that_race_start_one_server(scripts: Scripts) -> None:
+    """All attach to it, and the app is loaded once."""
+    racing = [scripts.run() for _ in range(20)]
+    assert len({child.expect("attached") for child in racing}) == 1
+    assert len(scripts.loads) == 1
+
+
+def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
+    """Nobody starts another one before its memory is free."""
+    server = scripts.attached()
+    assert not scripts.nothing_runs()
+    os.kill(server, signal.SIGTERM)
+    eventually(scripts.nothing_runs)
+    assert not is_running(server)
+
+
+def test_the_lock_of_a_killed_process_blocks_nobody(scripts: Scripts) -> None:
+    """The kernel releases it."""
+    holder = scripts.run(
+        "-c",
+        f"""if True:
+            import sys
+            from shared_rpc.spawn.election import Election
+            print("won", Election({scripts.socket!r}).win() if len(sys.argv) > 1 else (e := Election({scripts.socket!r})).win())
+            sys.stdin.readline()
+        """,
+    )
+    assert holder.expect("won") == "won True"
+    waiting = scripts.run()
+    eventually(lambda: scripts.waits(waiting))
+    assert scripts.loads == []
+    holder.kill()
+    waiting.expect("attached")
+
+
+def test_one_that_starts_a_server_may_be_killed(scripts: Scripts) -> None:
+    """The server goes on loading, others wait for it, and nobody starts a second one."""
+    scripts.write(SLOW, ATTACH)
+    first = scripts.run()
+    eventually(lambda: len(scripts.loads) == 1)
+    first.kill()
+    second = scripts.run()
+    eventually(lambda: scripts.waits(second))
+    (scripts.directory / "go").touch()
+    second.expect("attached")
+    assert (len(scripts.loads), scripts.log.count(" starts: ")) == (1, 1)
+
+
+def test_a_server_that_is_killed_while_it_loads_leaves_nothing(scripts: Scripts) -> None:
+    """Its killed starter neither: one of those who waited starts another."""
+    scripts.write(SLOW, ATTACH)
+    first = scripts.run()
+    eventually(lambda: len(scripts.loads) == 1)
+    waiting = [scripts.run() for _ in range(2)]
+    eventually(lambda: all(map(scripts.waits, waiting)))
+    worker = int(scripts.loads[0].split()[0])
+    broker = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    first.kill()
+    os.kill(broker, signal.SIGKILL)
+    (scripts.directory / "go").touch()
+    assert len({child.expect("attached") for child in waiting}) == 1
+    assert len(scripts.loads) == 2
+
+
+def test_all_who_wait_see_why_an_app_does_not_load(scripts: Scripts) -> None:
+    """Its traceback, and not a timeout; nobody tries again what has just failed. Who comes later does."""
+    scripts.write(SLOW, "\nif __name__ != '__main__': raise OSError('no such checkpoint')\n", TRY)
+    racing = [scripts.run()]
+    eventually(lambda: len(scripts.loads) == 1)
+    racing += [scripts.run() for _ in range(2)]
+    eventually(lambda: all(map(scripts.waits, racing)))
+    (scripts.directory / "go").touch()
+    for child in racing:
+        text = scripts.refused(child)
+        assert text.startswith("refused ConnectError the server for")
+        assert "OSError: no such checkpoint" in text
+        assert log_path(scripts.socket) in text
+    assert len(scripts.loads) == 1
+    assert "OSError: no such checkpoint" in scripts.log
+    scripts.write(ATTACH)
+    scripts.attached()
+    assert len(scripts.loads) == 2
+
+
+def test_a_module_that_does_not_load_is_told_once(scripts: Scripts) -> None:
+    """A second try says what is wrong now, and nothing of the first one."""
+    scripts.write("\nif __name__ != '__main__': raise OSError(open('problem').read())\n", TRY)
+    for problem in ("first", "second"):
+        (scripts.directory / "problem").write_text(f"the {problem} problem")
+        text = scripts.refused(scripts.run())
+        assert f"OSError: the {problem} problem" in text
+    assert "first" not in text
+
+
+def test_a_server_that_takes_too_long_goes_on(scripts: Scripts) -> None:
+    """The error names it, its log and what to raise; a later call finds it."""
+    slow = SLOW + "    print('half of it is there', flush=True)\n    while not os.path.exists('more'): time.sleep(0.005)\n"
+    scripts.write(slow, TRY, app=APP.replace('device="cpu"', 'device="cpu", server_startup_timeout=8.0'))
+    (scripts.directory / "go").touch()
+    text = scripts.refused(scripts.run())
+    for told in ("does not listen yet; it goes on", "server_startup_timeout (8 s)", "half of it is there"):
+        assert told in text
+    text = scripts.refused(scripts.run())
+    assert "though another process began to start one: after 8 s" in text
+    (scripts.directory / "more").touch()
+    eventually(lambda: server_at(scripts.socket) is not None)
+    scripts.run().expect("attached")
+    assert len(scripts.loads) == 1
+
+
+def test_the_log_does_not_grow_for_ever(scripts: Scripts) -> None:
+    """A server begins a new one where it has, and keeps the one before."""
+    log = Path(log_path(scripts.socket))
+    log.write_text("x" * ((1 << 20) + 1))
+    scripts.attached()
+    assert "serving weights" in scripts.log
+    assert (len(scripts.log), log.with_name(f"{log.name}.1").stat().st_size) < (2000, (1 << 20) + 2)
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("-c", APP + TRY), ("-",), ("cells.py", "<cell>"), ("cells.py", "/tmp/ipykernel_1/2.py")],
+    ids=["-c", "standard input", "prompt", "notebook"],
+)
+def test_functions_that_are_in_no_file(scripts: Scripts, words: tuple[str, ...]) -> None:
+    """As in a notebook: the error says what to do. With a server there they attach, as any client."""
+    scripts.write(name="cells.py", app="import sys\nexec(compile(sys.stdin.read(), sys.argv[1], 'exec'))\n")
+    child = scripts.run(*words)
+    assert child.process.stdin is not None
+    child.process.stdin.write(APP + TRY)
+    child.process.stdin.close()
+    child.process.stdin = None
+    text = scripts.refused(child)
+    assert text.startswith("refused ConfigurationError a server cannot be started for functions that are in no .py file")
+    assert "into a file, such as models.py, and import it here" in text
+    pid = scripts.attached()
+    assert scripts.run("-c", APP + TRY).expect("attached") == f"attached {pid}"
+
+
+def test_the_module_that_has_the_functions_is_served(scripts: Scripts) -> None:
+    """Not the script that imports it; wherever the process was started from."""
+    scripts.write(name="models.py")
+    scripts.write(app="from models import provider, weights\n" + ATTACH)
+    elsewhere = scripts.directory / "elsewhere"
+    elsewhere.mkdir()
+    scripts.run("../app.py", cwd=elsewhere).expect("attached")
+    assert "models:provider" in scripts.log
+    assert len((elsewhere / "loads").read_text().splitlines()) == 2  # the script's own import, and the worker's
+
+
+def test_a_package_run_with_m(scripts: Scripts) -> None:
+    """Is served by its name, so that it can import its neighbours."""
+    package = scripts.directory / "shop"
+    package.mkdir()
+    scripts.write(name="shop/__init__.py", app="")
+    scripts.write(name="shop/sizes.py", app="SIZE = 4\n")
+    scripts.write("from .sizes import SIZE\n", ATTACH, name="shop/app.py")
+    scripts.attached("-m", "shop.app")
+    assert "shop.app:provider" in scripts.log
+
+
+def test_functions_in_several_modules(scripts: Scripts) -> None:
+    """The script that has imported them is served; without it nobody knows which."""
+    scripts.write(name="base.py")
+    scripts.write(app="from base import provider\n@provider.share\ndef more():\n    pass\n", name="other.py")
+    scripts.write(app="import base, other\nfrom base import os, provider\n" + TRY)
+    assert "are in several: base, other" in scripts.refused(scripts.run())
+    here = "import other\nfrom base import provider\n@provider.share\ndef here():\n    pass\n"
+    scripts.write(app=here + ATTACH)
+    scripts.attached()
+    with Client(socket_path=scripts.socket) as client:
+        assert sorted(client.list_endpoints()) == ["here", "more", "weights"]
+
+
+def test_a_provider_that_has_no_name(scripts: Scripts) -> None:
+    """No worker could find it."""
+    scripts.write("providers = [provider]\ndel provider\nprovider, = providers\n", TRY)
+    scripts.write(
+        app="from shared_rpc import Provider\nclass Here: provider = Provider(device='cpu')\n"
+        + TRY.replace("provider", "Here.provider")
+    )
+    assert "no global name of a module" in scripts.refused(scripts.run())
+
+
+@pytest.mark.parametrize("role", ["server", "client", "local", None])
+def test_the_argument_beats_the_environment(scripts: Scripts, role: str | None) -> None:
+    """And in the server's worker the same source is the server."""
+    scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
+    assert scripts.run(role=role).expect("attached").split()[1] == "spawn"
+    assert [line.split()[1] for line in scripts.loads] == ["server"]
+
+
+def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
+    """Its worker is the server too, whatever the source says; nothing is started beside it."""
+    scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))
+    serving = scripts.run("-m", "shared_rpc.cli", "serve", "app.py", role=None)
+    serving.expect("serving")
+    assert scripts.attached(role=None) == serving.pid
+    assert [line.split()[1] for line in scripts.loads] == ["server"]
+    assert not Path(f"{scripts.socket}.spawn").exists()
+    serving.process.terminate()
+    assert serving.close() == (0, "")
+
+
+#: What a child of multiprocessing does.
+WORK = """
+import multiprocessing
+
+def work(queue):
+    found = provider.get_runtime_info()
+    queue.put((found["execution_mode"], found["server"]["pid"]))
+"""
+
+
+@pytest.mark.parametrize(("method", "expected"), [("fork", "client"), ("spawn", "spawn")])
+def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
+    """To the server that their parent has started."""
+    scripts.write(
+        WORK,
+        f"""
+        if __name__ == "__main__":
+            mine = provider.get_runtime_info()["server"]["pid"]
+            context = multiprocessing.get_context({method!r})
+            queue = context.Queue()
+            child = context.Process(target=work, args=(queue,))
+            child.start()
+            role, pid = queue.get()
+            child.join()
+            print("children:", role, pid == mine)
+        """,
+    )
+    assert scripts.run().expect("children:") == f"children: {expected} True"
+    assert len(scripts.loads) == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("name", ["app.py", "models.py"])
+def test_children_start_a_server(scripts: Scripts, method: str, name: str) -> None:
+    """One for all of them, where their parent needs none: so do the workers of a web server that starts them in this way."""
+    scripts.write(WORK, name=name)
+    main = f"""
+        if __name__ == "__main__":
+            context = multiprocessing.get_context({method!r})
+            queue = context.Queue()
+            children = [context.Process(target=work, args=(queue,)) for _ in range(3)]
+            for child in children:
+                child.start()
+            found = [queue.get(timeout=30) for _ in children]
+            for child in children:
+                child.join()
+            print("children:", *sorted(set(found)))
+    """
+    if name == "app.py":
+        scripts.write(WORK, main)
+    else:
+        scripts.write("import multiprocessing\nfrom models import work\n", main, app="")
+    told = scripts.run().expect("children:")
+    assert told.startswith("children: ('spawn', ") and told.count("(") == 1
+    assert [line.split()[1] for line in scripts.loads].count("server") == 1
+
+
+def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
+    """It waits until that is gone, and starts another: five times in a row none is lost, and no two run at once."""
+    scripts.write("""
+        if __name__ == "__main__":
+            from shared_rpc.spawn import SpawnRuntime
+            pids = []
+            for _ in range(5):
+                runtime = SpawnRuntime(provider, 0.2, preload=False)
+                found = runtime.info()
+                runtime.close()
+                pids.append(found["server"]["pid"])
+                while os.path.exists(found["socket_path"]):
+                    pass
+            print("found", *pids)
+    """)
+    assert len(set(scripts.run().expect("found").split()[1:])) == 5
+    assert scripts.log.count("shared-rpc: nobody has used it for 0.2 s: ends") >= 4
+
+
+def test_calls_go_on_with_the_next_server(scripts: Scripts) -> None:
+    """A client that is connected when its server is killed has another one started, with its next call."""
+    scripts.write("""
+        if __name__ == "__main__":
+            for _ in range(2):
+                print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
+                sys.stdin.readline()
+    """)
+    child = scripts.run()
+    first = int(child.expect("attached").split()[1])
+    with_all_its_threads = os.pidfd_open(first)
+    os.kill(first, signal.SIGKILL)
+    assert select.select([with_all_its_threads], [], [], 10)[0]
+    os.close(with_all_its_threads)
+    child.tell("again")
+    assert int(child.expect("attached").split()[1]) != first
+
+
+def test_after_a_fork_nobody_keeps_the_lock(scripts: Scripts) -> None:
+    """A child that is forked while its parent starts a server does not keep others from starting one later."""
+    scripts.write(
+        SLOW,
+        """
+        if __name__ == "__main__":
+            import threading
+            starting = threading.Thread(target=lambda: print("attached", provider.get_runtime_info()["server"]["pid"]))
+            starting.start()
+            while not os.path.exists("loads"):
+                pass
+            if os.fork() == 0:
+                sys.stdin.readline()
+                os._exit(0)
+            starting.join()
+            sys.stdin.readline()
+    """,
+    )
+    child = scripts.run()
+    eventually(lambda: len(scripts.loads) == 1)
+    forked = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    eventually(lambda: bool(forked.read_text()))
+    (scripts.directory / "go").touch()
+    server = int(child.expect("attached").split()[1])
+    os.kill(server, signal.SIGKILL)
+    eventually(scripts.nothing_runs)

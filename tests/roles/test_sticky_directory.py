@@ -1,0 +1,396 @@
+"""Base paths directly in a sticky directory such as /tmp, where every user may make files of those names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.cli.discovery import live_servers
+from shared_rpc.cli.doctor import examine
+from shared_rpc.client import connection as connection_module
+from shared_rpc.errors import ConfigurationError, ConnectError
+from shared_rpc.peers import Peer
+from shared_rpc.server import listener as listener_module
+from shared_rpc.server.listener import bind_socket
+from shared_rpc.spawn.election import Election
+from shared_rpc.spawn.starting import ServerStarter, log_path
+from tests.kit.processes import Child, python
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+NOBODY = 65534
+
+#: Another user's program. What it imports it imports before, for that user may not read where the interpreter lies.
+STRANGER = """
+import os, socket, sys
+{before}
+os.setgroups([])
+os.setgid({nobody})
+os.setuid({nobody})
+path = {path!r}
+{rest}
+"""
+
+LISTENING = """
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(path)
+os.chmod(path, 0o777)
+listener.listen({backlog})
+print("listening", flush=True)
+while True:
+    sock, _ = listener.accept()
+    print("heard", sock.recv(100), flush=True)
+"""
+
+
+@pytest.fixture
+def sticky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory as /tmp is; base paths of this process and of its children lie in it."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o1777)
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", f"{directory}/s")
+    for name in ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE"):
+        monkeypatch.delenv(name, raising=False)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def path(sticky: Path) -> str:
+    """Where servers of this test listen."""
+    return f"{sticky}/s-cpu.sock"
+
+
+@pytest.fixture
+def stranger(path: str, children: list[Child]) -> Callable[..., Child]:
+    """``stranger(code)`` runs code as another user, after ``before`` as this one; ``path`` is the socket's there."""
+
+    def start(code: str, before: str = "") -> Child:
+        child = python(STRANGER.format(nobody=NOBODY, path=path, rest=code, before=before))
+        children.append(child)
+        return child
+
+    return start
+
+
+@pytest.fixture
+def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says of each server that it is another user's, without another user."""
+    monkeypatch.setattr(connection_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
+
+
+def server() -> Server:
+    """A server of one endpoint at the base path of the environment."""
+    provider = Provider(device="cpu")
+
+    @provider.share
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    return Server(provider)
+
+
+def client(**options: float) -> Client:
+    """A client there that does not wait for a server."""
+    return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})  # type: ignore[arg-type]
+
+
+# It works.
+
+
+def test_a_base_path_in_a_sticky_directory(sticky: Path, path: str) -> None:
+    """Server and client meet there; socket and lock are private, whatever the umask."""
+    before = os.umask(0)
+    try:
+        with server(), client() as mine:
+            assert mine.call("ones", 3).tolist() == [1, 1, 1]
+            assert {name: stat.S_IMODE(os.lstat(name).st_mode) for name in (path, f"{path}.lock")} == {
+                path: 0o600,
+                f"{path}.lock": 0o600,
+            }
+    finally:
+        os.umask(before)
+    assert os.listdir(sticky) == ["s-cpu.sock.lock"]
+
+
+def test_a_dead_socket_there_is_replaced(path: str) -> None:
+    """One's own, that is."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    with server(), client() as mine:
+        mine.ping()
+
+
+def test_doctor_is_content_with_it(sticky: Path) -> None:
+    """What a server takes, doctor does not call broken."""
+    (finding,) = (finding for finding in examine() if finding.what == "socket directory")
+    assert (finding.state, finding.found) == ("good", f"{sticky}, mode 1777")
+
+
+@needs_root
+def test_another_user_serves_in_roots_directory(path: str, stranger: Callable[..., Child]) -> None:
+    """As in /tmp, which is root's: the user's own server and client meet there."""
+    serving = """
+from shared_rpc import Client, Provider, Server
+with Server(Provider(device="cpu")), Client(device="cpu", connect_timeout=0) as client:
+    client.ping()
+    print("served by uid", os.lstat(client.socket_path).st_uid)
+"""
+    # As root first, elsewhere, which imports everything.
+    child = stranger(
+        serving,
+        before="environ = dict(os.environ)\nos.environ['SHARED_TENSOR_BASE_PATH'] += '-root'\n"
+        + serving
+        + "os.environ.update(environ)",
+    )
+    assert child.expect("served") == "served by uid 0"
+    assert child.expect("served") == f"served by uid {NOBODY}"
+
+
+@needs_root
+def test_a_sticky_directory_of_a_third_user(sticky: Path) -> None:
+    """Its owner may remove what lies in it."""
+    os.chown(sticky, NOBODY, NOBODY)
+    with pytest.raises(ConfigurationError, match=f"{sticky} belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
+        server().start()
+
+
+def test_a_server_is_started_there(sticky: Path, path: str, children: list[Child]) -> None:
+    """The spawn role's lock and log may lie there too."""
+    app = sticky.parent / f"{sticky.name}.py"
+    app.write_text(
+        "import torch\nfrom shared_rpc import Client, Provider\nprovider = Provider(device='cpu', execution_mode='spawn')\n"
+        "@provider.share\ndef ones(size: int) -> torch.Tensor:\n    return torch.ones(size)\n"
+        "if __name__ == '__main__':\n    print('got', ones(2).tolist())\n"
+        "    with Client(device='cpu') as client:\n        client.stop_server()\n"
+    )
+    try:
+        child = Child(str(app))
+        children.append(child)
+        assert child.expect("got") == "got [1.0, 1.0]"
+        assert child.close()[0] == 0
+    finally:
+        app.unlink()
+    assert stat.S_IMODE(os.lstat(log_path(path)).st_mode) == 0o600
+
+
+# Somebody else listens.
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_client_says_nothing_to_a_squatter(path: str, stranger: Callable[..., Child], kind: str) -> None:
+    """It listens there first: it hears nothing, and the error, which comes at once, names it and the ways out."""
+    import anyio
+
+    squatter = stranger(LISTENING.format(backlog=5))
+    squatter.expect("listening")
+
+    async def ask() -> None:
+        async with AsyncClient(device="cpu", connect_timeout=600) as other:
+            await other.ping()
+
+    text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
+    with pytest.raises(ConnectError, match=text):
+        if kind == "asyncio":
+            anyio.run(ask)
+        else:
+            with client(connect_timeout=600) as mine:
+                mine.ping()
+    assert squatter.expect("heard") == "heard b''"
+
+
+def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_a_stranger: None) -> None:
+    """However long it would wait for a server to come."""
+    text = r"belongs to uid \d+, not to you .* it is pid 4711"
+    with server(), client(connect_timeout=600) as mine, pytest.raises(ConnectError, match=text) as caught:
+        mine.ping()
+    assert "Start a server" not in str(caught.value)
+
+
+@needs_root
+def test_a_server_names_the_squatter(path: str, stranger: Callable[..., Child]) -> None:
+    """Whose socket it is, who serves it, and what to do."""
+    squatter = stranger(LISTENING.format(backlog=5))
+    squatter.expect("listening")
+    text = (
+        rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} of uid {NOBODY}: "
+        r"have that user remove it, or choose another base_path \(SHARED_TENSOR_BASE_PATH\)"
+    )
+    with pytest.raises(ConfigurationError, match=text):
+        server().start()
+    assert os.lstat(path).st_uid == NOBODY
+
+
+@needs_root
+def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child]) -> None:
+    """A backlog that is full ends neither side's patience without a word of whose it is."""
+    squatter = stranger(
+        LISTENING.partition("print")[0].format(backlog=0) + "print('listening', flush=True)\nsys.stdin.readline()\n"
+    )
+    squatter.expect("listening")
+    with socket.socket(socket.AF_UNIX) as filling:
+        filling.connect(path)
+        with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served by a server with a full"):
+            server().start()
+        with client(timeout=0.5) as mine, pytest.raises(ConnectError, match=f"the file belongs to uid {NOBODY}, not to you"):
+            mine.ping()
+
+
+@needs_root
+def test_a_squatter_between_two_servers(path: str, stranger: Callable[..., Child]) -> None:
+    """A client that has met the real one, and the next server, are both told."""
+    with client() as mine:
+        with server():
+            mine.ping()
+        squatter = stranger(LISTENING.format(backlog=5))
+        squatter.expect("listening")
+        with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
+            mine.call("ones", 1)
+        with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid}"):
+            server().start()
+    assert squatter.expect("heard") == "heard b''"
+
+
+@needs_root
+def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between a look at the path and the bind: it is named as any other."""
+    looks: list[str] = []
+    make_way = listener_module._make_way
+
+    def look(where: str) -> None:
+        make_way(where)
+        looks.append(where)
+        if len(looks) == 1:
+            stranger(LISTENING.format(backlog=5)).expect("listening")
+
+    monkeypatch.setattr(listener_module, "_make_way", look)
+    with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served"):
+        bind_socket(path)
+
+
+@needs_root
+def test_a_dead_socket_of_another_user(path: str) -> None:
+    """Nobody may remove it but that user: both sides say so."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    os.lchown(path, NOBODY, NOBODY)
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}, not 0: have that user remove it"):
+        server().start()
+    with client() as mine, pytest.raises(ConnectError, match=f"no server listens there; the file belongs to uid {NOBODY}"):
+        mine.ping()
+
+
+@needs_root
+def test_a_starter_of_servers_meets_a_squatter(path: str, stranger: Callable[..., Child]) -> None:
+    """The spawn role starts nothing where another user listens."""
+    stranger(LISTENING.format(backlog=5)).expect("listening")
+    started: list[str] = []
+    with client(connect_timeout=5) as mine:
+        mine._pool.summon = lambda *_: started.append("a server")  # type: ignore[attr-defined]
+        with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
+            mine.ping()
+    assert not started
+
+
+@needs_root
+def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Callable[..., Child]) -> None:
+    """They are nobody's business, but where ours would be: that one is told."""
+    elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
+    for code in (elsewhere, LISTENING.format(backlog=5)):
+        stranger(code).expect("listening")
+    Path(f"{sticky}/theirs-cpu.sock.lock").touch()
+    told: list[str] = []
+    with live_servers(None, told.append) as found:
+        assert found == []
+    assert len(told) == 1 and f"the server at {path} belongs to uid {NOBODY}" in told[0]
+
+
+# Files that are in the way.
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["file", "link", "pipe", "open file"])
+@pytest.mark.parametrize("suffix", ["lock", "spawn", "log"])
+def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> None:
+    """It is not opened for use, whatever it is, nor is what it leads to: the error names its owner."""
+    name, precious = f"{path}.{suffix}", Path(f"{path}.precious")
+    precious.write_text("precious")
+    if kind == "link":
+        os.symlink(precious, name)
+    elif kind == "pipe":
+        os.mkfifo(name)
+    else:
+        Path(name).write_text("")
+        os.chmod(name, 0o666 if kind == "open file" else 0o600)
+    os.lchown(name, NOBODY, NOBODY)
+    with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}, not 0: have that user remove it"):
+        if suffix == "lock":
+            server().start()
+        else:
+            ServerStarter(lambda: "app.py", [])(path, 5.0, float("inf"))
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("suffix", ["lock", "spawn", "log"])
+def test_a_second_name_of_a_file_of_ours(path: str, suffix: str) -> None:
+    """Whoever could link to it would have this process write to what it is."""
+    precious = Path(f"{path}.precious")
+    precious.write_text("7\nprecious")
+    os.link(precious, f"{path}.{suffix}")
+    with pytest.raises(ConfigurationError, match=rf"{path}.{suffix} is no file of its own: .* has 2 names. Remove it"):
+        if suffix == "lock":
+            server().start()
+        else:
+            ServerStarter(lambda: "app.py", [])(path, 5.0, float("inf"))
+    assert precious.read_text() == "7\nprecious"
+
+
+@needs_root
+def test_a_link_of_another_user_to_a_server_of_ours(sticky: Path, path: str) -> None:
+    """It would have us talk to another of our own servers than the one meant."""
+    os.symlink(f"{sticky}/other.sock", path)
+    os.lchown(path, NOBODY, NOBODY)
+    # Where fs.protected_symlinks is set, the kernel does not follow it.
+    refused = pytest.raises(ConnectError, match=f"is a link of uid {NOBODY}, not yours|the file belongs to uid {NOBODY}")
+    with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine, refused:
+        mine.ping()
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}, not 0: have that user remove it"):
+        server().start()
+
+
+def test_a_link_of_ones_own(sticky: Path, path: str) -> None:
+    """Whoever made it knows where it leads."""
+    os.symlink(f"{sticky}/other.sock", path)
+    with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine:
+        mine.ping()
+
+
+@needs_root
+def test_a_lock_that_another_user_made_meanwhile(path: str) -> None:
+    """A server that ends goes without it."""
+    running = server()
+    running.start()
+    os.lchown(f"{path}.lock", NOBODY, NOBODY)
+    running.stop()
+
+
+def test_the_lock_of_an_election_is_private(path: str) -> None:
+    """Whoever could open it could hold it for ever."""
+    before = os.umask(0)
+    try:
+        election = Election(path)
+    finally:
+        os.umask(before)
+    election.close()
+    assert stat.S_IMODE(os.lstat(f"{path}.spawn").st_mode) == 0o600

@@ -1,0 +1,443 @@
+"""How a server ends, asked or killed, and what those who wait for it see."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ConnectError, ConnectionClosed
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.wire import messages as m
+from tests.kit.processes import Child, eventually, python
+from tests.kit.raw import Raw, frame_of, sealed_memory
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
+
+
+@pytest.fixture
+def hold(provider: Provider, go: threading.Event, begun: threading.Event) -> Callable[[int], torch.Tensor]:
+    """An endpoint that does not end before the test does."""
+
+    @provider.share(cache=False)
+    def hold(number: int) -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.ones(number)
+
+    return hold
+
+
+def stop(server: Server, seconds: float = 1.0) -> None:
+    """Stop it, in less than a second."""
+    begin = time.monotonic()
+    server.stop()
+    assert time.monotonic() - begin < seconds
+
+
+# Those who wait.
+
+
+def test_everybody_who_waits_is_told(
+    provider: Provider,
+    hold: Callable[[int], torch.Tensor],
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+) -> None:
+    """Runs, followers and calls in the queue: all end at once, with an error that says what happened."""
+    server, client = serve(max_workers=2), connect()
+    provider.share("model")(hold._endpoint.function)
+    with ThreadPoolExecutor(50) as pool:
+        calls = [pool.submit(client.call, "hold", number) for number in range(25)]
+        calls += [pool.submit(client.call, "model", 1) for _ in range(25)]
+        eventually(lambda: server.info()["calls"] == 50)
+        stop(server)
+        begin = time.monotonic()
+        for call in calls:
+            with pytest.raises(ConnectionClosed, match=STOPPED):
+                call.result(timeout=5)
+        assert time.monotonic() - begin < 1.0
+
+
+def test_calls_with_memory_in_the_queue(
+    hold: Callable[[int], torch.Tensor], serve: Callable[..., Server], begun: threading.Event
+) -> None:
+    """The descriptors that came with calls which never ran are closed."""
+    server = serve(max_workers=1)
+    fd = sealed_memory()
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("hold", [1]), 1)
+        begun.wait(10)
+        for number in range(2, 22):
+            raw.say(m.Call("hold", [1], segments=[SegmentInfo("a", 4096, "cpu")] * 3), number, b"", [fd] * 3)
+        eventually(lambda: server.info()["running"] == 21)
+        stop(server)
+        assert {raw.hear().code for _ in range(21)} == {"connection-closed"}
+        raw.hear_end()
+    os.close(fd)
+
+
+def test_calls_of_the_servers_own_process(
+    hold: Callable[[int], torch.Tensor], serve: Callable[..., Server], begun: threading.Event
+) -> None:
+    """They end like those of a client."""
+    server = serve()
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(hold, 1)
+        begun.wait(10)
+        stop(server)
+        with pytest.raises(ConnectionClosed, match=STOPPED):
+            call.result(timeout=5)
+    with pytest.raises(ConnectionClosed, match=f"the server of this process at {server.socket_path} was stopped"):
+        hold(1)
+
+
+def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Callable[..., Server]) -> None:
+    """Whatever a thread of the server's process asks just then, it gets an answer or an error."""
+    provider.share("ones", cache=False)(lambda: torch.ones(1))
+    for _ in range(20):
+        server = serve()
+        asked = threading.Semaphore(0)
+
+        def ask(server: Server = server, asked: threading.Semaphore = asked) -> None:
+            while True:
+                server.engine.ask(lambda core: core.server_id)
+                server.engine.call("ones", ([], {}), (), {}).future.result()
+                asked.release()
+
+        with ThreadPoolExecutor(3) as pool:
+            threads = [pool.submit(ask) for _ in range(3)]
+            for _ in range(10):
+                asked.acquire()
+            stop(server)
+            for thread in threads:
+                with pytest.raises(ConnectionClosed):
+                    thread.result(timeout=5)
+
+
+def test_a_client_that_does_not_read(provider: Provider, serve: Callable[..., Server]) -> None:
+    """Replies that nobody takes do not hold up the end."""
+    server = serve()
+    with Raw(server.socket_path) as raw:
+        raw.sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            while True:
+                raw.sock.sendall(frame_of(m.GetObjectInfo("k" * 50_000)))
+        stop(server)
+
+
+def test_a_client_after_the_end(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """A missing server is told as such, with its socket and the way to start one."""
+    server, client = serve(), connect()
+    client.ping()
+    stop(server)
+    with pytest.raises(
+        ConnectError, match=f"cannot connect to {server.socket_path}: no server listens there.*shared-rpc serve"
+    ):
+        client.ping()
+
+
+# Endpoints that do not end.
+
+
+def _endless(kind: str, go: threading.Event, begun: threading.Event) -> Callable[[], object]:
+    def blocks() -> None:
+        begun.set()
+        go.wait(30)
+
+    async def waits() -> None:
+        begun.set()
+        await asyncio.sleep(30)
+
+    async def refuses() -> None:
+        begun.set()
+        while not go.is_set():
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)
+
+    async def blocks_the_loop() -> None:
+        begun.set()
+        go.wait(30)
+
+    return {"def": blocks, "async def": waits, "refuses to be cancelled": refuses, "blocks the loop": blocks_the_loop}[kind]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def", "refuses to be cancelled", "blocks the loop"])
+def test_an_endpoint_that_does_not_end(
+    provider: Provider, serve: Callable[..., Server], go: threading.Event, begun: threading.Event, kind: str
+) -> None:
+    """It does not hold up the end of the server for more than a second."""
+    provider.share("endless")(_endless(kind, go, begun))
+    server = serve()
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("endless"))
+        begun.wait(10)
+        stop(server, 1.5 if kind == "blocks the loop" else 1.0)  # it waits 0.9 s for that one
+        assert not os.path.lexists(server.socket_path)
+        if kind != "blocks the loop":
+            answer = raw.hear()
+            assert isinstance(answer, m.Error)
+            assert answer.code == "connection-closed"
+    go.set()
+    eventually(lambda: not server.running and not server.busy)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
+def test_an_endpoint_that_stops_its_server(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], is_async: bool
+) -> None:
+    """It does not wait for itself. One on the loop ends before the server does, and may be answered."""
+
+    def end() -> None:
+        server.stop()
+
+    async def end_async() -> None:
+        server.stop()
+
+    provider.share("end")(end_async if is_async else end)
+    server = serve()
+    with suppress(ConnectionClosed) if is_async else pytest.raises(ConnectionClosed):
+        connect().call("end")
+    eventually(lambda: not server.running and not server.busy)
+
+
+def test_stopping_what_does_not_run(provider: Provider) -> None:
+    """Before the start, and again: nothing happens."""
+    server = Server(provider)
+    server.stop()
+    with server:
+        server.stop()
+        server.stop()
+    assert not server.running
+
+
+# Processes.
+
+SCRIPT = """
+import asyncio, sys, threading, time
+from shared_rpc import Provider, Server
+
+provider = Provider(device="cpu")
+
+@provider.share(cache=False)
+def build():
+    print("building")
+    threading.Event().wait()
+
+@provider.share(cache=False)
+async def build_async():
+    print("building")
+    await asyncio.sleep(1000)
+
+@provider.share(cache=False)
+async def block():
+    print("building")
+    time.sleep(1000)
+
+if "blocking" in sys.argv:
+    Server(provider).start(blocking=True)
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "busy", "arguments"),
+    [
+        (signal.SIGTERM, None, []),
+        (signal.SIGINT, None, []),
+        (signal.SIGTERM, "build", []),
+        (signal.SIGINT, "build_async", []),
+        (signal.SIGTERM, "block", []),
+        (signal.SIGTERM, None, ["blocking"]),
+        (signal.SIGINT, "build", ["blocking"]),
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
+def test_a_server_process_is_asked_to_end(
+    connect: Callable[..., Client], children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
+) -> None:
+    """It exits with 0 in less than a second, idle or in the middle of a build, and leaves neither a socket nor a traceback."""
+    child = Child("-c", SCRIPT, *arguments, environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(child)
+    client = connect(connect_timeout=20.0)
+    client.ping()
+    path = client.socket_path
+    with ExitStack() as stack:
+        if busy is not None:
+            raw = stack.enter_context(Raw(path))
+            raw.say(m.Call(busy))
+            child.expect("building")
+        child.process.send_signal(number)
+        begin = time.monotonic()
+        child.process.wait(10)
+        took = time.monotonic() - begin
+        if busy in ("build", "build_async"):
+            answer = raw.hear()
+            assert isinstance(answer, m.Error)
+            assert f"the server (pid {child.pid}) was stopped before the call ended" in answer.text
+    code, errors = child.close()
+    assert code == 0
+    assert "Traceback" not in errors
+    assert not os.path.lexists(path)
+    assert took < 3  # the second that stop() may take, and the interpreter's own end on a busy machine
+
+
+def test_a_server_that_is_killed(
+    base_path: str, children: list[Child], serve: Callable[..., Server], provider: Provider, connect: Callable[..., Client]
+) -> None:
+    """Its clients' tensors stay what they are; who waits is told; the next server takes its place."""
+    child = python(
+        """
+        import signal, torch
+        from shared_rpc import Provider, Server
+
+        provider = Provider(device="cpu")
+
+        @provider.share(managed=True)
+        def weights(size):
+            return torch.full((size,), 5.0)
+
+        @provider.share
+        def build():
+            print("building")
+            signal.sigwait([signal.SIGUSR1])
+
+        with Server(provider):
+            print("serving")
+            signal.pause()
+        """
+    )
+    children.append(child)
+    child.expect("serving")
+    client = connect()
+    handle = client.call("weights", 1000)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.call, "build")
+        child.expect("building")
+        child.kill()
+        with pytest.raises(ConnectionClosed):
+            waiting.result(timeout=2)
+    assert handle.value.sum() == 5000
+    handle.value.add_(1)
+
+    @provider.share(managed=True)
+    def weights(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    serve()
+    assert client.call("weights", 1000).value.sum() == 0
+    assert handle.is_stale()
+    assert handle.value.sum() == 6000
+
+
+class _Result:
+    """What a job returns, with a record that counts how often it is closed."""
+
+    def __init__(self) -> None:
+        self.record = self
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("ends", ["after the last turn", "before close", "after close"])
+def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, ends: str) -> None:
+    """Whenever that is, its result is closed, and once."""
+    threads, result = WorkerThreads(1, lambda: None), _Result()
+
+    def work() -> _Result:
+        go.wait(30)
+        return result
+
+    async def start() -> None:
+        threads.start(Job(work, lambda: None, lambda _: pytest.fail("the loop has ended")))
+
+    def end() -> None:
+        go.set()
+        eventually(lambda: threads.busy == 0)
+
+    with asyncio.Runner() as runner:
+        runner.run(start())
+        loop = runner.get_loop()
+        if ends == "after the last turn":
+            closing, loop.close = loop.close, lambda: (end(), closing())[1]  # type: ignore[method-assign]
+    if ends == "before close":
+        end()
+    threads.close()
+    end()
+    eventually(lambda: result.closed == 1)
+
+
+def test_a_job_that_ends_as_its_wait_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both happened in one turn of the loop."""
+    threads, result = WorkerThreads(1, lambda: None), _Result()
+    take_result = threads._take_result
+
+    async def cancelled_at_the_end() -> None:
+        waiting = asyncio.create_task(threads.run(lambda: result, lambda: None))
+        monkeypatch.setattr(threads, "_take_result", lambda: (take_result(), waiting.cancel()))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(cancelled_at_the_end())
+    threads.close()
+    assert result.closed == 1
+
+
+def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:
+    """Between any two instructions of it, and another one at once, as timeout(1) sends them: who waits, or handles the first
+    one, holds no lock that a handler would wait for.
+    """
+    child = python(
+        """
+        import faulthandler, signal, sys
+        from shared_rpc.server.signals import End, wait_for_signal
+
+        faulthandler.dump_traceback_later(30, exit=True)
+        steps = moment = 1
+        while steps >= moment:
+            steps, moment = 0, moment + 1
+
+            def trace(frame, event, argument):
+                global steps
+                frame.f_trace_opcodes = True
+                if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                    return None  # the wait is over
+                steps += 1
+                if steps == moment:
+                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
+                return trace
+
+            def begin():
+                sys.settrace(trace)
+                sys._getframe(1).f_trace = trace
+                return True
+
+            asked = End()
+            asked.set()
+            try:
+                wait_for_signal(begin, asked=asked)
+            finally:
+                sys.settrace(None)
+        print("ended", moment > 10, flush=True)
+        """
+    )
+    children.append(child)
+    child.expect("ended True")
+    assert child.close() == (0, "")

@@ -1,0 +1,201 @@
+"""What other people's programs share, attached by another process: as it was, bit for bit, and of use like the original."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.interpreter import Interpreter
+from tests.kit.processes import Child
+from tests.kit.subjects import SUBJECTS
+
+#: An app that is served in every way there is. What a value was like is written down before it is shared.
+APP = """
+    import json, sys
+
+    import torch
+
+    from shared_rpc import Provider
+    from tests.kit.comparing import describe
+    from tests.kit.interpreter import bits
+    from tests.kit.subjects import SUBJECTS, quietly
+
+    device = {device!r}
+    provider = Provider(device=device)
+    texts = {{}}
+
+
+    @provider.share
+    def subject(name):
+        made = SUBJECTS[name]
+        with quietly():
+            value = made.make(device)
+            texts[name] = json.dumps([describe(value), bits(made.use(value, device)) if made.use else None])
+        return value
+
+
+    @provider.share(cache=False)
+    def described(name):
+        return {{"text": texts[name], "": torch.zeros(1, device=device)}}
+
+
+    if __name__ == "__main__":
+        print("begins", flush=True)
+    """
+
+Attach = Callable[..., Any]
+
+
+class Served:
+    """The app in one role, and a process that attaches what it shares."""
+
+    def __init__(self, role: str, device: str, directory: Path) -> None:
+        directory.chmod(0o700)
+        path = directory / "app.py"
+        path.write_text(textwrap.dedent(APP).format(device=device))
+        self.names = {"base_path": str(directory / "s"), "device": device}
+        environ = {"SHARED_TENSOR_BASE_PATH": self.names["base_path"]}
+        self.client = Interpreter()
+        if role == "python app.py":
+            self.server = Child(str(path), cwd=directory, environ={**environ, "SHARED_TENSOR_ROLE": "server"})
+        else:
+            self.server = Child("-m", "shared_rpc.cli", "serve", str(path), cwd=directory, environ=environ)
+        self.client.run(
+            """
+            from shared_rpc import Client
+            with Client(path, device=device, connect_timeout=50) as client:
+                client.get_server_info()
+            """,
+            path=self.names["base_path"],
+            device=device,
+        )
+
+    def attach(self, code: str, **names: Any) -> Any:
+        """Run code in the other process, which has a client, :func:`describe` and the :class:`Subject` of a ``name``."""
+        return self.client.run(PRELUDE + textwrap.dedent(code), **self.names, **names)
+
+    def close(self) -> None:
+        """End both."""
+        self.client.kill()
+        self.server.process.terminate()
+        self.server.close()
+
+
+#: What every piece of a client begins with.
+PRELUDE = """
+import copy, io, json, pickle
+from tests.kit.comparing import compare, describe, differences
+from tests.kit.subjects import SUBJECTS, quietly
+value = client.call("subject", name)
+expected, output = json.loads(client.call("described", name)["text"])
+"""
+
+
+@pytest.fixture(scope="module", params=["python app.py", "serve"])
+def role(request: pytest.FixtureRequest) -> str:
+    """How the app is served."""
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def apps(role: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """``apps(device)`` is the app in that role, started once."""
+    started: dict[str, Served] = {}
+
+    def start(device: str) -> Served:
+        if device not in started:
+            started[device] = Served(role, device, tmp_path_factory.mktemp("subjects"))
+        return started[device]
+
+    yield start
+    for served in started.values():
+        served.close()
+
+
+@pytest.fixture
+def served(apps: Callable[[str], Served], device: str) -> Served:
+    """The app on a kind of device."""
+    return apps(device)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest, device: str) -> str:
+    """The name of a subject; only torch's own packed weights are on one kind of device alone."""
+    found: str = request.param
+    if device not in SUBJECTS[found].on:
+        pytest.skip(f"there is none on {device}")
+    return found
+
+
+@pytest.mark.parametrize("name", SUBJECTS, indirect=True)
+def test_a_value_comes_back_as_it_was(served: Served, name: str) -> None:
+    """Class, attributes, strides, ties, flags, hooks and state dict are the same, and so is what the value computes."""
+    found, result = served.attach(
+        """
+        found = differences(describe(value), expected)
+        use = SUBJECTS[name].use
+        with quietly():
+            answer = [found, bits(use(value, device)) == output if use else True]
+        """,
+        name=name,
+    )
+    assert found == []
+    assert result
+
+
+@pytest.mark.parametrize("name", [name for name, subject in SUBJECTS.items() if subject.copies], indirect=True)
+def test_what_came_can_be_copied(served: Served, name: str) -> None:
+    """``copy.deepcopy``, ``pickle`` and ``torch.save`` give equal ones."""
+    found = served.attach(
+        """
+        def pickled(value):
+            return pickle.loads(pickle.dumps(value))
+
+        def saved(value):
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            buffer.seek(0)
+            return torch.load(buffer, weights_only=False)
+
+        with quietly():
+            answer = {how.__name__: compare(how(value), value) for how in (copy.deepcopy, pickled, saved)}
+        """,
+        name=name,
+    )
+    assert {how: lines for how, lines in found.items() if lines} == {}
+
+
+def test_a_hook_of_the_client_replaces_none_of_the_models(served: Served) -> None:
+    """A process that has never registered a hook registers its first ones beside those that came, and can remove each."""
+    process = Interpreter()
+    try:
+        answer = process.run(
+            PRELUDE
+            + """
+hooks = (value._forward_hooks, value._forward_pre_hooks, value._backward_hooks, value._state_dict_hooks)
+came = [list(hooks) for hooks in hooks]
+seen = []
+handles = [
+    value.register_forward_hook(lambda module, args, output: seen.append("forward")),
+    value.register_forward_pre_hook(lambda module, args: seen.append("pre")),
+    value.register_full_backward_hook(lambda module, *grads: seen.append("backward")),
+    value.register_state_dict_post_hook(lambda module, *rest: seen.append("state")),
+]
+kept = [[key for key in hooks if key in ids] == ids and len(hooks) == len(ids) + 1 for hooks, ids in zip(hooks, came)]
+value(torch.ones(1, 4, device=device, requires_grad=True)).sum().backward()
+value.state_dict()
+for handle in handles:
+    handle.remove()
+answer = [kept, seen, [list(hooks) for hooks in hooks] == came, bits(SUBJECTS[name].use(value, device)) == output]
+""",
+            **served.names,
+            name="hooked, without handles",
+        )
+    finally:
+        process.kill()
+    assert answer == [[True] * 4, ["pre", "forward", "backward", "state"], True, True]

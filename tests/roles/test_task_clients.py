@@ -1,0 +1,559 @@
+"""Tasks and the processes around them: clients that are killed, a server that stops, and many who wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server, progress, raise_if_cancelled
+from shared_rpc.errors import ConnectionClosed, TaskError
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, number_of
+from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
+
+#: Those who wait for one task.
+CROWD = 500
+
+#: A client process without torch.
+CLIENT = """
+import signal, sys
+from shared_rpc import Client
+from shared_rpc.client import operations
+
+client = Client(device="cpu", connect_timeout=10)
+"""
+
+
+@pytest.fixture
+def ran() -> list[int]:
+    """The numbers that endpoints ran with."""
+    return []
+
+
+@pytest.fixture
+def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran: list[int]) -> Provider:
+    """The endpoints of this module."""
+
+    def held(number: int) -> torch.Tensor:
+        ran.append(number)
+        begun.set()
+        go.wait(30)
+        return torch.full((4,), float(number))
+
+    @provider.share(cache=False)
+    def plain(number: int) -> torch.Tensor:
+        return torch.full((4,), float(number))
+
+    provider.share("held", cache=False)(held)
+    provider.share("managed", cache=False, managed=True)(held)
+    provider.share("task", cache=False, execution="task", concurrency="serialized")(held)
+    provider.share("managed_task", cache=False, managed=True, execution="task")(held)
+    return provider
+
+
+@pytest.fixture
+def server(shared: Provider, serve: Callable[..., Server]) -> Server:
+    """Serves them."""
+    return serve()
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """Its client."""
+    return connect()
+
+
+def watchers(server: Server) -> int:
+    """How many wait for tasks."""
+    return server.engine.ask(lambda core: sum(len(task.watchers) for task in core.tasks.table))
+
+
+def kept(server: Server) -> tuple[int, int]:
+    """How many objects and leases there are."""
+    info = server.info()
+    return info["objects"], info["leases"]
+
+
+def statuses(client: Client) -> list[str]:
+    """Of all tasks, in the order they were submitted."""
+    return [info.status.value for info in client.list_tasks()]
+
+
+# Clients that are killed.
+
+
+@pytest.mark.parametrize("endpoint", ["held", "managed"])
+def test_the_submitter_is_killed(
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, endpoint: str
+) -> None:
+    """Its task goes on and keeps its result, which any process that knows the id can fetch."""
+    submitter = python(f"{CLIENT}\nprint('task', client.submit('{endpoint}', 7))\nsignal.pause()")
+    children.append(submitter)
+    task_id = submitter.expect("task").split()[1]
+    assert begun.wait(10)
+    submitter.kill()
+    eventually(lambda: server.info()["sessions"] == 0, seconds=1)
+    assert client.get_task_status(task_id).status is TaskStatus.RUNNING
+    go.set()
+    eventually(lambda: client.get_task_status(task_id).status.finished)
+    assert kept(server) == (1, 1)
+    fetcher = python(
+        f"""
+        from shared_rpc import Client, Handle
+
+        with Client(device="cpu") as client:
+            result = client.get_task_result("{task_id}")
+            if isinstance(result, Handle):
+                with result as value:
+                    print("fetched", value.value.tolist(), client.get_object_info(value)["leases"])
+            else:
+                print("fetched", result.tolist())
+        """
+    )
+    children.append(fetcher)
+    assert fetcher.expect("fetched") == f"fetched [7.0, 7.0, 7.0, 7.0]{' 1' if endpoint == 'managed' else ''}"
+    assert fetcher.close() == (0, "")
+    eventually(lambda: kept(server) == (0, 0))
+
+
+def test_a_process_is_killed_while_it_waits(
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
+) -> None:
+    """Its wait is taken back, and the task goes on for others."""
+    task_id = client.submit("held", 7)
+    waiter = python(f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', print, False))")
+    children.append(waiter)
+    waiter.expect("running")
+    assert watchers(server) == 1
+    waiter.kill()
+    eventually(lambda: watchers(server) == 0, seconds=1)
+    go.set()
+    assert client.wait_for_task(task_id, 10).tolist() == [7] * 4
+
+
+def test_a_process_is_killed_in_a_call_that_has_not_begun(
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, ran: list[int]
+) -> None:
+    """The task behind it is dropped: nobody else has asked for it."""
+    first = client.submit("task", 1)
+    assert begun.wait(10)
+    caller = python(f"{CLIENT}\nclient._run(operations.fetch('task', (2,), {{}}, 'cpu'))")
+    children.append(caller)
+    eventually(lambda: statuses(client) == ["running", "pending"])
+    caller.kill()
+    eventually(lambda: statuses(client) == ["running", "cancelled"], seconds=1)
+    go.set()
+    client.wait_for_task(first, 10)
+    assert client.call("task", 3).tolist() == [3] * 4
+    assert ran == [1, 3]
+
+
+def test_a_task_that_was_submitted_is_not_dropped(
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, ran: list[int]
+) -> None:
+    """However many wait for it in vain before it begins."""
+    client.submit("task", 1)
+    assert begun.wait(10)
+    task_id = client.submit("task", 2)
+    waiter = python(f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', print, False))")
+    children.append(waiter)
+    waiter.expect("pending")
+    waiter.kill()
+    eventually(lambda: watchers(server) == 0, seconds=1)
+    assert statuses(client) == ["running", "pending"]
+    go.set()
+    assert client.wait_for_task(task_id, 10).tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("endpoint", ["task", "managed_task"])
+def test_a_process_is_killed_in_a_call_that_runs(
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, endpoint: str
+) -> None:
+    """The run goes on to its end; what is not cached is kept for nobody."""
+    caller = python(f"{CLIENT}\nclient._run(operations.fetch('{endpoint}', (7,), {{}}, 'cpu'))")
+    children.append(caller)
+    assert begun.wait(10)
+    caller.kill()
+    eventually(lambda: watchers(server) == 0, seconds=1)
+    (info,) = client.list_tasks()
+    assert (info.status, info.cancel_requested) == (TaskStatus.RUNNING, False)
+    go.set()
+    eventually(lambda: statuses(client) == ["completed"])
+    assert kept(server) == (0, 0)
+    with pytest.raises(TaskError) as caught:
+        client.get_task_result(info.task_id)
+    assert caught.value.reason == "released"
+
+
+def test_a_process_is_killed_with_what_it_fetched(
+    server: Server, client: Client, children: list[Child], go: threading.Event
+) -> None:
+    """Its lease goes back, and the task does not take it up again."""
+    go.set()
+    task_id = client.submit("managed", 7)
+    holder = python(
+        f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', None, False)).close()\nprint('held')\nsignal.pause()"
+    )
+    children.append(holder)
+    holder.expect("held")
+    (stored,) = client.list_objects()
+    assert [who["pid"] for who in stored["holders"]] == [holder.pid]
+    holder.kill()
+    eventually(lambda: kept(server) == (0, 0), seconds=1)
+    with pytest.raises(TaskError) as caught:
+        client.wait_for_task(task_id, 10)
+    assert caught.value.reason == "released"
+
+
+def test_clients_that_submit_the_same(
+    server: Server, client: Client, children: list[Child], shared: Provider, go: threading.Event, ran: list[int]
+) -> None:
+    """Tasks of several processes share one run and one object."""
+    shared.share("model", managed=True)(shared.endpoints["held"].function)
+    processes = [python(f"{CLIENT}\nprint('task', client.submit('model', 7))") for _ in range(3)]
+    children.extend(processes)
+    ids = [process.expect("task").split()[1] for process in processes]
+    for process in processes:
+        assert process.close() == (0, "")
+    go.set()
+    handles = [client.wait_for_task(task_id, 10) for task_id in ids]
+    assert ran == [7]
+    assert len({handle.object_id for handle in handles}) == 1
+    assert kept(server) == (1, 1)
+    for handle in handles:
+        handle.release()
+    assert kept(server) == (1, 0)
+
+
+# A server that stops.
+
+
+def test_everybody_who_waits_is_told(
+    server: Server, client: Client, shared: Provider, go: threading.Event, begun: threading.Event
+) -> None:
+    """For a task that runs or that has not begun, near or far, with a callback or without: at once, and why."""
+    running, pending = client.submit("task", 1), client.submit("task", 2)
+    assert begun.wait(10)
+    told: list[TaskInfo] = []
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(30))
+        stack.callback(go.set)  # or a failure would wait for the endpoint
+        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(20)]
+        for number, raw in enumerate(raws):
+            raw.say(m.WaitTask(running if number % 2 else pending, events=number % 3 == 0))
+        waiting = [
+            pool.submit(wait, task_id, None, callback)
+            for wait in (client.wait_for_task, shared.wait_for_task)
+            for task_id in (running, pending)
+            for callback in (None, told.append)
+        ]
+        waiting += [pool.submit(call, "task", 3) for call in (client.call, shared.call)]
+        eventually(lambda: watchers(server) == 30)
+        begin = time.monotonic()
+        server.stop()
+        assert time.monotonic() - begin < 1.0
+        for wait in waiting:
+            with pytest.raises(ConnectionClosed, match=STOPPED):
+                wait.result(timeout=5)
+        for raw in raws:
+            answer = raw.hear()
+            while isinstance(answer, m.TaskChanged):
+                answer = raw.hear()
+            assert isinstance(answer, m.Error)
+            assert answer.code == "connection-closed"
+            raw.hear_end()
+        assert time.monotonic() - begin < 2.0
+    assert next(info.status for info in told if info.task_id == running) is TaskStatus.RUNNING
+    assert next(info.status for info in told if info.task_id == pending) is TaskStatus.PENDING
+    eventually(lambda: not server.busy)
+
+
+def test_tasks_of_an_earlier_server(server: Server, client: Client, shared: Provider, go: threading.Event) -> None:
+    """They are gone with it, and their ids are no tasks of the next one."""
+    go.set()
+    ids = [client.submit("plain", number) for number in (1, 2)]
+    client.wait_for_task(ids[0], 10)
+    server.stop()
+    with pytest.raises(ConnectionClosed, match="was stopped"):
+        shared.submit("plain", 1)
+    server.start()
+    assert client.list_tasks() == []
+    new = client.submit("plain", 3)
+    assert new not in ids
+    for task_id in ids:
+        with pytest.raises(TaskError) as caught:
+            client.get_task_status(task_id)
+        assert caught.value.reason == "unknown"
+    assert client.wait_for_task(new, 10).tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
+def test_a_server_process_with_tasks_is_asked_to_end(
+    connect: Callable[..., Client], children: list[Child], is_async: bool
+) -> None:
+    """It exits with 0 in the middle of one, and its clients know why."""
+    child = python(
+        f"""
+        import asyncio, threading
+        from shared_rpc import Provider
+
+        provider = Provider(device="cpu", execution_mode="server")
+
+        @provider.share(concurrency="serialized", cache=False)
+        {"async def" if is_async else "def"} build(number):
+            print("building")
+            {"await asyncio.sleep(1000)" if is_async else "threading.Event().wait()"}
+        """
+    )
+    children.append(child)
+    client = connect(connect_timeout=20.0)
+    ids = [client.submit("build", number) for number in (1, 2)]
+    child.expect("building")
+    heard = threading.Semaphore(0)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(client.wait_for_task, task_id, None, lambda info: heard.release()) for task_id in ids]
+        for _ in ids:
+            assert heard.acquire(timeout=10)
+        child.process.send_signal(signal.SIGTERM)
+        for wait in waiting:
+            with pytest.raises(ConnectionClosed, match=STOPPED):
+                wait.result(timeout=5)
+    code, errors = child.close()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+# Many who wait.
+
+
+def account(server: Server) -> dict[str, int]:
+    """All that those who wait could cost, or leave behind."""
+    info = server.info()
+    held = {name: info[name] for name in ("connections", "sessions", "leases", "running", "objects", "nbytes")}
+    return {**held, "watchers": watchers(server), "fds": open_fds(), "threads": len(os.listdir("/proc/self/task"))}
+
+
+def test_a_crowd_waits_for_one_task(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event, ran: list[int]
+) -> None:
+    """It costs the server no thread, all get the result, and all that they held goes back."""
+    go.set()
+    client.execute("managed", 1, timeout=10).release()
+    go.clear()
+    begun.clear()
+    eventually(lambda: kept(server) == (0, 0))
+    before = account(server)
+    task_id = client.submit("managed", 7)
+    assert begun.wait(10)
+    with ExitStack() as stack:
+        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(CROWD)]
+        for raw in raws:
+            raw.say(m.WaitTask(task_id, events=True), 2)
+        eventually(lambda: watchers(server) == CROWD)
+        assert account(server)["threads"] <= before["threads"]
+        client.ping()
+        go.set()
+        object_id = ""
+        for raw in raws:
+            *events, result = [raw.hear(2) for _ in range(3)]
+            assert [type(event) for event in events] == [m.TaskChanged] * 2
+            assert [event.info.status.value for event in events] == ["running", "completed"]
+            assert isinstance(result, m.Result) and result.managed
+            object_id = object_id or result.object_id
+            assert result.object_id == object_id == events[1].info.object_id
+        assert kept(server) == (1, CROWD)
+        for raw in raws[: CROWD // 2]:
+            assert raw.ask(m.Release([object_id]), 3) == m.Count(1)
+        assert kept(server) == (1, CROWD - CROWD // 2)
+    assert ran == [1, 7]
+    eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
+
+
+def test_those_who_only_look(server: Server, client: Client, go: threading.Event) -> None:
+    """They are told how a task ended, and leave its result to those who want it."""
+    ids = [client.submit("managed", 7), client.submit("held", 7)]
+    with Raw(server.socket_path) as raw:
+        for number, task_id in enumerate(ids, 1):
+            raw.say(m.WaitTask(task_id, look=True), number)
+        eventually(lambda: watchers(server) == 2)
+        go.set()
+        answers = [raw.hear() for _ in ids]
+        infos = [client.get_task_status(task_id) for task_id in ids]
+        assert all(m.TaskIs(info) in answers for info in infos)
+        for info in infos:
+            assert info.status is TaskStatus.COMPLETED
+            assert raw.ask(m.WaitTask(info.task_id, look=True), 3) == m.TaskIs(info)
+        assert kept(server) == (2, 2)
+        with client.get_task_result(ids[0]) as handle:
+            assert handle.value.tolist() == client.get_task_result(ids[1]).tolist() == [7] * 4
+    eventually(lambda: kept(server) == (0, 0))
+
+
+def test_a_crowd_that_goes_away(server: Server, client: Client, go: threading.Event, begun: threading.Event) -> None:
+    """Whether they take their wait back or hang up, nothing of them stays, and the task is not touched."""
+    task_id = client.submit("held", 7)
+    assert begun.wait(10)
+    before = account(server)
+    with ExitStack() as stack:
+        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(100)]
+        for raw in raws:
+            for number in (2, 3):
+                raw.say(m.WaitTask(task_id), number)
+        eventually(lambda: watchers(server) == 200)
+        for raw in raws:
+            answer = raw.ask(m.Cancel(), 3)
+            assert isinstance(answer, m.Error) and answer.code == "deadline-exceeded"
+        assert watchers(server) == 100
+    eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
+    go.set()
+    assert client.wait_for_task(task_id, 10).tolist() == [7] * 4
+
+
+def test_one_who_does_not_read(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], begun: threading.Event
+) -> None:
+    """Those who do are told everything meanwhile; it misses reports, not the end, and what waits for it is bounded."""
+    count, waits, heard = 60, 200, threading.Semaphore(0)
+
+    @provider.share(cache=False)
+    def talk() -> torch.Tensor:
+        begun.wait(10)
+        for number in range(count):
+            progress(number, count, "x" * 400)
+            heard.acquire(timeout=10)
+        return torch.ones(1)
+
+    server, client = serve(), connect()
+    task_id = client.submit("talk")
+    with Raw(server.socket_path) as silent:
+        silent.sock.settimeout(5)
+        for number in range(waits):
+            silent.say(m.WaitTask(task_id, events=True), number + 1)
+        eventually(lambda: watchers(server) == waits)
+        done: list[float] = []
+
+        def callback(info: TaskInfo) -> None:
+            begun.set()
+            if info.progress is not None and info.status is TaskStatus.RUNNING:
+                done.append(info.progress.done)
+                heard.release()
+
+        assert client.wait_for_task(task_id, 20, callback) == 1
+        assert done == list(range(count))
+        told, results = Counter[int](), set[int]()
+        while len(results) < waits:
+            frame = silent.hear_frame()
+            frame.close()
+            assert frame.request_id not in results
+            if frame.kind == number_of(m.TaskChanged):
+                told[frame.request_id] += 1
+            else:
+                assert frame.kind == number_of(m.Result)
+                results.add(frame.request_id)
+        # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
+        assert waits < told.total() < count * waits // 2
+        assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
+
+
+@pytest.mark.parametrize("endpoint", ["direct", "task"])
+def test_a_result_that_is_read_late(provider: Provider, serve: Callable[..., Server], endpoint: str) -> None:
+    """What the kernel does not take at once is written when it does, and the connection goes on."""
+    size = 4 << 20
+
+    def model(number: int) -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 2)
+        layer.notes = "x" * size
+        return layer
+
+    provider.share("direct")(model)
+    provider.share("task", execution="task")(model)
+    server = serve()
+    with Raw(server.socket_path) as late:
+        late.sock.settimeout(5)
+        for number in (1, 2):
+            late.say(m.Call(endpoint, [number]), number)
+        late.say(m.Ping(), 3)
+        eventually(lambda: server.info()["objects"] == 2)
+        frames = [late.hear_frame() for _ in range(3)]
+        for frame in frames:
+            frame.close()
+        assert sorted(frame.request_id for frame in frames) == [1, 2, 3]
+        assert all(len(frame.payload) > size for frame in frames if frame.request_id != 3)
+        assert late.ask(m.Ping(), 4) == m.Pong()
+
+
+def test_many_waits_over_one_connection(shared: Provider, serve: Callable[..., Server], go: threading.Event) -> None:
+    """Other requests are answered meanwhile, and every one of them has its own answer."""
+    server = serve(max_workers=4)
+    with Raw(server.socket_path) as raw:
+        ids = []
+        for number in range(1, 51):
+            answer = raw.ask(m.Submit("held", [number]), 1)
+            assert isinstance(answer, m.TaskIs)
+            ids.append(answer.info.task_id)
+        for number, task_id in enumerate(ids, 2):
+            raw.say(m.WaitTask(task_id), number)
+        assert raw.ask(m.Ping(), 1000) == m.Pong()
+        answer = raw.ask(m.WaitTask(ids[0], poll=True), 1001)
+        assert isinstance(answer, m.Error) and answer.code == "deadline-exceeded"
+        answer = raw.ask(m.FetchTask(ids[0]), 1002)
+        assert isinstance(answer, m.Error) and (answer.code, answer.detail["reason"]) == ("task", "unfinished")
+        answer = raw.ask(m.WaitTask(ids[0]), 2)  # an id that is in use
+        assert isinstance(answer, m.Error) and answer.code == "protocol"
+        raw.say(m.CancelTask(ids[-1]), 1003)
+        raw.say(m.ListTasks(limit=20), 1004)
+        go.set()
+        answers: dict[int, m.Message] = {}
+        while len(answers) < 52:
+            frame = raw.hear_frame()
+            frame.close()
+            assert frame.request_id not in answers
+            answers[frame.request_id] = decode_message(frame)
+        assert answers[1003] == m.Count(1)
+        page = answers[1004]
+        assert isinstance(page, m.TaskPage)
+        assert ([info.task_id for info in page.infos], page.after) == (ids[:20], 20)
+        assert [type(answers[number]) for number in range(2, 51)] == [m.Result] * 49
+        last = answers[51]
+        assert isinstance(last, m.Error) and last.code == "task-cancelled"
+
+
+def test_a_cancelled_task_of_another_client(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], begun: threading.Event
+) -> None:
+    """Whoever knows the id may cancel it; all who wait are told."""
+
+    @provider.share(cache=False)
+    def looking() -> torch.Tensor:
+        begun.set()
+        eventually(lambda: raise_if_cancelled() is not None)
+        return torch.ones(1)
+
+    server = serve()
+    task_id = connect().submit("looking")
+    assert begun.wait(10)
+    with ExitStack() as stack:
+        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(10)]
+        for raw in raws:
+            raw.say(m.WaitTask(task_id))
+        eventually(lambda: watchers(server) == 10)
+        assert connect().cancel_task(task_id) is True
+        for raw in raws:
+            answer = raw.hear()
+            assert isinstance(answer, m.Error)
+            assert (answer.code, answer.detail["reason"]) == ("task-cancelled", "cancelled")

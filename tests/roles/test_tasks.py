@@ -1,0 +1,2311 @@
+"""Tasks, in every role: submitted, watched, waited for, cancelled and fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import io
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto_tqdm
+
+from shared_rpc import Client, Handle, Provider, Server, cancelled, forward_tqdm, progress, raise_if_cancelled
+from shared_rpc.errors import (
+    CapabilityError,
+    ConfigurationError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    EndpointNotFound,
+    RemoteError,
+    RemoteTraceback,
+    ServerBusy,
+    TaskCancelled,
+    TaskError,
+)
+from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.server.core import Core
+from shared_rpc.server.reporter import Reporter
+from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+from tests.kit.apps import App, at_once, shares_memory
+from tests.kit.models import Locked
+from tests.kit.processes import eventually
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+T = TypeVar("T")
+
+#: For what is about waiters in the process that runs the endpoints.
+in_process = pytest.mark.parametrize("app", ["local", "server"], indirect=True)
+both_kinds = pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
+
+
+def ask(app: App, question: Callable[[Core], T]) -> T:
+    """``question(core)``, of the core that runs the endpoints."""
+    runtime = app.owner._runtime()
+    assert isinstance(runtime, InProcessRuntime)
+    return runtime._engine.ask(question)
+
+
+def watchers(app: App) -> int:
+    """How many wait for tasks."""
+    return ask(app, lambda core: sum(len(task.watchers) for task in core.tasks.table))
+
+
+def leases(app: App) -> int:
+    """How many leases there are, those of tasks included."""
+    return ask(app, lambda core: len(core.leases))
+
+
+def objects(app: App) -> int:
+    """How many objects are kept."""
+    return ask(app, lambda core: len(core.objects))
+
+
+def status(app: App, task_id: str) -> tuple[str, bool]:
+    """A task's status, and whether it was asked to stop."""
+    info = app.provider.get_task_status(task_id)
+    return info.status.value, info.cancel_requested
+
+
+def share_held(app: App, go: threading.Event, begun: threading.Event, **options: Any) -> list[int]:
+    """Share ``held(number)``, which sets ``begun`` and waits for ``go``; the numbers it ran with."""
+    ran: list[int] = []
+
+    @app.share(**options)
+    def held(number: int = 1) -> torch.Tensor:
+        ran.append(number)
+        begun.set()
+        go.wait(20)
+        return torch.full((2,), float(number))
+
+    return ran
+
+
+def share_looking(app: App, begun: threading.Event) -> None:
+    """Share ``looking()``, which goes on until it is asked to stop."""
+
+    @app.share(cache=False)
+    def looking() -> torch.Tensor:
+        begun.set()
+        pause = threading.Event()
+        for _ in range(20_000):
+            raise_if_cancelled()
+            pause.wait(0.001)
+        return torch.ones(1)
+
+
+# Submitting.
+
+
+def test_submit_and_wait(app: App) -> None:
+    """A task is a call that somebody waits for later, and all there is to know of it is told."""
+
+    @app.share()
+    def ones(size: int, scale: float = 2.0) -> torch.Tensor:
+        return torch.ones(size) * scale
+
+    before = time.time()
+    task_id = app.provider.submit("ones", 3)
+    assert type(task_id) is str
+    assert torch.equal(app.provider.wait_for_task(task_id, 10), torch.full((3,), 2.0))
+    info = app.provider.get_task_status(task_id)
+    assert before <= info.created_at <= info.started_at <= info.finished_at <= time.time()
+    assert info.object_id
+    assert info == TaskInfo(
+        task_id,
+        "ones",
+        TaskStatus.COMPLETED,
+        info.created_at,
+        info.started_at,
+        info.finished_at,
+        cache_key="ones(size=3, scale=2.0)",
+        object_id=info.object_id,
+    )
+
+
+def test_a_task_is_an_endpoints_run_like_any_other(app: App) -> None:
+    """Tensors are arguments and modules results, and what is not cached has no key."""
+
+    @app.share(cache=False)
+    def scaled(x: torch.Tensor, *, by: float) -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 2, bias=False)
+        layer.weight.data.copy_(x * by)
+        return layer
+
+    task_id = app.provider.submit("scaled", torch.ones(2, 2), by=3.0)
+    layer = app.provider.wait_for_task(task_id, 10)
+    assert layer.weight.tolist() == [[3, 3], [3, 3]]
+    assert app.provider.get_task_status(task_id).cache_key is None
+
+
+def test_a_shared_function_submits(app: App) -> None:
+    """``function.submit`` takes what the function takes."""
+
+    @app.share()
+    def ones(size: int, *, scale: float) -> torch.Tensor:
+        return torch.ones(size) * scale
+
+    task_id = ones.submit(2, scale=5.0)
+    assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
+    assert app.provider.get_task_status(task_id).cache_key == "ones(size=2, scale=5.0)"
+
+
+def test_execute(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """With ``wait`` it gives the result and takes a callback and a timeout, without it the id at once."""
+    share_held(app, go, begun)
+    task_id = app.provider.execute("held", 5, wait=False)
+    assert begun.wait(10) and status(app, task_id) == ("running", False)
+    with pytest.raises(DeadlineExceeded):
+        app.provider.execute("held", 5, timeout=0.05)
+    told: list[str] = []
+
+    def callback(info: TaskInfo) -> None:
+        told.append(info.status)
+        go.set()
+
+    assert app.provider.execute("held", 5, timeout=10, callback=callback).tolist() == [5, 5]
+    assert (told[0], told[-1]) == ("running", "completed")
+    assert app.provider.execute("held", number=4).tolist() == [4, 4]
+
+
+def test_many_submits_of_one_key_build_once(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Each has a task of its own, and all of them one run and one memory."""
+    ran = share_held(app, go, begun)
+    ids = [app.provider.submit("held", 5) for _ in range(10)]
+    assert len(set(ids)) == 10
+    assert begun.wait(10)
+    assert [status(app, task_id) for task_id in ids] == [("running", False)] * 10
+    go.set()
+    results = [app.provider.wait_for_task(task_id, 10) for task_id in ids]
+    assert ran == [5]
+    assert all(shares_memory(results[0], result) for result in results)
+    assert len({app.provider.get_task_status(task_id).object_id for task_id in ids}) == 1
+
+
+def test_submits_that_are_not_cached_run_each(app: App) -> None:
+    """Without a key there is nothing to join."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    @app.share(cache=False)
+    def ones() -> torch.Tensor:
+        meeting.wait()
+        return torch.ones(2)
+
+    ids = [app.provider.submit("ones") for _ in range(2)]
+    one, other = (app.provider.wait_for_task(task_id, 10) for task_id in ids)
+    assert not shares_memory(one, other)
+
+
+def test_submit_of_what_is_cached(app: App) -> None:
+    """The task has ended when its id is there: it never ran, and its result is the cached object."""
+    built = []
+
+    @app.share()
+    def ones() -> torch.Tensor:
+        built.append(1)
+        return torch.ones(2)
+
+    cached = ones()
+    info = app.provider.get_task_status(app.provider.submit("ones"))
+    assert (info.status, info.started_at) == ("completed", None)
+    assert info.finished_at is not None and info.finished_at >= info.created_at
+    assert shares_memory(app.provider.get_task_result(info.task_id), cached)
+    assert built == [1]
+
+
+def test_submit_of_what_is_cached_and_managed(app: App) -> None:
+    """Its handle is one of the cached object."""
+    ones = app.share("ones", managed=True)(lambda: torch.ones(2))
+    with ones() as handle:
+        task_id = app.provider.submit("ones")
+        assert app.provider.get_task_status(task_id).object_id == handle.object_id
+        with app.provider.get_task_result(task_id) as other:
+            assert (other.object_id, other.generation) == (handle.object_id, 1)
+            assert shares_memory(handle.value, other.value)
+
+
+def test_a_task_joins_the_run_of_a_call(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It is running from the start."""
+    ran = share_held(app, go, begun)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(app.provider.call, "held", 5)
+        assert begun.wait(10)
+        task_id = app.provider.submit("held", 5)
+        assert status(app, task_id) == ("running", False)
+        go.set()
+        assert shares_memory(call.result(10), app.provider.wait_for_task(task_id, 10))
+    assert ran == [5]
+
+
+def test_a_call_joins_the_run_of_a_task(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It gets the task's result, and takes nothing from it."""
+    ran = share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(app.provider.call, "held", 5)
+        eventually(lambda: app.waiting() == 2)
+        go.set()
+        assert shares_memory(call.result(10), app.provider.wait_for_task(task_id, 10))
+    assert ran == [5]
+
+
+def test_what_cannot_be_submitted(app: App) -> None:
+    """An unknown endpoint and arguments that do not fit are errors at once, and no tasks."""
+
+    @app.share()
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    for submit in (app.provider.submit, app.provider.execute):
+        with pytest.raises(EndpointNotFound, match="no endpoint 'ons': did you mean 'ones'"):
+            submit("ons", 3)
+        with pytest.raises(TypeError, match=r"ones\(\): missing a required argument: 'size'"):
+            submit("ones")
+        with pytest.raises(CapabilityError):
+            submit("ones", object())
+    with pytest.raises(TypeError, match=r"ones\(\): too many positional arguments"):
+        ones.submit(3, 4)
+    assert app.provider.list_tasks() == []
+
+
+# Watching.
+
+
+@both_kinds
+def test_a_callback_is_told_of_everything_in_order(
+    app: App, go: threading.Event, begun: threading.Event, is_async: bool
+) -> None:
+    """Pending, running, every report and the end, in the thread that waits."""
+
+    def count(steps: int) -> torch.Tensor:
+        for step in range(steps - 1):
+            progress(step + 1, 3, f"step {step + 1}")
+        return torch.ones(steps)
+
+    if is_async:
+
+        @app.share(concurrency="serialized", cache=False)
+        async def work(steps: int) -> torch.Tensor:
+            begun.set()
+            await anyio.to_thread.run_sync(go.wait, 10)
+            return count(steps)
+    else:
+
+        @app.share(concurrency="serialized", cache=False)
+        def work(steps: int) -> torch.Tensor:
+            begun.set()
+            go.wait(10)
+            return count(steps)
+
+    told: list[tuple[str, Progress | None]] = []
+    threads = set()
+
+    def callback(info: TaskInfo) -> None:
+        told.append((info.status.value, info.progress))
+        threads.add(threading.get_ident())
+        go.set()
+
+    app.provider.submit("work", 1)
+    assert begun.wait(10)
+    task_id = app.provider.submit("work", 4)
+    assert app.provider.wait_for_task(task_id, 10, callback).tolist() == [1, 1, 1, 1]
+    steps = [Progress(float(step), 3.0, f"step {step}") for step in (1, 2, 3)]
+    assert told == [
+        ("pending", None),
+        ("running", None),
+        *(("running", step) for step in steps),
+        ("completed", steps[-1]),
+    ]
+    assert threads == {threading.get_ident()}
+    assert app.provider.get_task_status(task_id).progress == steps[-1]
+
+
+def test_a_callback_for_a_task_that_has_ended(app: App) -> None:
+    """It is told once, how it ended."""
+    app.share("ones")(lambda: torch.ones(1))
+    app.provider.call("ones")
+    task_id = app.provider.submit("ones")
+    told: list[TaskInfo] = []
+    app.provider.wait_for_task(task_id, 10, told.append)
+    assert told == [app.provider.get_task_status(task_id)]
+    assert told[0].status is TaskStatus.COMPLETED
+
+
+def test_who_comes_late_is_told_where_it_stands(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Of a run that was joined too, and of progress that was made before."""
+
+    @app.share()
+    def work() -> torch.Tensor:
+        progress(1, 2, "half")
+        begun.set()
+        go.wait(10)
+        return torch.ones(1)
+
+    first = app.provider.submit("work")
+    assert begun.wait(10)
+    eventually(lambda: app.provider.get_task_status(first).progress is not None)
+    for task_id in (first, app.provider.submit("work")):
+        info = app.provider.get_task_status(task_id)
+        assert (info.status, info.progress) == ("running", Progress(1.0, 2.0, "half"))
+    told: list[TaskInfo] = []
+
+    def callback(info: TaskInfo) -> None:
+        told.append(info)
+        go.set()
+
+    app.provider.wait_for_task(first, 10, callback)
+    assert [(info.status.value, info.progress) for info in told] == [
+        ("running", Progress(1.0, 2.0, "half")),
+        ("completed", Progress(1.0, 2.0, "half")),
+    ]
+
+
+def test_a_flood_of_reports(app: App, go: threading.Event) -> None:
+    """They cost the endpoint little, are thinned out to some twenty a second after a burst, and the last one is told."""
+    count, times = 100_000, []
+
+    @app.share(cache=False)
+    def flood() -> torch.Tensor:
+        go.wait(10)
+        times.append(time.monotonic())
+        for number in range(count):
+            progress(number + 1, count)
+        times.append(time.monotonic())
+        return torch.ones(1)
+
+    done: list[float] = []
+
+    def callback(info: TaskInfo) -> None:
+        go.set()
+        if info.progress is not None and info.status is TaskStatus.RUNNING:
+            done.append(info.progress.done)
+
+    task_id = app.provider.submit("flood")
+    app.provider.wait_for_task(task_id, 30, callback)
+    begin, end = times
+    assert done[-1] == count
+    assert all(one < other for one, other in pairwise(done))
+    # The server may tell for longer than the endpoint reported.
+    assert len(done) <= 100 + 20 * (time.monotonic() - begin) + 2
+    assert end - begin < 5
+    assert app.provider.get_task_status(task_id).progress == Progress(float(count), float(count))
+
+
+def test_a_report_that_was_held_back_is_told_while_the_endpoint_goes_on(app: App, go: threading.Event) -> None:
+    """The last one of a flood, or one that comes soon after it, does not wait for the end of the run."""
+    heard = threading.Event()
+
+    @app.share(cache=False)
+    def flood() -> torch.Tensor:
+        for number in range(300):
+            progress(number + 1)
+        heard.wait(10)
+        progress(1000)
+        go.wait(10)
+        return torch.ones(1)
+
+    def callback(info: TaskInfo) -> None:
+        if info.progress is not None and info.status is TaskStatus.RUNNING:
+            {300.0: heard, 1000.0: go}.get(info.progress.done, threading.Event()).set()
+
+    task_id = app.provider.submit("flood")
+    app.provider.wait_for_task(task_id, 10, callback)
+    assert heard.is_set() and go.is_set()
+
+
+class Loop:
+    """What a reporter needs of a loop, and seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.soon: list[Callable[[], None]] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        """With the next turn."""
+        self.soon.append(callback)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Loop:
+        """When the time has come."""
+        self.later.append((self.now + seconds, callback))
+        return self
+
+    def cancel(self) -> None:
+        """Of the only timer that there is."""
+        self.later.clear()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Some time passes, and what is due is called."""
+        self.now += seconds
+        due = self.soon + [callback for when, callback in self.later if when <= self.now]
+        self.soon, self.later = [], [(when, callback) for when, callback in self.later if when > self.now]
+        for callback in due:
+            callback()
+
+
+@pytest.fixture
+def loop() -> Loop:
+    """A loop without a thread."""
+    return Loop()
+
+
+@pytest.fixture
+def told() -> list[float]:
+    """What was told."""
+    return []
+
+
+@pytest.fixture
+def reporter(loop: Loop, told: list[float]) -> Reporter:
+    """Reports on it."""
+    return Reporter(loop, lambda report: told.append(report.done))  # type: ignore[arg-type]
+
+
+def test_reports_are_told_one_by_one(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """Up to a hundred at once; the loop is woken once for all that come before its turn."""
+    for number in range(100):
+        reporter.put(Progress(number))
+    assert len(loop.soon) == 1 and told == []
+    loop.turn()
+    assert told == list(range(100))
+    assert loop.soon == loop.later == []
+
+
+def test_the_newest_reports_are_told(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """Of more than a hundred the last ones; of those that come after that the last one, in its time."""
+    for number in range(1000):
+        reporter.put(Progress(number))
+    loop.turn()
+    assert told == list(range(900, 1000))
+    told.clear()
+    for number in range(1000, 1050):
+        reporter.put(Progress(number))
+    loop.turn(0.049)
+    assert told == [] and loop.soon == [] and len(loop.later) == 1
+    loop.turn(0.051)
+    assert told == [1048, 1049]
+    reporter.put(Progress(2000))
+    assert len(loop.soon) == 1
+
+
+def test_reports_are_told_again_after_a_pause(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """One for each twentieth of a second, up to a hundred."""
+    for number in range(100):
+        reporter.put(Progress(number))
+    loop.turn()
+    for pause, count in ((0.5, 10), (1000.0, 100)):
+        told.clear()
+        for number in range(500):
+            reporter.put(Progress(number))
+        loop.turn(pause + 0.001)
+        assert told == list(range(500 - count, 500))
+
+
+def test_the_end_tells_what_was_held_back(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """The last report alone, and then nothing more."""
+    for number in range(100):
+        reporter.put(Progress(number))
+    loop.turn()
+    told.clear()
+    for number in range(50):
+        reporter.put(Progress(number))
+    loop.turn(0.01)
+    assert told == [] and len(loop.later) == 1
+    reporter.close()
+    assert told == [49] and loop.later == []
+    reporter.put(Progress(1000))
+    loop.turn(1.0)
+    assert told == [49] and loop.soon == []
+
+
+def test_the_end_before_the_loop_has_its_turn(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """What was waiting is told by the end, once."""
+    for number in range(3):
+        reporter.put(Progress(number))
+    reporter.close()
+    loop.turn()
+    assert told == [2]
+    reporter.close()
+    assert told == [2]
+
+
+def test_reports_of_the_tasks_of_one_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """All of them have its progress; a task of another run has its own."""
+
+    @app.share()
+    def work(number: int) -> torch.Tensor:
+        progress(number, message=f"of {number}")
+        begun.set()
+        go.wait(10)
+        return torch.ones(1)
+
+    ids = [app.provider.submit("work", number) for number in (1, 1, 2)]
+    eventually(lambda: all(app.provider.get_task_status(task_id).progress for task_id in ids))
+    told = [app.provider.get_task_status(task_id).progress for task_id in ids]
+    assert told == [Progress(1.0, None, "of 1"), Progress(1.0, None, "of 1"), Progress(2.0, None, "of 2")]
+
+
+class Stop(Exception):
+    """What a callback raises that has seen enough."""
+
+
+def test_a_callback_that_raises(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The wait ends with what it raised, the task goes on; the client, its session and its leases are as before."""
+    share_held(app, go, begun, cache=False)
+    kept = app.share("kept", managed=True)(lambda: torch.ones(1))
+    handle = kept()
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+    error = Stop("seen enough")
+
+    def callback(info: TaskInfo) -> None:
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(Stop) as caught:
+            app.provider.wait_for_task(task_id, 10, callback)
+        assert caught.value is error
+    assert status(app, task_id) == ("running", False)
+    eventually(lambda: watchers(app) == 0)
+    assert not handle.is_stale() and leases(app) == 1
+    if app.role == "client":
+        runtime = app.owner.get_runtime_info
+        eventually(lambda: runtime()["server"]["connections"] == runtime()["server"]["sessions"] == 1)
+    go.set()
+    assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
+    handle.release()
+
+
+@pytest.mark.parametrize(
+    ("app", "error"),
+    [
+        ("local", TimeoutError("mine")),
+        ("client", TimeoutError("mine")),
+        ("local", queue.Empty("mine")),
+        ("client", queue.Empty("mine")),
+        ("local", KeyboardInterrupt()),
+        ("client", KeyboardInterrupt()),
+    ],
+    indirect=["app"],
+    ids=str,
+)
+def test_a_callback_that_raises_what_the_library_uses_itself(
+    app: App, go: threading.Event, begun: threading.Event, error: BaseException
+) -> None:
+    """It arrives as it is."""
+    share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+
+    def callback(info: TaskInfo) -> None:
+        raise error
+
+    with pytest.raises(BaseException) as caught:
+        app.provider.wait_for_task(task_id, 10, callback)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
+def test_a_callback_that_raises_at_the_end(app: App, go: threading.Event, begun: threading.Event, managed: bool) -> None:
+    """The result was not fetched: it stays for who asks next, and nobody else holds it."""
+    share_held(app, go, begun, cache=False, managed=managed)
+    task_id = app.provider.submit("held", 5)
+
+    def callback(info: TaskInfo) -> None:
+        go.set()
+        if info.status is TaskStatus.COMPLETED:
+            raise Stop
+
+    with pytest.raises(Stop):
+        app.provider.wait_for_task(task_id, 10, callback)
+    result = app.provider.get_task_result(task_id)
+    if isinstance(result, Handle):
+        assert leases(app) == 1
+        result.release()
+    eventually(lambda: objects(app) == 0, seconds=1)
+
+
+@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+def test_a_callback_that_raises_as_the_task_ends(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The result that was claimed for it meanwhile is given back: whoever fetches it is its only holder."""
+    share_held(app, go, begun, cache=False)
+
+    def callback(info: TaskInfo) -> None:
+        go.set()
+        eventually(lambda: status(app, info.task_id)[0] == "completed")
+        raise Stop
+
+    task_id = app.provider.submit("held", 5)
+    with pytest.raises(Stop):
+        app.provider.wait_for_task(task_id, 10, callback)
+    eventually(lambda: leases(app) == 1)
+    assert app.provider.get_task_result(task_id).tolist() == [5, 5]
+    eventually(lambda: leases(app) == objects(app) == 0)
+
+
+def test_a_wait_without_a_timeout(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It lasts as long as the task does."""
+    share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(app.provider.wait_for_task, task_id, None)
+        begun.wait(10)
+        time.sleep(0.05)  # longer than a read waits before it is begun anew
+        go.set()
+        assert waiting.result(10).tolist() == [5, 5]
+
+
+def test_a_callback_that_asks_and_cancels(app: App, begun: threading.Event) -> None:
+    """It may use the client it waits with."""
+    share_looking(app, begun)
+    task_id = app.provider.submit("looking")
+    told: list[tuple[str, bool]] = []
+
+    def callback(info: TaskInfo) -> None:
+        told.append((info.status.value, info.cancel_requested))
+        assert app.provider.get_task_status(task_id).endpoint == "looking"
+        if info.status is TaskStatus.RUNNING and not info.cancel_requested:
+            assert app.provider.cancel_task(task_id)
+
+    with pytest.raises(TaskCancelled):
+        app.provider.wait_for_task(task_id, 10, callback)
+    assert [pair for pair in told if pair != ("pending", False)] == [("running", False), ("running", True), ("cancelled", True)]
+
+
+def test_a_slow_callback(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The time is the wait's, however much there is to be told."""
+
+    @app.share(cache=False)
+    def work() -> torch.Tensor:
+        begun.wait(10)
+        for number in range(60):
+            progress(number)
+        go.wait(10)
+        return torch.ones(1)
+
+    told = []
+
+    def callback(info: TaskInfo) -> None:
+        begun.set()
+        told.append(info)
+        threading.Event().wait(0.01)
+
+    task_id = app.provider.submit("work")
+    with pytest.raises(DeadlineExceeded):
+        app.provider.wait_for_task(task_id, 0.1, callback)
+    assert len(told) < 40
+
+
+# Waiting.
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, -1])
+def test_a_wait_that_does_not_wait(app: App, go: threading.Event, begun: threading.Event, timeout: float) -> None:
+    """An unfinished task is an error at once that tells its status, a finished one gives its result."""
+    share_held(app, go, begun, concurrency="serialized")
+    first, second = app.provider.submit("held", 1), app.provider.submit("held", 2)
+    assert begun.wait(10)
+    for task_id, where in ((first, "running"), (second, "pending")):
+        with pytest.raises(DeadlineExceeded, match=f"task {task_id} of 'held' is {where}: it goes on"):
+            app.provider.wait_for_task(task_id, timeout)
+    assert watchers(app) == 0
+    go.set()
+    app.provider.wait_for_task(second, 10)
+    assert app.provider.wait_for_task(first, timeout).tolist() == [1, 1]
+
+
+def test_a_wait_that_ends_too_early(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The task goes on, and a later wait gets its result, also where nothing else keeps it."""
+    share_held(app, go, begun, cache=False)
+    task_id = app.provider.submit("held", 5)
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded, match=task_id):
+            app.provider.wait_for_task(task_id, 0.02)
+    assert watchers(app) == 0 and status(app, task_id) == ("running", False)
+    go.set()
+    assert app.provider.wait_for_task(task_id, 10).tolist() == [5, 5]
+
+
+@in_process
+def test_a_wait_that_ends_just_before_the_task(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Either it gives the result, or a later one does."""
+    share_held(app, go, begun, cache=False)
+    stuck, later = threading.Event(), threading.Event()
+
+    @app.share(cache=False)
+    async def jam() -> None:
+        stuck.set()
+        later.wait(0.3)  # of the loop's own time: both ends are there when it goes on
+
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        impatient = pool.submit(app.provider.wait_for_task, task_id, 0.1)
+        eventually(lambda: watchers(app) == 1)
+        app.provider.submit("jam")
+        assert stuck.wait(10)
+        go.set()
+        try:
+            result = impatient.result(10)
+        except DeadlineExceeded:
+            result = app.provider.wait_for_task(task_id, 10)
+    assert result.tolist() == [5, 5]
+
+
+def test_many_wait_for_one_task(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """All who wait when it ends get its result, one memory, though it can be fetched once."""
+    share_held(app, go, begun, cache=False)
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+
+    def wait() -> torch.Tensor:
+        return app.provider.wait_for_task(task_id, 10)
+
+    def release() -> None:
+        eventually(lambda: watchers(app) == 5)
+        go.set()
+
+    *results, _ = at_once(*[wait] * 5, release)
+    assert all(shares_memory(results[0], result) for result in results)
+    del results
+    eventually(lambda: objects(app) == 0)
+
+
+def test_an_endpoint_waits_for_a_task(app: App) -> None:
+    """However many do: who waits does not use up the threads that the task needs."""
+
+    @app.share(cache=False)
+    def tower(height: int) -> torch.Tensor:
+        if height == 0:
+            return torch.zeros(1)
+        below: torch.Tensor = app.owner.execute("tower", height - 1, timeout=20)
+        return below + 1
+
+    assert app.provider.execute("tower", 50, timeout=20).item() == 50
+
+
+@in_process
+def test_tasks_on_the_servers_loop(app: App) -> None:
+    """An ``async def`` endpoint may submit, look and cancel; waiting there is an error that says what to do instead."""
+
+    @app.share()
+    def base() -> torch.Tensor:
+        return torch.ones(2)
+
+    @app.share(cache=False)
+    async def look() -> torch.Tensor:
+        task_id = app.owner.submit("base")
+        with pytest.raises(ConfigurationError, match=r"on the server's event loop: use anyio\.to_thread"):
+            app.owner.wait_for_task(task_id)
+        result: torch.Tensor = await anyio.to_thread.run_sync(app.owner.wait_for_task, task_id, 10)
+        assert app.owner.get_task_status(task_id).status is TaskStatus.COMPLETED
+        assert not app.owner.cancel_task(task_id)
+        assert task_id in [info.task_id for info in app.owner.list_tasks("completed")]
+        return result * 2
+
+    assert app.provider.call("look").tolist() == [2, 2]
+
+
+@in_process
+def test_a_result_on_the_servers_loop(app: App) -> None:
+    """An ``async def`` endpoint may take the result of a task that has ended: there is nothing to wait for."""
+    app.share("base")(lambda: torch.ones(2))
+
+    @app.share(cache=False)
+    async def look() -> torch.Tensor:
+        with pytest.raises(TaskError):
+            app.owner.get_task_result("unknown")
+        result: torch.Tensor = app.owner.get_task_result(task_id)
+        return result * 2
+
+    task_id = app.provider.submit("base")
+    app.provider.wait_for_task(task_id, 10)
+    assert app.provider.call("look").tolist() == [2, 2]
+
+
+# Results.
+
+
+def test_a_result_before_the_end(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It is an error that tells the status, of a task that waits and of one that runs; afterwards it is the result."""
+    share_held(app, go, begun, concurrency="serialized")
+    first, second = app.provider.submit("held", 1), app.provider.submit("held", 2)
+    assert begun.wait(10)
+    for task_id, where in ((first, "running"), (second, "pending")):
+        with pytest.raises(TaskError, match=f"task {task_id} of 'held' is {where}, and has no result yet") as caught:
+            app.provider.get_task_result(task_id)
+        assert type(caught.value) is TaskError
+        assert caught.value.reason == "unfinished"
+    go.set()
+    eventually(lambda: status(app, second) == ("completed", False))
+    assert app.provider.get_task_result(second).tolist() == [2, 2]
+    assert app.provider.get_task_result(first).tolist() == [1, 1]
+
+
+def test_a_cached_result_is_fetched_as_often_as_asked(app: App) -> None:
+    """It is one memory, for as long as the cache keeps it."""
+    ones = app.share("ones")(lambda: torch.ones(2))
+    task_id = app.provider.submit("ones")
+    first = app.provider.wait_for_task(task_id, 10)
+    assert shares_memory(first, app.provider.get_task_result(task_id))
+    assert shares_memory(first, app.provider.wait_for_task(task_id, 0))
+    assert ones.invalidate() == 1
+    with pytest.raises(TaskError) as caught:
+        app.provider.get_task_result(task_id)
+    assert caught.value.reason == "released"
+    ones()
+    with pytest.raises(TaskError):  # another object of the same key is not the task's
+        app.provider.get_task_result(task_id)
+
+
+def test_what_was_invalidated_while_it_was_made(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Those who wait for the run and those who wait for its tasks get the result, which nothing keeps after that."""
+    share_held(app, go, begun)
+    ids = [app.provider.submit("held", 5) for _ in range(2)]
+    assert begun.wait(10)
+
+    def release() -> None:
+        eventually(lambda: (app.waiting(), watchers(app)) == (4, 2))
+        app.provider.invalidate_endpoint_cache("held")
+        go.set()
+
+    *results, _ = at_once(
+        *(lambda task_id=task_id: app.provider.wait_for_task(task_id, 10) for task_id in ids),
+        *[lambda: app.provider.call("held", 5)] * 2,
+        release,
+    )
+    assert all(shares_memory(results[0], result) for result in results)
+    assert (objects(app), leases(app)) == (0, 0)
+
+
+def test_what_was_invalidated_before_the_fetch(app: App) -> None:
+    """The task keeps its result."""
+    ones = app.share("ones")(lambda: torch.ones(2))
+    task_id = app.provider.submit("ones")
+    eventually(lambda: status(app, task_id) == ("completed", False))
+    assert ones.invalidate() == 1
+    assert app.provider.get_task_result(task_id).tolist() == [1, 1]
+    assert objects(app) == 0
+
+
+@pytest.mark.parametrize("fetch", ["wait_for_task", "get_task_result"])
+def test_an_uncached_result_is_fetched_once(app: App, fetch: str) -> None:
+    """It is kept until then, and not after; the task is completed all the same."""
+    app.share("ones", cache=False)(lambda: torch.ones(2))
+    task_id = app.provider.submit("ones")
+    eventually(lambda: status(app, task_id) == ("completed", False))
+    assert (objects(app), leases(app)) == (1, 1)
+    assert getattr(app.provider, fetch)(task_id).tolist() == [1, 1]
+    assert (objects(app), leases(app)) == (0, 0)
+    for again in (app.provider.get_task_result, app.provider.wait_for_task):
+        with pytest.raises(TaskError, match=f"the result of task {task_id} was fetched.*call 'ones' again") as caught:
+            again(task_id)
+        assert caught.value.reason == "released"
+    assert status(app, task_id) == ("completed", False)
+
+
+def test_none_is_a_result(app: App) -> None:
+    """Also of a task."""
+    app.share("act", cache=False)(lambda: None)
+    app.share("managed", managed=True)(lambda: None)
+    assert app.provider.execute("act", timeout=10) is None
+    with app.provider.execute("managed", timeout=10) as handle:
+        assert handle.value is None
+
+
+def test_a_managed_result_is_the_tasks_until_it_is_fetched(app: App) -> None:
+    """It does not idle before, its lease is handed over by the fetch, and it goes when that is given back."""
+
+    @app.share(managed=True, idle_ttl=0)
+    def model() -> torch.Tensor:
+        return torch.ones(2)
+
+    @app.share(idle_ttl=0)
+    def passing() -> torch.Tensor:
+        return torch.ones(1)
+
+    task_id = app.provider.submit("model")
+    eventually(lambda: status(app, task_id) == ("completed", False))
+    passing()
+    eventually(lambda: objects(app) == 1, what="idle objects were dropped")
+    assert leases(app) == 1
+    handle = app.provider.get_task_result(task_id)
+    assert handle.object_id == app.provider.get_task_status(task_id).object_id
+    assert handle.get_object_info()["leases"] == leases(app) == 1
+    passing()
+    eventually(lambda: objects(app) == 1)
+    with app.provider.wait_for_task(task_id, 10) as again:  # for as long as a handle of it is held
+        assert again.object_id == handle.object_id
+        assert shares_memory(again.value, handle.value)
+    assert leases(app) == 1
+    handle.release()
+    eventually(lambda: objects(app) == 0)
+    with pytest.raises(TaskError) as caught:
+        app.provider.get_task_result(task_id)
+    assert caught.value.reason == "released"
+
+
+def test_a_managed_result_that_several_tasks_keep(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Each keeps it until its own is fetched."""
+    share_held(app, go, begun, managed=True, idle_ttl=0)
+    ids = [app.provider.submit("held", 5) for _ in range(3)]
+    go.set()
+    for number, task_id in enumerate(ids):
+        eventually(lambda task_id=task_id: status(app, task_id) == ("completed", False))
+        assert leases(app) == 3 - number
+        with app.provider.get_task_result(task_id):
+            assert leases(app) == 3 - number
+    eventually(lambda: (objects(app), leases(app)) == (0, 0))
+
+
+def test_a_waiter_gets_the_lease(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """A handle for each of those who wait, and none for the task."""
+    share_held(app, go, begun, cache=False, managed=True)
+    task_id = app.provider.submit("held", 5)
+
+    def wait() -> Handle[torch.Tensor]:
+        return app.provider.wait_for_task(task_id, 10)
+
+    def release() -> None:
+        eventually(lambda: watchers(app) == 2)
+        go.set()
+
+    one, other, _ = at_once(wait, wait, release)
+    assert leases(app) == 1  # one session, two handles
+    one.release()
+    assert not other.is_stale()
+    other.release()
+    eventually(lambda: objects(app) == 0)
+
+
+def test_a_task_that_nobody_fetches_within_the_budget(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """What a task keeps is not evicted, however little room there is; once it is fetched and given back it is."""
+
+    @provider.share(managed=True)
+    def model(number: int) -> torch.Tensor:
+        return torch.zeros(4096, dtype=torch.uint8)
+
+    @provider.share
+    def page(number: int) -> torch.Tensor:
+        return torch.zeros(4096, dtype=torch.uint8)
+
+    server, client = serve(max_bytes=4096), connect()
+    ids = [client.submit("model", number) for number in (1, 2)]
+    eventually(lambda: server.info()["tasks"]["completed"] == 2)
+    client.call("page", 1)
+    assert [stored["endpoint"] for stored in client.list_objects()] == ["model", "model"]
+    holders = [holder["session"] for stored in client.list_objects() for holder in stored["holders"]]
+    assert sorted(holders) == [f"task {task_id}" for task_id in ids]
+    with client.get_task_result(ids[0]) as handle, client.get_task_result(ids[1]):
+        assert handle.value.sum() == 0
+        assert server.info()["leases"] == 2
+    eventually(lambda: server.info()["leases"] == 0)
+    assert server.info()["objects"] == 1
+
+
+def test_a_task_that_has_expired(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """Its id says so in every question, and what it kept has gone."""
+    provider.share("ones", cache=False)(lambda: torch.ones(2))
+    provider.share("managed", managed=True, idle_ttl=0)(lambda: torch.ones(2))
+
+    @provider.share
+    def fail() -> None:
+        raise ValueError("no weights")
+
+    server, client = serve(result_ttl=0.0), connect()
+    for name in ("ones", "managed", "fail"):
+        task_id = client.submit(name)
+        eventually(lambda: client.list_tasks() == [])
+        for question in (client.get_task_status, client.get_task_result, client.wait_for_task, client.cancel_task):
+            with pytest.raises(TaskError, match=f"task {task_id} has expired") as caught:
+                question(task_id)
+            assert caught.value.reason == "expired"
+        eventually(lambda: (server.info()["objects"], server.info()["leases"]) == (0, 0))
+    assert server.info()["tasks"] == {"pending": 0, "running": 0, "completed": 0, "failed": 0, "cancelled": 0}
+
+
+def test_a_task_is_remembered_for_a_while(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """Each for its own time, counted from its end; who waits when it ends gets its result, however short that is."""
+    provider.share("ones", cache=False)(lambda: torch.ones(2))
+    provider.share("lasting", idle_ttl=3600)(lambda: torch.ones(2))
+    serve(result_ttl=0.2)
+    client = connect()
+    client.call("lasting")
+    first = client.submit("ones")
+    eventually(lambda: client.get_task_status(first).status.finished)
+    begin = time.monotonic()
+    eventually(lambda: client.list_tasks() == [], seconds=5)
+    assert time.monotonic() - begin > 0.1
+    assert client.execute("ones").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
+def test_a_task_that_expires_while_its_end_is_told(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], near: bool
+) -> None:
+    """Who waited when it ended gets its result, however long the callback takes, and nothing of it stays."""
+    provider.share("ones", cache=False)(lambda: torch.ones(2))
+    server, client = serve(result_ttl=0.05), connect()
+
+    def callback(info: TaskInfo) -> None:
+        if info.status is TaskStatus.COMPLETED:
+            eventually(lambda: client.list_tasks() == [])
+
+    try:
+        result = (provider if near else client).execute("ones", timeout=10, callback=callback)
+        assert result.tolist() == [1, 1]
+    finally:
+        eventually(lambda: (server.info()["objects"], server.info()["leases"]) == (0, 0), seconds=1)
+
+
+def test_a_cached_result_idles_while_its_task_is_remembered(app: App) -> None:
+    """Once it is fetched; a task lives longer than most results."""
+    app.share("brief", idle_ttl=0.05)(lambda: torch.ones(2))
+    task_id = app.provider.submit("brief")
+    assert app.provider.wait_for_task(task_id, 10).tolist() == [1, 1]
+    eventually(lambda: objects(app) == 0, seconds=5)
+    assert status(app, task_id) == ("completed", False)
+
+
+def test_an_unknown_task(app: App) -> None:
+    """Every question about it is the same error, also for an id of a server that is gone."""
+    app.share("ones")(lambda: torch.ones(1))
+    app.provider.submit("ones")
+    for task_id in ("nonsense", "", "0123456789abcdef-1", "ü" * 1000):
+        for question in (
+            app.provider.get_task_status,
+            app.provider.get_task_result,
+            app.provider.wait_for_task,
+            app.provider.cancel_task,
+        ):
+            with pytest.raises(TaskError, match="this server knows no task") as caught:
+                question(task_id)
+            assert caught.value.reason == "unknown"
+        with pytest.raises(TaskError):
+            app.provider.wait_for_task(task_id, 0, lambda info: None)
+
+
+# Failures.
+
+
+class OutOfWeights(RuntimeError):
+    """An exception with more than a message."""
+
+    def __init__(self, model: str, missing: int) -> None:
+        super().__init__(model, missing)
+        self.model = model
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return f"{self.missing} of {self.model}"
+
+
+@both_kinds
+def test_a_failing_endpoint(app: App, is_async: bool) -> None:
+    """Its exception is raised with its own type, as often as it is asked for, and the status tells type and message."""
+
+    def load() -> torch.Tensor:
+        raise OutOfWeights("llama", 3)
+
+    async def load_async() -> torch.Tensor:
+        raise OutOfWeights("llama", 3)
+
+    app.share("load")(load_async if is_async else load)
+    task_id = app.provider.submit("load")
+    for fetch in (app.provider.wait_for_task, app.provider.get_task_result, app.provider.wait_for_task):
+        with pytest.raises(OutOfWeights) as caught:
+            fetch(task_id)
+        assert (caught.value.model, caught.value.missing) == ("llama", 3)
+        if app.role == "client":
+            assert isinstance(caught.value.__cause__, RemoteTraceback)
+            assert 'raise OutOfWeights("llama", 3)' in str(caught.value.__cause__)
+    info = app.provider.get_task_status(task_id)
+    assert (info.status, info.object_id) == ("failed", None)
+    assert (info.error_type, info.error_message) == (f"{__name__}.OutOfWeights", "3 of llama")
+    assert info.finished_at is not None
+
+
+def test_a_waiter_is_told_of_a_failure(app: App, go: threading.Event) -> None:
+    """The callback first, then by the exception."""
+
+    @app.share()
+    def load() -> torch.Tensor:
+        go.wait(10)
+        raise ValueError("no weights")
+
+    told: list[TaskInfo] = []
+
+    def callback(info: TaskInfo) -> None:
+        told.append(info)
+        go.set()
+
+    with pytest.raises(ValueError, match="no weights"):
+        app.provider.execute("load", timeout=10, callback=callback)
+    assert (told[-1].status, told[-1].error_type, told[-1].error_message) == ("failed", "ValueError", "no weights")
+
+
+def test_an_endpoint_that_lost_a_connection(app: App) -> None:
+    """An error of the library's own that an endpoint raises is told like any other."""
+
+    @app.share()
+    def load() -> torch.Tensor:
+        raise ConnectionClosed("the store of weights went away")
+
+    told: list[str] = []
+    with pytest.raises(ConnectionClosed, match="the store of weights went away"):
+        app.provider.execute("load", timeout=10, callback=lambda info: told.append(info.status.value))
+    assert told[-1] == "failed"
+
+
+def test_a_failure_is_not_cached(app: App) -> None:
+    """The next submit tries again."""
+    built = []
+
+    @app.share()
+    def load() -> torch.Tensor:
+        built.append(1)
+        if len(built) == 1:
+            raise ValueError("no weights yet")
+        return torch.ones(1)
+
+    with pytest.raises(ValueError, match="no weights yet"):
+        app.provider.execute("load", timeout=10)
+    assert app.provider.execute("load", timeout=10) == 1
+
+
+def test_the_librarys_own_errors(app: App) -> None:
+    """They mean what they mean elsewhere; a cancellation that nobody asked for is a failure."""
+
+    @app.share(cache=False)
+    def load(error: str) -> torch.Tensor:
+        raise {"device": CapabilityError("not here"), "cancelled": TaskCancelled()}[error]
+
+    for argument, kind in (("device", CapabilityError), ("cancelled", TaskCancelled)):
+        task_id = app.provider.submit("load", argument)
+        with pytest.raises(kind):
+            app.provider.wait_for_task(task_id, 10)
+        info = app.provider.get_task_status(task_id)
+        assert (info.status, info.error_type) == ("failed", kind.__name__)
+
+
+@both_kinds
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_an_endpoint_that_would_end_the_process(app: App, kind: type[BaseException], is_async: bool) -> None:
+    """Its task fails, and nobody else."""
+
+    def end() -> None:
+        raise kind("the end")
+
+    async def end_async() -> None:
+        raise kind("the end")
+
+    app.share("end")(end_async if is_async else end)
+    task_id = app.provider.submit("end")
+    with pytest.raises(RemoteError) as caught:
+        app.provider.wait_for_task(task_id, 10)
+    assert caught.value.type_name.endswith(kind.__name__) and caught.value.message == "the end"
+    info = app.provider.get_task_status(task_id)
+    assert (info.status, info.error_type, info.error_message) == ("failed", caught.value.type_name, "the end")
+
+
+@pytest.mark.parametrize("value", ["seven", 7, [1, 2]], ids=repr)
+def test_a_result_that_is_not_shared(app: App, value: object) -> None:
+    """A plain Python value is refused, naming the endpoint, in every role."""
+    app.share("plain")(lambda: value)
+    task_id = app.provider.submit("plain")
+    with pytest.raises(CapabilityError, match="endpoint 'plain'"):
+        app.provider.wait_for_task(task_id, 10)
+    info = app.provider.get_task_status(task_id)
+    assert (info.status, info.error_type) == ("failed", "CapabilityError")
+
+
+@pytest.mark.parametrize("app", ["server", "client"], indirect=True)
+def test_a_result_that_cannot_be_taken_apart(app: App) -> None:
+    """Where it is shared with others it must be; the error names the place in it."""
+    app.share("locked", cache=False)(Locked)
+    task_id = app.provider.submit("locked")
+    with pytest.raises(CapabilityError, match=r"layers.*guard") as caught:
+        app.provider.wait_for_task(task_id, 10)
+    info = app.provider.get_task_status(task_id)
+    assert (info.status, info.error_type) == ("failed", "CapabilityError")
+    assert info.error_message is not None and info.error_message in str(caught.value)
+    assert (objects(app), leases(app)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        "local",
+        "server",
+        "client",
+    ],
+    indirect=True,
+)
+def test_an_exception_that_carries_much(app: App) -> None:
+    """It is not kept for every task: its type, its message and its traceback are told."""
+
+    @app.share()
+    def load() -> torch.Tensor:
+        raise ValueError("x" * 20_000)
+
+    task_id = app.provider.submit("load")
+    for fetch in (app.provider.wait_for_task, app.provider.get_task_result):
+        with pytest.raises(RemoteError, match=r"ValueError: x{20000}") as caught:
+            fetch(task_id)
+        assert (caught.value.type_name, "raise ValueError" in caught.value.traceback) == ("ValueError", True)
+    info = app.provider.get_task_status(task_id)
+    assert (info.error_type, info.error_message) == ("ValueError", "x" * 2000)
+
+
+class Big:
+    """Something whose memory is worth being looked after."""
+
+
+def forgotten(reference: weakref.ref[Any]) -> None:
+    """Wait until an object is gone, which nothing but a collection may have to do."""
+    eventually(lambda: gc.collect() >= 0 and reference() is None, seconds=1)
+
+
+@pytest.mark.parametrize("app", ["local", "client"], indirect=True)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "plainly",
+        "from another",
+        "in a group",
+        "with a cause and a context",
+    ],
+)
+def test_a_failure_keeps_nothing_that_its_endpoint_had(app: App, how: str) -> None:
+    """A task is remembered for an hour, and a model that failed to load is not kept for it."""
+    seen: list[weakref.ref[Big]] = []
+
+    def load_part() -> None:
+        big = Big()
+        seen.append(weakref.ref(big))
+        raise ValueError("no weights")
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        try:
+            load_part()
+        except ValueError as error:
+            if how == "from another":
+                raise LookupError("no model") from error
+            if how == "with a cause and a context":
+                raise LookupError("no model") from ZeroDivisionError()
+            first = error
+        if how == "in a group":
+            raise ExceptionGroup("several", [first])
+        raise first
+
+    task_id = app.provider.submit("load")
+    eventually(lambda: status(app, task_id) == ("failed", False))
+    forgotten(seen[0])
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        "local",
+        "server",
+        "client",
+    ],
+    indirect=True,
+)
+def test_a_failure_keeps_nothing_that_its_waiters_had(app: App) -> None:
+    """Nor of those who asked for its result."""
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        raise ValueError("no weights")
+
+    task_id = app.provider.submit("load")
+
+    def use() -> weakref.ref[Big]:
+        big = Big()
+        with pytest.raises(ValueError, match="no weights"):
+            app.provider.wait_for_task(task_id, 10)
+        return weakref.ref(big)
+
+    forgotten(use())
+
+
+class Full(Exception):
+    """An exception that has something in hand."""
+
+    def __init__(self, text: str, thing: object = None) -> None:
+        super().__init__(text)
+        self.thing = thing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Full, (self.args[0], b"x" * (1 << 15))
+
+
+def test_a_failure_keeps_nothing_that_its_exception_had(app: App) -> None:
+    """An exception that carries much is remembered by its type, its message and its traceback."""
+    seen: list[weakref.ref[Big]] = []
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        big = Big()
+        seen.append(weakref.ref(big))
+        raise Full("no weights", big)
+
+    task_id = app.provider.submit("load")
+    eventually(lambda: status(app, task_id) == ("failed", False))
+    forgotten(seen[0])
+
+
+def test_exceptions_that_are_each_others_cause(app: App) -> None:
+    """They are a failure like any other."""
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        try:
+            raise ValueError("one")
+        except ValueError as one:
+            try:
+                raise LookupError("other") from one
+            except LookupError as other:
+                raise one from other
+
+    task_id = app.provider.submit("load")
+    with pytest.raises(ValueError, match="one"):
+        app.provider.wait_for_task(task_id, 10)
+    assert status(app, task_id) == ("failed", False)
+
+
+# Cancelling.
+
+
+def test_cancelling_what_has_not_begun(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It never runs; those who wait for it are told, and those who ask later; others are not touched."""
+    ran = share_held(app, go, begun, concurrency="serialized")
+    first, second, third = (app.provider.submit("held", number) for number in (1, 2, 3))
+    assert begun.wait(10)
+    told: list[TaskInfo] = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(app.provider.wait_for_task, second, 10, told.append)
+        eventually(lambda: watchers(app) == 1)
+        assert app.provider.cancel_task(second) is True
+        for attempt in (waiting.result, lambda: app.provider.get_task_result(second)):
+            with pytest.raises(TaskCancelled, match=f"task {second} of 'held' was cancelled") as caught:
+                attempt()
+            assert caught.value.reason == "cancelled"
+    assert [(info.status.value, info.cancel_requested) for info in told] == [("pending", False), ("cancelled", True)]
+    info = app.provider.get_task_status(second)
+    assert (info.status, info.started_at, info.error_type, info.object_id) == ("cancelled", None, None, None)
+    assert info.finished_at is not None
+    go.set()
+    assert app.provider.wait_for_task(third, 10).tolist() == [3, 3]
+    assert app.provider.wait_for_task(first, 10).tolist() == [1, 1]
+    assert ran == [1, 3]
+
+
+def test_cancelling_what_waits_for_a_thread(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+) -> None:
+    """It leaves the line, and what it brought along is closed."""
+    ran = []
+
+    @provider.share(cache=False)
+    def held(number: int, x: torch.Tensor) -> torch.Tensor:
+        ran.append(number)
+        begun.set()
+        go.wait(20)
+        return x + number
+
+    server, client = serve(max_workers=1), connect()
+    first, second, third = (client.submit("held", number, torch.ones(4)) for number in (1, 2, 3))
+    assert begun.wait(10)
+    assert client.cancel_task(second) is True
+    assert server.info()["running"] == 2
+    go.set()
+    assert client.wait_for_task(third, 10).tolist() == [4] * 4
+    assert client.wait_for_task(first, 10).tolist() == [2] * 4
+    assert ran == [1, 3]
+
+
+def test_cancelling_what_runs(app: App, begun: threading.Event) -> None:
+    """An endpoint that looks ends at once; asking twice is asking once, and after the end it is too late."""
+    share_looking(app, begun)
+    task_id = app.provider.submit("looking")
+    assert begun.wait(10)
+    told: list[TaskInfo] = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(app.provider.wait_for_task, task_id, 10, told.append)
+        eventually(lambda: watchers(app) == 1)
+        assert app.provider.cancel_task(task_id) is True
+        with pytest.raises(TaskCancelled, match="the task was cancelled") as caught:
+            waiting.result(10)
+    assert caught.value.reason == "cancelled"
+    assert [(info.status.value, info.cancel_requested) for info in told] == [
+        ("running", False),
+        ("running", True),
+        ("cancelled", True),
+    ]
+    info = app.provider.get_task_status(task_id)
+    assert info.started_at is not None and info.finished_at is not None
+    assert (info.error_type, info.error_message, info.object_id) == (None, None, None)
+    assert app.provider.cancel_task(task_id) is False
+
+
+def test_cancelling_twice(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """It is asked already, and still runs: true again; those who wait are told once."""
+    share_held(app, go, begun)
+    task_id = app.provider.submit("held")
+    assert begun.wait(10)
+    told: list[tuple[str, bool]] = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            app.provider.wait_for_task, task_id, 10, lambda info: told.append((info.status.value, info.cancel_requested))
+        )
+        eventually(lambda: watchers(app) == 1)
+        assert [app.provider.cancel_task(task_id) for _ in range(3)] == [True] * 3
+        assert status(app, task_id) == ("running", True)
+        go.set()
+        waiting.result(10)
+    assert told == [("running", False), ("running", True), ("completed", True)]
+
+
+def test_cancelling_what_has_ended(app: App) -> None:
+    """Too late: false, and the result stays."""
+    app.share("ones", cache=False)(lambda: torch.ones(1))
+
+    @app.share()
+    def fail() -> None:
+        raise ValueError
+
+    done, failed = app.provider.submit("ones"), app.provider.submit("fail")
+    eventually(lambda: status(app, done) == ("completed", False) and status(app, failed) == ("failed", False))
+    assert app.provider.cancel_task(done) is app.provider.cancel_task(failed) is False
+    assert (status(app, done), status(app, failed)) == (("completed", False), ("failed", False))
+    assert app.provider.get_task_result(done) == 1
+
+
+def test_an_endpoint_that_ends_early(app: App, begun: threading.Event) -> None:
+    """One that sees ``cancelled()`` and returns what it has is completed; that is not what the next call gets."""
+    seen = []
+
+    @app.share()
+    def load() -> torch.Tensor:
+        if seen:
+            return torch.ones(1)
+        seen.append(cancelled())
+        begun.set()
+        eventually(cancelled)
+        seen.append(cancelled())
+        return torch.zeros(1)
+
+    task_id = app.provider.submit("load")
+    assert begun.wait(10)
+    assert app.provider.cancel_task(task_id)
+    assert app.provider.wait_for_task(task_id, 10) == 0
+    assert status(app, task_id) == ("completed", True)
+    assert seen == [False, True]
+    assert app.provider.call("load") == 1
+
+
+def test_an_endpoint_that_does_not_look(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """Its task is completed, with its result; that is not cached, because it may be a part."""
+    ran = share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+    assert app.provider.cancel_task(task_id)
+    go.set()
+    result = app.provider.wait_for_task(task_id, 10)
+    assert status(app, task_id) == ("completed", True)
+    assert result.tolist() == [5, 5]
+    assert not shares_memory(app.provider.call("held", 5), result)
+    assert ran == [5, 5]
+
+
+def test_an_endpoint_that_fails_after_it_was_asked(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """What it raised is told, and not that it was cancelled."""
+
+    @app.share()
+    def load() -> None:
+        begun.set()
+        go.wait(10)
+        raise ValueError("interrupted")
+
+    task_id = app.provider.submit("load")
+    assert begun.wait(10)
+    assert app.provider.cancel_task(task_id)
+    go.set()
+    with pytest.raises(ValueError, match="interrupted"):
+        app.provider.wait_for_task(task_id, 10)
+    assert status(app, task_id) == ("failed", True)
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["running", "pending"])
+def test_cancelling_one_of_two_tasks_of_a_run(app: App, go: threading.Event, begun: threading.Event, started: bool) -> None:
+    """It leaves the run, which goes on for the other, and its result is cached."""
+    ran = share_held(app, go, begun, concurrency="serialized")
+    if not started:
+        app.provider.submit("held", 1)
+        assert begun.wait(10)
+    one, other = app.provider.submit("held", 5), app.provider.submit("held", 5)
+    assert begun.wait(10)
+    assert app.provider.cancel_task(one) is True
+    assert status(app, one) == ("cancelled", True)
+    with pytest.raises(TaskCancelled):
+        app.provider.get_task_result(one)
+    assert status(app, other) == ("running" if started else "pending", False)
+    go.set()
+    result = app.provider.wait_for_task(other, 10)
+    assert status(app, other) == ("completed", False)
+    assert shares_memory(app.provider.call("held", 5), result)
+    assert ran.count(5) == 1
+    assert app.provider.cancel_task(one) is False
+
+
+def test_cancelling_all_tasks_of_a_run(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The last one asks it to stop."""
+    share_looking(app, begun)
+    app.share("shared")(app.inside["looking"]._endpoint.function)
+    ids = [app.provider.submit("shared") for _ in range(3)]
+    assert begun.wait(10)
+    assert [app.provider.cancel_task(task_id) for task_id in ids] == [True] * 3
+    with pytest.raises(TaskCancelled):
+        app.provider.wait_for_task(ids[-1], 10)
+    assert [status(app, task_id) for task_id in ids] == [("cancelled", True)] * 3
+    assert app.waiting() == 0
+
+
+def test_cancelling_a_task_that_a_call_has_joined(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """The caller gets its result all the same."""
+    ran = share_held(app, go, begun)
+    task_id = app.provider.submit("held", 5)
+    assert begun.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(app.provider.call, "held", 5)
+        eventually(lambda: app.waiting() == 2)
+        assert app.provider.cancel_task(task_id) is True
+        assert status(app, task_id) == ("cancelled", True)
+        go.set()
+        result = call.result(10)
+    assert shares_memory(app.provider.call("held", 5), result)
+    assert ran == [5]
+
+
+@pytest.mark.parametrize("by", ["call", "submit"])
+def test_nobody_joins_a_run_that_was_asked_to_stop(app: App, go: threading.Event, begun: threading.Event, by: str) -> None:
+    """Who comes after that has a run of its own, while the first one goes on."""
+    ran = []
+
+    @app.share()
+    def load() -> torch.Tensor:
+        ran.append(len(ran))
+        if len(ran) == 1:
+            begun.set()
+            go.wait(10)
+        return torch.full((1,), float(len(ran)))
+
+    first = app.provider.submit("load")
+    assert begun.wait(10)
+    assert app.provider.cancel_task(first)
+    second = app.provider.call("load") if by == "call" else app.provider.execute("load", timeout=10)
+    assert status(app, first) == ("running", True)
+    assert second == 2
+    go.set()
+    app.provider.wait_for_task(first, 10)
+    assert ran == [0, 1]
+    assert shares_memory(app.provider.call("load"), second)
+
+
+def test_an_async_endpoint_is_cancelled_where_it_awaits(app: App, begun: threading.Event) -> None:
+    """It need not look, and may clean up."""
+    ended = []
+
+    @app.share()
+    async def load() -> torch.Tensor:
+        begun.set()
+        try:
+            await anyio.sleep(30)
+        finally:
+            ended.append(cancelled())
+        return torch.ones(1)
+
+    task_id = app.provider.submit("load")
+    assert begun.wait(10)
+    assert app.provider.cancel_task(task_id) is True
+    with pytest.raises(TaskCancelled):
+        app.provider.wait_for_task(task_id, 10)
+    assert status(app, task_id) == ("cancelled", True)
+    assert ended == [True]
+    assert app.waiting() == 0
+
+
+def test_an_async_endpoint_that_refuses(app: App, begun: threading.Event, go: threading.Event) -> None:
+    """One that goes on after it was cancelled is completed."""
+
+    @app.share()
+    async def load() -> torch.Tensor:
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            go.set()
+        return torch.ones(1)
+
+    task_id = app.provider.submit("load")
+    assert begun.wait(10)
+    assert app.provider.cancel_task(task_id) is True
+    assert app.provider.wait_for_task(task_id, 10) == 1
+    assert go.is_set()
+    assert status(app, task_id) == ("completed", True)
+
+
+class Heavy(torch.nn.Module):
+    """A module that takes its time to be rebuilt."""
+
+    begun = threading.Event()
+    go = threading.Event()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Heavy.begun.set()
+        Heavy.go.wait(10)
+        super().__setstate__(state)
+
+
+@pytest.mark.parametrize(
+    "app",
+    ["client"],
+    indirect=True,
+)
+def test_an_async_endpoint_is_cancelled_while_its_arguments_are_loaded(app: App) -> None:
+    """Then it ends where it first awaits, or does not begin."""
+    ended = []
+
+    @app.share(cache=False)
+    async def load(module: torch.nn.Module) -> torch.Tensor:
+        await asyncio.sleep(0.1)
+        ended.append(1)
+        return torch.ones(1)
+
+    Heavy.begun.clear()
+    Heavy.go.clear()
+    task_id = app.provider.submit("load", Heavy())
+    assert Heavy.begun.wait(10)
+    assert app.provider.cancel_task(task_id) is True
+    Heavy.go.set()
+    with pytest.raises(TaskCancelled):
+        app.provider.wait_for_task(task_id, 10)
+    assert ended == []
+    assert status(app, task_id) == ("cancelled", True)
+
+
+# Endpoints that are always tasks.
+
+
+@both_kinds
+def test_a_call_of_an_endpoint_that_is_a_task(app: App, go: threading.Event, begun: threading.Event, is_async: bool) -> None:
+    """It returns what any call does, and is listed meanwhile and afterwards."""
+
+    def load(size: int) -> torch.Tensor:
+        begun.set()
+        go.wait(10)
+        return torch.ones(size)
+
+    async def load_async(size: int) -> torch.Tensor:
+        begun.set()
+        await anyio.to_thread.run_sync(go.wait, 10)
+        return torch.ones(size)
+
+    app.share("load", execution="task")(load_async if is_async else load)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(app.provider.call, "load", 2)
+        assert begun.wait(10)
+        (info,) = app.provider.list_tasks()
+        assert (info.endpoint, info.status, info.cache_key) == ("load", "running", "load(size=2)")
+        go.set()
+        result = call.result(10)
+    (info,) = app.provider.list_tasks()
+    assert info.status is TaskStatus.COMPLETED
+    assert shares_memory(app.provider.get_task_result(info.task_id), result)
+
+
+def test_a_cached_result_of_an_endpoint_that_is_a_task(app: App) -> None:
+    """It makes no task, and is handed out once."""
+    load = app.share("load", execution="task", managed=True)(lambda: torch.ones(2))
+    handle = load()
+    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 0
+    with load() as other:
+        assert other.object_id == handle.object_id
+    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 1
+    assert len(app.provider.list_tasks()) == 1
+    handle.release()
+    eventually(lambda: leases(app) == 0, seconds=1)
+
+
+def test_a_task_behind_a_call_is_not_kept(app: App) -> None:
+    """Its caller has the result, and nothing waits to be fetched."""
+    app.share("plain", execution="task", cache=False)(lambda: torch.ones(1))
+    app.share("managed", execution="task", cache=False, managed=True)(lambda: torch.ones(1))
+    assert app.provider.call("plain") == 1
+    assert (objects(app), leases(app)) == (0, 0)
+    with app.provider.call("managed") as handle:
+        assert (objects(app), leases(app)) == (1, 1)
+        assert handle.value == 1
+    eventually(lambda: (objects(app), leases(app)) == (0, 0))
+    for info in app.provider.list_tasks("completed"):
+        with pytest.raises(TaskError) as caught:
+            app.provider.get_task_result(info.task_id)
+        assert caught.value.reason == "released"
+
+
+def test_calls_of_one_key_that_are_tasks(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """A task for each, and one run for all."""
+    ran = share_held(app, go, begun, execution="task")
+
+    def call() -> torch.Tensor:
+        return app.provider.call("held", 5)
+
+    def release() -> None:
+        eventually(lambda: len(app.provider.list_tasks("running")) == 3)
+        go.set()
+
+    *results, _ = at_once(call, call, call, release)
+    assert all(shares_memory(results[0], result) for result in results)
+    assert ran == [5]
+
+
+def test_a_call_that_is_a_task_fails(app: App) -> None:
+    """As any call does."""
+
+    @app.share(execution="task")
+    def load() -> torch.Tensor:
+        raise OutOfWeights("llama", 3)
+
+    with pytest.raises(OutOfWeights, match="3 of llama"):
+        load()
+    (info,) = app.provider.list_tasks("failed")
+    assert info.error_type == f"{__name__}.OutOfWeights"
+
+
+def test_a_call_that_is_a_task_is_cancelled(app: App, begun: threading.Event) -> None:
+    """By anybody who has its id: its caller is told."""
+
+    @app.share(execution="task", cache=False)
+    def load() -> torch.Tensor:
+        begun.set()
+        eventually(cancelled)
+        raise_if_cancelled()
+        return torch.ones(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(load)
+        assert begun.wait(10)
+        (info,) = app.provider.list_tasks()
+        assert app.provider.cancel_task(info.task_id) is True
+        with pytest.raises(TaskCancelled):
+            call.result(10)
+
+
+@pytest.mark.parametrize("app", ["local", "server"], indirect=True)
+def test_a_call_that_is_a_task_is_given_up(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """What has not begun is dropped with its caller; what runs goes on, and is not kept for anybody."""
+    ran = []
+
+    @app.share(execution="task", concurrency="serialized", cache=False)
+    async def load(number: int) -> torch.Tensor:
+        ran.append(number)
+        begun.set()
+        await anyio.to_thread.run_sync(go.wait, 10)
+        return torch.ones(1)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in (1, 2):
+                tasks.start_soon(load, number)
+                await anyio.to_thread.run_sync(eventually, lambda number=number: watchers(app) == number)
+            await anyio.to_thread.run_sync(begun.wait, 10)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(main)
+    eventually(lambda: watchers(app) == 0)
+    assert [(info.status.value, info.cancel_requested) for info in app.provider.list_tasks()] == [
+        ("running", False),
+        ("cancelled", True),
+    ]
+    go.set()
+    eventually(lambda: len(app.provider.list_tasks("completed")) == 1)
+    assert (objects(app), leases(app), ran) == (0, 0, [1])
+
+
+# Lists.
+
+
+def test_listing_tasks(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """In the order they were submitted, all or those of one status."""
+    assert app.provider.list_tasks() == []
+    share_held(app, go, begun, concurrency="serialized", cache=False)
+    app.share("ones")(lambda: torch.ones(1))
+
+    @app.share()
+    def fail() -> None:
+        raise ValueError
+
+    ids = [app.provider.submit("held", number) for number in (1, 2, 3)]
+    assert begun.wait(10)
+    ids += [app.provider.submit(name) for name in ("ones", "fail")]
+    eventually(lambda: status(app, ids[3]) == ("completed", False) and status(app, ids[4]) == ("failed", False))
+    assert app.provider.cancel_task(ids[1])
+    assert [info.task_id for info in app.provider.list_tasks()] == ids
+    assert app.provider.list_tasks() == [app.provider.get_task_status(task_id) for task_id in ids]
+    for name, expected in (
+        ("running", [ids[0]]),
+        ("cancelled", [ids[1]]),
+        ("pending", [ids[2]]),
+        ("completed", [ids[3]]),
+        ("failed", [ids[4]]),
+    ):
+        assert [info.task_id for info in app.provider.list_tasks(name)] == expected
+        assert [info.task_id for info in app.provider.list_tasks(status=TaskStatus(name))] == expected
+
+
+@pytest.mark.parametrize("name", ["done", "", "RUNNING"])
+def test_listing_a_status_that_there_is_not(app: App, name: str) -> None:
+    """It is an error that names it."""
+    app.share("ones")(lambda: torch.ones(1))
+    with pytest.raises(ValueError, match=f"{name!r} is not a valid TaskStatus"):
+        app.provider.list_tasks(name)
+
+
+def test_a_list_longer_than_a_page(app: App) -> None:
+    """All tasks are listed, each once."""
+    ones = app.share("ones")(lambda: torch.ones(1))
+    ones()
+    ids = [app.provider.submit("ones") for _ in range(1001)]
+    assert [info.task_id for info in app.provider.list_tasks()] == ids
+    assert [info.task_id for info in app.provider.list_tasks("completed")] == ids
+    assert app.provider.list_tasks("failed") == []
+
+
+# Limits.
+
+
+def test_more_tasks_than_the_server_takes(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], go: threading.Event
+) -> None:
+    """Those beyond the limit are refused and leave nothing; the others are carried out, and then there is room again."""
+    ran = []
+
+    @provider.share(cache=False)
+    def job(number: int) -> torch.Tensor:
+        go.wait(30)
+        ran.append(number)
+        return torch.tensor(number)
+
+    server, client = serve(max_tasks=100, max_workers=4), connect()
+    ids, refused = [], 0
+    for number in range(1000):
+        try:
+            ids.append(client.submit("job", number))
+        except ServerBusy as error:
+            assert "100 tasks are pending or running" in str(error)
+            refused += 1
+    assert (len(ids), refused) == (100, 900)
+    assert server.info()["running"] == len(client.list_tasks()) == 100
+    with pytest.raises(ServerBusy):
+        client.submit("job", torch.ones(4))
+    go.set()
+    assert [int(client.wait_for_task(task_id, 20)) for task_id in ids] == list(range(100))
+    assert sorted(ran) == list(range(100))
+    assert client.execute("job", 7, timeout=10) == 7
+
+
+def test_a_call_that_is_one_task_too_many(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+) -> None:
+    """It is refused like a submit; calls that are no tasks and cached results are not."""
+
+    @provider.share(cache=False)
+    def held() -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.ones(1)
+
+    provider.share("task", execution="task")(lambda size: torch.ones((size,)))
+    provider.share("direct")(lambda size: torch.ones((size,)))
+    serve(max_tasks=1)
+    client = connect()
+    assert client.call("task", 1) == 1
+    task_id = client.submit("held")
+    assert begun.wait(10)
+    with pytest.raises(ServerBusy):
+        client.call("task", 2)
+    assert client.call("task", 1) == client.call("direct", 1) == 1
+    go.set()
+    client.wait_for_task(task_id, 10)
+    assert client.call("task", 2).sum() == 2
+
+
+@pytest.mark.parametrize("execution", ["direct", "task"])
+def test_tasks_hold_up_no_calls(
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    go: threading.Event,
+    begun: threading.Event,
+    execution: Any,
+) -> None:
+    """With a single worker and several tasks that take long, a call is answered at once, from near and far."""
+
+    @provider.share(cache=False, execution=execution)
+    def train() -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.ones(1)
+
+    @provider.share(cache=False)
+    def short(number: int) -> torch.Tensor:
+        return torch.tensor(number)
+
+    @provider.share(cache=False)
+    async def short_async(number: int) -> torch.Tensor:
+        return torch.tensor(number)
+
+    serve(max_workers=1)
+    client = connect()
+    ids = [client.submit("train") for _ in range(3)]
+    assert begun.wait(10)
+    for number in range(3):
+        assert client.call("short", number) == client.call("short_async", number) == short(number) == number
+    assert [info.status.value for info in client.list_tasks()] == ["running", "pending", "pending"]
+    go.set()
+    for task_id in ids:
+        client.wait_for_task(task_id, 10)
+
+
+# Reports that are hard to tell.
+
+
+@pytest.mark.parametrize("app", ["client"], indirect=True)
+@pytest.mark.parametrize("message", [os.fsdecode(b"weights-\xff.bin"), "x" * (17 << 20)], ids=["no unicode", "too long"])
+def test_a_report_that_does_not_travel(app: App, go: threading.Event, begun: threading.Event, message: str) -> None:
+    """The name of a file may hold bytes that are no text, and a text may be long: the task is told of all the same."""
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        progress(1, 2, message)
+        begun.set()
+        go.wait(10)
+        return torch.ones(1)
+
+    task_id = app.provider.submit("load")
+    assert begun.wait(10)
+    eventually(lambda: ask(app, lambda core: core.tasks.table.get(task_id).info.progress) is not None)
+    info = app.provider.get_task_status(task_id)
+    assert info.progress is not None and info.progress.done == 1
+    assert [info.task_id for info in app.provider.list_tasks()] == [task_id]
+    told: list[TaskInfo] = []
+
+    def callback(info: TaskInfo) -> None:
+        told.append(info)
+        go.set()
+
+    assert app.provider.wait_for_task(task_id, 10, callback) == 1
+    assert [info.status.value for info in told] == ["running", "completed"]
+
+
+def test_numbers_of_every_kind(app: App) -> None:
+    """What counts as a number may be reported; what does not is the endpoint's own mistake."""
+
+    @app.share(cache=False)
+    def count() -> torch.Tensor:
+        progress(True, torch.tensor(2))
+        progress(float("inf"), -1, message=3)  # type: ignore[arg-type]
+        with pytest.raises(ValueError):
+            progress("many")  # type: ignore[arg-type]
+        return torch.ones(1)
+
+    told: list[Progress | None] = []
+    task_id = app.provider.submit("count")
+    app.provider.wait_for_task(task_id, 10, lambda info: told.append(info.progress))
+    assert told[-1] == Progress(float("inf"), -1.0, "3")
+
+
+# Outside of a task.
+
+
+def test_outside_of_an_endpoint() -> None:
+    """Nobody asks and nobody is told."""
+    progress(1, 2, "half")
+    assert cancelled() is False
+    raise_if_cancelled()
+
+
+def test_in_an_endpoint_that_is_no_task(app: App) -> None:
+    """A call runs the same endpoint, and there is nobody who could cancel it."""
+    seen = []
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        for step in range(1000):
+            progress(step, 1000)
+        raise_if_cancelled()
+        seen.append(cancelled())
+        return torch.ones(1)
+
+    assert app.provider.call("load") == 1
+    assert seen == [False]
+    assert app.provider.list_tasks() == []
+
+
+def test_an_endpoint_that_calls_another(app: App) -> None:
+    """Each tells of its own run; afterwards the outer one's is the current one again."""
+
+    @app.share(cache=False)
+    def inner() -> torch.Tensor:
+        progress(1, message="inner")
+        return torch.ones(1)
+
+    @app.share(cache=False)
+    def outer() -> torch.Tensor:
+        result: torch.Tensor = app.inside["inner"]()
+        progress(2, message="outer")
+        return result
+
+    told: list[Progress | None] = []
+    task_id = app.provider.submit("outer")
+    app.provider.wait_for_task(task_id, 10, lambda info: told.append(info.progress))
+    assert [told for told in told if told is not None and told.message == "inner"] == []
+    assert told[-1] == Progress(2.0, None, "outer")
+
+
+def test_a_thread_of_an_endpoint_that_ended(app: App) -> None:
+    """Its late reports are told to nobody."""
+    ended, reported = threading.Event(), threading.Event()
+
+    @app.share(cache=False)
+    def load() -> torch.Tensor:
+        context = contextvars.copy_context()
+
+        def late() -> None:
+            ended.wait(10)
+            for step in range(1000):
+                progress(step)
+            reported.set()
+
+        threading.Thread(target=context.run, args=(late,), daemon=True).start()
+        progress(7)
+        return torch.ones(1)
+
+    task_id = app.provider.submit("load")
+    app.provider.wait_for_task(task_id, 10)
+    ended.set()
+    assert reported.wait(10)
+    assert app.provider.call("load") == 1  # a turn of the loop, in which they would be told
+    assert app.provider.get_task_status(task_id).progress == Progress(7.0)
+
+
+# Bars.
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """A library's own bar, as that of Hugging Face is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("desc", "Bar")
+        super().__init__(*args, **kwargs)
+
+
+def bars_of(app: App, work: Callable[[], None]) -> list[Progress]:
+    """What is told of an endpoint that does ``work``."""
+
+    @app.share("bars", cache=False)
+    def bars() -> torch.Tensor:
+        begin.wait(10)
+        work()
+        return torch.ones(1)
+
+    begin, told = threading.Event(), []
+
+    def callback(info: TaskInfo) -> None:
+        begin.set()
+        if info.progress is not None and info.status is TaskStatus.RUNNING:
+            told.append(info.progress)
+
+    app.provider.execute("bars", timeout=10, callback=callback)
+    return told
+
+
+def silent(kind: Any = tqdm, *args: Any, **kwargs: Any) -> Any:
+    """A bar that draws nothing."""
+    return kind(*args, file=io.StringIO(), **kwargs)
+
+
+def counted(total: float | None, message: str, *done: float) -> list[Progress]:
+    """Reports of one bar."""
+    return [Progress(float(number), total, message) for number in done]
+
+
+@pytest.mark.parametrize("kind", [tqdm, auto_tqdm, Bar], ids=["tqdm", "auto", "subclass"])
+def test_a_bar_that_is_updated(app: App, kind: Any) -> None:
+    """It is told when it is made, with every update and when it is closed, by its number, total and description."""
+
+    def work() -> None:
+        with forward_tqdm(), silent(kind, total=10, desc="weights: ") as bar:
+            for step in (1, 2, 7):
+                bar.update(step)
+
+    assert bars_of(app, work) == counted(10.0, "weights", 0, 1, 3, 10, 10)
+
+
+def test_a_bar_that_is_iterated(app: App) -> None:
+    """As often as it would draw itself, and at its end."""
+
+    def work() -> None:
+        with forward_tqdm():
+            assert list(silent(tqdm, range(3), mininterval=0, miniters=1)) == [0, 1, 2]
+            for _ in silent(Bar, range(1000), mininterval=1000):
+                continue
+
+    expected = counted(3.0, "", 0, 1, 2, 3, 3) + counted(1000.0, "Bar", 0, 1000)
+    assert bars_of(app, work) == expected
+
+
+def test_a_bar_without_a_total(app: App) -> None:
+    """None is told, and no description is an empty one."""
+
+    def work() -> None:
+        with forward_tqdm(), silent() as bar:
+            bar.update(2.5)
+
+    assert bars_of(app, work) == counted(None, "", 0, 2.5, 2.5)
+
+
+def test_a_bar_that_is_updated_by_another_thread(app: App) -> None:
+    """It knows whose it is."""
+
+    def work() -> None:
+        with forward_tqdm(), silent(total=4) as bar, ThreadPoolExecutor(2) as pool:
+            for _ in range(4):
+                pool.submit(bar.update, 1).result(10)
+
+    assert bars_of(app, work) == counted(4.0, "", 0, 1, 2, 3, 4, 4)
+
+
+def test_bars_that_are_not_forwarded(app: App) -> None:
+    """One that is disabled, one from before the block, one from after it, and one that is made beside an endpoint."""
+
+    def work() -> None:
+        with silent(total=2) as before:
+            with forward_tqdm():
+                before.update()
+                assert list(tqdm(range(2), disable=True)) == [0, 1]
+                with ThreadPoolExecutor(1) as pool:  # a thread of its own is no part of the block
+                    assert pool.submit(list, silent(Bar, range(2), disable=True)).result(10) == [0, 1]
+            before.update()
+        assert list(silent(tqdm, range(2), mininterval=0)) == [0, 1]
+
+    assert bars_of(app, work) == []
+
+
+def test_a_bar_that_outlives_its_block(app: App) -> None:
+    """It was made in it."""
+
+    def work() -> None:
+        with forward_tqdm():
+            bar = silent(total=2)
+        bar.update(2)
+        bar.close()
+        bar.close()
+
+    assert bars_of(app, work) == counted(2.0, "", 0, 2, 2)
+
+
+def test_a_bar_in_a_bar(app: App) -> None:
+    """The inner one is told while it lives, and then the outer one again."""
+
+    def work() -> None:
+        with forward_tqdm(), silent(total=2, desc="files") as outer:
+            with silent(total=1, desc="parts") as inner:
+                inner.update()
+            outer.update()
+
+    expected = counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)
+    assert bars_of(app, work) == expected
+
+
+def test_bars_of_tasks_at_the_same_time(app: App) -> None:
+    """Each is told to its own."""
+    meeting = threading.Barrier(2, timeout=10)
+
+    @app.share(cache=False)
+    def load(number: int) -> torch.Tensor:
+        with forward_tqdm(), silent(total=number, desc=f"task {number}") as bar:
+            meeting.wait()
+            bar.update(number)
+            meeting.wait()
+        return torch.ones(1)
+
+    ids = [app.provider.submit("load", number) for number in (1, 2)]
+    for number, task_id in zip((1, 2), ids, strict=True):
+        app.provider.wait_for_task(task_id, 10)
+        assert [app.provider.get_task_status(task_id).progress] == counted(float(number), f"task {number}", number)
+
+
+def test_a_bar_of_an_async_endpoint(app: App) -> None:
+    """The block is the coroutine's own: others that run meanwhile are not in it."""
+    meeting = anyio.Event()
+
+    @app.share(cache=False)
+    async def load() -> torch.Tensor:
+        with forward_tqdm():
+            await meeting.wait()
+            silent(total=1, desc="mine").close()
+        return torch.ones(1)
+
+    @app.share(cache=False)
+    async def other() -> torch.Tensor:
+        silent(total=1, desc="other").close()
+        meeting.set()
+        return torch.ones(1)
+
+    ids = [app.provider.submit(name) for name in ("load", "other")]
+    for task_id in ids:
+        app.provider.wait_for_task(task_id, 10)
+    assert [app.provider.get_task_status(task_id).progress for task_id in ids] == [Progress(0.0, 1.0, "mine"), None]
+
+
+def test_forwarding_without_a_run() -> None:
+    """The block does nothing, and bars are what they are."""
+    with forward_tqdm(), silent(total=3) as bar:
+        bar.update(2)
+        assert bar.n == 2
+    with pytest.raises(ZeroDivisionError), forward_tqdm():
+        raise ZeroDivisionError

@@ -1,0 +1,498 @@
+"""Tickets: a file that leads another process to an object, and all that can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server, Ticket
+from shared_rpc.errors import (
+    BufferNotFound,
+    CapabilityError,
+    ConfigurationError,
+    ConnectError,
+    SharedRPCError,
+    StaleHandleError,
+    TicketError,
+)
+from tests.kit.brokers import BrokerApp
+from tests.kit.models import Tied
+from tests.kit.processes import Child, eventually, python
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a ticket is written."""
+    return tmp_path / "model.ticket"
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Callable[..., Server]) -> Server:
+    """A server in this process."""
+    provider.share("tied", managed=True, access="read")(Tied)
+    provider.share("made", managed=True)(lambda value=1.0: {"layers": [torch.full((2, 3), value)], "text": "kept"})
+    provider.share("uncached", managed=True, cache=False)(lambda: torch.arange(3.0))
+    return serve()
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """A client of it."""
+    return connect()
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """What is in a ticket's file."""
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def rewritten(path: Path, **changes: Any) -> Path:
+    """The same file with other fields; those that are None are left out."""
+    new = {name: value for name, value in (fields(path) | changes).items() if value is not None}
+    path.write_text(json.dumps(new))
+    return path
+
+
+def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path, connect: Callable[..., Client]) -> None:
+    """Another client gets the same object and memory, with a lease of its own."""
+    handle = client.call("tied")
+    handle.ticket(path)
+    with connect() as other:
+        opened = other.open_ticket(path)
+        assert (opened.object_id, opened.server_id, opened.generation) == (
+            handle.object_id,
+            handle.server_id,
+            handle.generation,
+        )
+        assert torch.equal(opened.value.embed.weight, handle.value.embed.weight)
+        assert opened.get_object_info()["leases"] == 2
+        handle.release()
+        assert opened.get_object_info(refresh=True)["leases"] == 1
+
+
+def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None:
+    """Enough to decide before attaching: what, where, whose, and every tensor."""
+    handle = client.call("made", value=2.0)
+    ticket = handle.ticket(path)
+    assert Ticket.read(path) == ticket
+    assert Ticket.from_json(ticket.to_json()) == ticket
+    told = fields(path)
+    assert told["socket_path"] == server.socket_path
+    assert told["tensors"] == [{"name": "layers.0", "dtype": "float32", "shape": [2, 3], "nbytes": 24}]
+    assert (told["version"], told["kind"], told["endpoint"], told["device"]) == (1, "result", "made", "cpu")
+    assert (told["uid"], told["pid"]) == (os.geteuid(), os.getpid())
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    assert told["boot_id"] == (boot.read_text().strip() if boot.exists() else "")
+    assert abs(told["created_at"] - path.stat().st_mtime) < 10
+    tied = {tensor.name: tensor for tensor in client.call("tied").ticket().tensors}
+    assert tied["head.weight"].shape == tied["embed.weight"].shape == (7, 4)
+
+
+def test_the_file_is_private_and_whole(client: Client, path: Path) -> None:
+    """0600 whatever the umask, and readers never see a part of it while it is written anew."""
+    handle = client.call("tied")
+    previous = os.umask(0)
+    try:
+        handle.ticket(path)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            handle.ticket(path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert Ticket.read(path).object_id == handle.object_id
+    finally:
+        stop.set()
+        writer.join()
+    assert os.listdir(path.parent).count(path.name) == 1
+    assert not [name for name in os.listdir(path.parent) if name.endswith(".part")]
+
+
+def test_a_file_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
+    """It is named, and nothing is left in its directory."""
+    with pytest.raises(ConfigurationError, match=r"the ticket .*missing/model\.ticket cannot be written"):
+        client.call("tied").ticket(tmp_path / "missing" / "model.ticket")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        client.call("tied").ticket(tmp_path / "directory")
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
+def test_a_client_from_a_ticket(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that knows the file alone finds the server."""
+    handle = client.call("made")
+    handle.ticket(path)
+    child = python(
+        f"""
+        from shared_rpc import Client
+        with Client.from_ticket({str(path)!r}) as client, client.open_ticket({str(path)!r}) as handle:
+            handle.value["layers"][0][0, 0] = 7
+            print("opened", handle.get_object_info()["leases"])
+        """,
+        environ={"SHARED_TENSOR_BASE_PATH": "/nowhere/else"},
+    )
+    assert child.expect("opened") == "opened 2"
+    assert child.close() == (0, "")
+    assert handle.value["layers"][0][0, 0] == 7
+
+
+@pytest.mark.anyio
+async def test_the_async_client(server: Server, path: Path) -> None:
+    """The same, in coroutines."""
+    async with AsyncClient(socket_path=server.socket_path) as client:
+        handle = await client.call("tied")
+        ticket = await handle.ticket(path)
+        assert ticket == Ticket.read(path)
+        async with AsyncClient.from_ticket(path) as other, await other.open_ticket(path) as opened:
+            assert opened.object_id == handle.object_id
+            assert torch.equal(opened.value.embed.weight, handle.value.embed.weight)
+        with pytest.raises(TicketError):
+            await client.open_ticket(path.with_name("another"))
+
+
+def test_providers_open_tickets(server: Server, client: Client, provider: Provider, base_path: str, path: Path) -> None:
+    """In the client role as a client does; in the server's own process they lead to the live object."""
+    handle = client.call("tied")
+    handle.ticket(path)
+    own = provider.open_ticket(path)
+    assert own.value is provider.call("tied").value
+    assert own.ticket().object_id == handle.object_id
+    far = Provider(base_path, execution_mode="client", device="cpu")
+    try:
+        assert far.open_ticket(path).object_id == handle.object_id
+    finally:
+        far.close()
+
+
+def test_the_local_role_makes_no_tickets(base_path: str) -> None:
+    """Nobody could open them, and it can open none."""
+    local = Provider(base_path, execution_mode="local", device="cpu")
+    local.share("tied", managed=True)(Tied)
+    with pytest.raises(CapabilityError, match=r"local role.*shared-rpc serve"):
+        local.call("tied").ticket()
+    local.close()
+
+
+def test_a_cached_object_that_nobody_holds(client: Client, path: Path) -> None:
+    """The cache keeps it, so the ticket is good; opening it is a lease again."""
+    client.call("tied").ticket(path)
+    eventually(lambda: client.list_objects()[0]["leases"] == 0)
+    opened = client.open_ticket(path)
+    assert opened.get_object_info()["leases"] == 1
+
+
+def test_a_ticket_keeps_nothing(client: Client, path: Path) -> None:
+    """An object that is not cached goes with its last handle, whoever has a ticket."""
+    handle = client.call("uncached")
+    handle.ticket(path)
+    assert client.open_ticket(path).object_id == handle.object_id
+    client.release(handle)
+    eventually(lambda: not client.list_objects())
+    with pytest.raises(StaleHandleError, match=r"owns no object .* any more") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "object_gone"
+
+
+def test_a_superseded_generation(client: Client, path: Path) -> None:
+    """It is opened for as long as somebody holds it; then the error names the one that took its place."""
+    handle = client.call("made")
+    handle.ticket(path)
+    client.refresh("made")
+    opened = client.open_ticket(path)
+    assert (opened.generation, opened.is_current()) == (1, False)
+    client.release_many([handle, opened])
+    with pytest.raises(StaleHandleError, match=r"generation 2 of made\(.*has taken the place") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "superseded"
+
+
+def test_a_stale_handle_makes_no_ticket(client: Client, path: Path) -> None:
+    """Neither a released one, nor one whose server is another one now."""
+    handle = client.call("tied")
+    handle.release()
+    with pytest.raises(StaleHandleError):
+        handle.ticket(path)
+    assert not path.exists()
+
+
+# Buffers.
+
+
+def test_buffers_have_tickets(client: Client, connect: Callable[..., Client], path: Path) -> None:
+    """Both sides write to one memory; the buffer's own terms count."""
+    buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
+    ticket = buffer.ticket(path)
+    assert (ticket.kind, ticket.tensors[0].shape, ticket.nbytes) == ("buffer", (2, 4), 32)
+    opened = connect().open_ticket(path)
+    opened.value[1, 3] = 5.0
+    assert buffer.value[1, 3] == 5
+    with pytest.raises(BufferNotFound) as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "exhausted"
+
+
+def test_a_ticket_that_calls_a_buffer_a_result(client: Client, connect: Callable[..., Client], path: Path) -> None:
+    """The buffer's own terms count all the same."""
+    buffer = client.create_buffer((4,), "float32", max_accesses=1)
+    ticket = msgspec.structs.replace(buffer.ticket(path), kind="result")
+    with connect().open_ticket(ticket) as opened, pytest.raises(BufferNotFound) as caught:
+        assert opened.value.shape == (4,)
+        client.open_ticket(ticket)
+    assert caught.value.reason == "exhausted"
+
+
+# Files that are none, or not to be trusted.
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no ticket, or not a whole one"),
+        (b"not json", "no ticket, or not a whole one"),
+        (b"\xff\xfe\x00", "no ticket, or not a whole one"),
+        (b"[1, 2]", "no ticket, or not a whole one"),
+        (b"{}", "no ticket, or not a whole one"),
+        (b"[" * 100_000, "no ticket, or not a whole one"),
+        (b'{"version": 2, "new": true}', "a ticket of format 2, and this release reads 1"),
+    ],
+)
+def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
+    """It is refused with what is wrong and what to do."""
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(TicketError, match=told) as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "malformed"
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"object_id": 7},
+        {"object_id": "a" * 101},
+        {"generation": -1},
+        {"generation": "1"},
+        {"kind": "model"},
+        {"tensors": [{"name": "a", "dtype": "float32", "shape": [-1], "nbytes": 4}]},
+        {"tensors": [{"name": "a"}]},
+        {"socket_path": None},
+        {"socket_path": "/" * 5000},
+        {"socket_path": ""},
+        {"extra": 1},
+        {"version": None},
+    ],
+    ids=str,
+)
+def test_fields_of_another_type(client: Client, path: Path, changes: dict[str, Any]) -> None:
+    """Every field is checked before anything is done with it."""
+    client.call("tied").ticket(path)
+    with pytest.raises(TicketError) as caught:
+        client.open_ticket(rewritten(path, **changes))
+    assert caught.value.reason == "malformed"
+
+
+def test_every_cut_is_noticed(client: Client, path: Path) -> None:
+    """A file that was copied in part is no ticket, wherever it ends."""
+    client.call("tied").ticket(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole.rstrip()), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TicketError):
+            Ticket.read(path)
+
+
+def test_a_huge_file_is_not_read(path: Path) -> None:
+    """Its size is enough: a terabyte without content is refused at once."""
+    path.touch(0o600)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(TicketError, match="1099511627776 bytes, and no ticket has more") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "malformed"
+
+
+def test_a_file_that_is_not_there(client: Client, path: Path) -> None:
+    """And what is no file: nobody waits for a pipe."""
+    with pytest.raises(TicketError, match="cannot be read") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "unreadable"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(TicketError, match="no regular file") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "unreadable"
+    with pytest.raises(TicketError, match=f"the ticket {path.parent} cannot be read: Is a directory$"):
+        client.open_ticket(path.parent)
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620, 0o666])
+def test_a_file_that_others_may_write(client: Client, path: Path, mode: int) -> None:
+    """It is not trusted, though it is ours."""
+    client.call("tied").ticket(path)
+    path.chmod(mode)
+    with pytest.raises(TicketError, match=f"mode {mode:04o}.*chmod 600") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "untrusted"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user(client: Client, path: Path) -> None:
+    """Both users are named."""
+    client.call("tied").ticket(path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(TicketError, match=r"belongs to uid 12345, and this process is uid 0") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "untrusted"
+    with pytest.raises(TicketError):
+        Client.from_ticket(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_open_it(client: Client, path: Path) -> None:
+    """The file is private; and whoever has the text all the same does not get past the socket."""
+    ticket = client.call("tied").ticket(path)
+    child = python(
+        f"""
+        import os
+        from shared_rpc import Client, Ticket, errors
+        os.setgid(12345); os.setuid(12345)
+        def read():
+            Ticket.read({str(path)!r})
+
+        def connect():
+            Client.from_ticket(Ticket.from_json({ticket.to_json()!r}), connect_timeout=0).ping()
+
+        for attempt in (read, connect):
+            try:
+                attempt()
+            except errors.SharedRPCError as error:
+                print("refused", type(error).__name__)
+        """
+    )
+    assert child.expect("refused") == "refused TicketError"
+    assert child.expect("refused") == "refused ConnectError"
+    child.close()
+
+
+# Another host, another server.
+
+
+def test_a_ticket_of_another_host(client: Client, path: Path) -> None:
+    """Memory does not cross hosts: both are named."""
+    client.call("tied").ticket(path)
+    rewritten(path, boot_id="a-boot", machine_id="a-machine")
+    with pytest.raises(TicketError, match=r"for host a-machine \(boot a-boot\), and this is .*one host only") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "other_host"
+
+
+@pytest.mark.skipif(not Path("/etc/machine-id").exists(), reason="this system has no name of its own")
+def test_a_ticket_from_before_a_reboot(client: Client, path: Path) -> None:
+    """The host is the right one, and the object is gone with everything."""
+    client.call("tied").ticket(path)
+    rewritten(path, boot_id="an-earlier-boot")
+    with pytest.raises(StaleHandleError, match="before this host was started again") as caught:
+        client.open_ticket(path)
+    assert caught.value.reason == "server_changed"
+
+
+def test_a_ticket_of_another_server(client: Client, base_path: str, path: Path) -> None:
+    """Both sockets are named, and what finds the right one."""
+    client.call("tied").ticket(path)
+    elsewhere = Provider(f"{base_path}-other", device="cpu")
+    with Server(elsewhere) as other, Client(socket_path=other.socket_path, connect_timeout=0) as stranger:
+        with pytest.raises(TicketError, match=r"at .*s-cpu\.sock, and this is .*s-other-cpu\.sock.*from_ticket") as caught:
+            stranger.open_ticket(path)
+        assert caught.value.reason == "other_server"
+        with pytest.raises(TicketError, match="from_ticket"):
+            elsewhere.open_ticket(path)
+
+
+def test_a_socket_by_another_name(client: Client, server: Server, path: Path, tmp_path: Path) -> None:
+    """A directory that is mounted elsewhere, as in a container: the server is known by its id."""
+    client.call("tied").ticket(path)
+    (tmp_path / "mounted").symlink_to(Path(server.socket_path).parent)
+    other = tmp_path / "mounted" / Path(server.socket_path).name
+    with Client(socket_path=other) as mounted:
+        assert mounted.open_ticket(path).value.embed.weight.shape == (7, 4)
+
+
+def test_a_server_that_was_restarted(provider: Provider, base_path: str, path: Path) -> None:
+    """Another id at the same socket: the ticket is stale, for clients that knew the earlier one too."""
+    provider.share("tied", managed=True)(Tied)
+    with Client(base_path, device="cpu", connect_timeout=5) as client:
+        with Server(provider):
+            client.call("tied").ticket(path)
+        with pytest.raises((ConnectError, SharedRPCError)):
+            Client(base_path, device="cpu", connect_timeout=0).open_ticket(path)
+        with Server(provider):
+            with pytest.raises(StaleHandleError, match=r"runs at .* now: have another ticket written") as caught:
+                client.open_ticket(path)
+            assert caught.value.reason == "server_changed"
+            client.call("tied").ticket(path)
+            assert client.open_ticket(path).value.embed.weight.shape == (7, 4)
+
+
+def test_a_broker(broker_app: BrokerApp, path: Path, children: list[Child]) -> None:
+    """Tickets lead to what a served app has built, after its worker and its maker have gone."""
+    broker_app.start()
+    maker = Child(
+        "-c",
+        "import sys; from shared_rpc import Client\n"
+        "with Client(sys.argv[1], device='cpu') as client:\n"
+        "    client.call('held', 8).ticket(sys.argv[2]); client.create_buffer((4,), 'int64').ticket(sys.argv[2] + '.kv')\n"
+        "    print('written')",
+        broker_app.base_path,
+        str(path),
+    )
+    children.append(maker)
+    maker.expect("written")
+    assert maker.close() == (0, "")
+    client = broker_app.connect()
+    with pytest.raises(SharedRPCError):
+        client.call("end", "exit")
+    with Client.from_ticket(path) as other, other.open_ticket(path) as handle, other.open_ticket(f"{path}.kv") as buffer:
+        assert (handle.value == 7).all()
+        assert handle.value.shape == (8,)
+        assert buffer.value.dtype == torch.int64
+        assert handle.get_object_info()["leases"] == 1
+
+
+@pytest.mark.gpu
+def test_a_ticket_for_gpu_memory(base_path: str, path: Path) -> None:
+    """The device is a UUID, and another process maps the same memory."""
+    provider = Provider(base_path, device="cuda")
+    provider.share("weights", managed=True)(lambda: torch.zeros(1 << 20, device="cuda"))
+    with Server(provider), Client(base_path, device="cuda") as client:
+        handle = client.call("weights")
+        ticket = handle.ticket(path)
+        assert ticket.device.startswith("GPU-")
+        child = python(
+            f"""
+            import torch
+            from shared_rpc import Client
+            with Client.from_ticket({str(path)!r}) as client, client.open_ticket({str(path)!r}) as handle:
+                before = torch.cuda.memory_allocated()
+                handle.value.fill_(3)
+                torch.cuda.synchronize()
+                print("opened", handle.value.device.type, torch.cuda.memory_allocated() - before)
+            """
+        )
+        assert child.expect("opened") == "opened cuda 0"
+        assert child.close() == (0, "")
+        assert (handle.value == 3).all()

@@ -1,0 +1,923 @@
+"""Shared memory that is sent through torch.multiprocessing: it stays where it is, and the receiver has the same memory."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import Provider, Server
+from tests.kit.family import settle
+from tests.kit.interpreter import Interpreter
+from tests.kit.models import Tied
+from tests.kit.processes import Child, python
+
+Elsewhere = Callable[..., Any]
+
+#: What every piece of code begins with: an attached model, and where it lies.
+BEGIN = """
+import multiprocessing, os
+import torch.multiprocessing as mp
+from tests.kit import family
+from tests.kit.family import Peer, peer
+from shared_rpc.memory.mapping import MAPPINGS
+
+# Its children are there at once: they have imported torch before they were forked.
+multiprocessing.set_forkserver_preload(["tests.kit.family"])
+
+def addresses(module):
+    return [tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())]
+
+"""
+
+#: An app whose endpoint starts a process.
+APP = """
+import os, torch
+from shared_rpc import Provider
+from tests.kit import family
+
+provider = Provider(device=os.environ["DEVICE"], mechanism=os.environ.get("MECHANISM", "auto"))
+
+@provider.share
+def get() -> torch.Tensor:
+    return torch.zeros(4, device=os.environ["DEVICE"])
+
+@provider.share
+def fill(number: float) -> torch.Tensor:
+    value = provider.call("get")
+    with family.peer("forkserver", value) as child:
+        child.call(family.write, 0, number)
+        return child.call(family.first)
+"""
+
+STARTED = ["spawn", "forkserver"]
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """A provider on each kind of device."""
+    return Provider(base_path, device=device)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """The client process; its children are its own."""
+    process = Interpreter()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewhere:
+    """``elsewhere(code, **names)`` runs in the client process."""
+    return lambda code, **names: _run(interpreter, code, base_path=base_path, device=device, **names)
+
+
+def _run(process: Interpreter, code: str, **names: Any) -> Any:
+    return process.run(BEGIN + textwrap.dedent(code), **names)
+
+
+@pytest.fixture
+def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
+    held: list[Any] = []
+
+    def share(value: Any, **options: Any) -> Server:
+        held.append(value)
+        provider.share("get", **options)(lambda: held[0])
+        return serve()
+
+    yield share
+    held.clear()
+
+
+def matrix(device: str) -> torch.Tensor:
+    """Four rows, which begin with 0, 10, 20 and 30."""
+    return torch.arange(40.0, device=device).reshape(4, 10)
+
+
+# One memory.
+
+
+@pytest.mark.parametrize("method", STARTED)
+def test_the_arguments_of_a_process_stay_shared(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, method: str
+) -> None:
+    """The sender's weights stay where they are; a child writes to what the server and its parent read, and the reverse."""
+    model = Tied(device)
+    get(model)
+    answer = elsewhere(
+        """
+        model = client.call("get")
+        before = addresses(model)
+        with peer(method, model.embed.weight, model.head.weight, model.head.weight[1:].detach()) as child:
+            answer = [addresses(model) == before, child.call(family.facts)]
+            child.call(family.write, 2, 5)
+            answer += [model.embed.weight[1:].unique().tolist()]
+            model.embed.weight.data.fill_(6)
+            family.settle()
+            answer += [child.call(family.read)]
+        """,
+        method=method,
+    )
+    descriptors = 1 if device == "cpu" else 0
+    assert answer == [True, [1, 1, descriptors], [5], [6, 6, 6]]
+    settle()
+    assert model.embed.weight.unique().tolist() == [6]
+
+
+def test_a_module_is_the_same_in_a_child(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """It is sent whole, ties, flags and buffers included, and computes the same."""
+    model = nn.Sequential(Tied(device), nn.LayerNorm(7, device=device)).eval()
+    model.register_buffer("steps", torch.tensor(3, device=device))
+    model[1].bias.requires_grad_(False)
+    get(model)
+    answer = elsewhere(
+        """
+        model = client.call("get")
+        before = addresses(model)
+        with peer("forkserver", model) as child:
+            back = child.call(family.first)
+            tokens = torch.tensor([1, 5], device=device)
+            answer = [
+                addresses(model) == before,
+                addresses(back) == before,
+                back[0].head.weight is back[0].embed.weight,
+                [parameter.requires_grad for parameter in back.parameters()],
+                back.training,
+                back.steps.item(),
+                bits(back(tokens)) == bits(model(tokens)),
+            ]
+        """
+    )
+    assert answer == [True, True, True, [True, True, False], False, 3, True]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_nobody_pays_for_what_is_sent(get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Neither the sender nor the receiver has private memory for 64 MiB of weights."""
+    get(torch.ones(16 << 20))
+    answer = elsewhere(
+        """
+        weights = client.call("get")
+        weights.sum()
+        with peer("forkserver") as child:
+            before = family.private()
+            child.call(family.keep, weights)
+            answer = [family.private() - before, child.call(family.weigh)]
+        """
+    )
+    assert max(answer) < 16 << 20
+
+
+def test_a_view_comes_back_as_the_senders_own(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Sent to a child and back, in messages of their own, views are views of the storage that is there already."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = value.data_ptr()
+        with peer("forkserver") as child:
+            back = [child.call(family.same, value[row]) for row in range(4)]
+            answer = [
+                [row.data_ptr() - before for row in back],
+                all(row.untyped_storage() is value.untyped_storage() for row in back),
+            ]
+        """
+    )
+    assert answer == [[0, 40, 80, 120], True]
+
+
+def test_messages_of_one_storage_are_one_storage(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Rows that come one by one share a storage in the child, and a mapping, also where it had dropped the first."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        with peer("forkserver") as child:
+            child.call(family.keep, value[0])
+            child.call(family.drop)
+            for row in value:
+                child.call(family.keep, row)
+            answer = [child.call(family.facts)[:2], child.call(family.read)]
+        """
+    )
+    assert answer == [[1, 1], [0, 10, 20, 30]]
+
+
+def test_a_child_sends_it_to_its_sibling(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """What was received can be sent on, by another method, though its first sender is not asked."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        with peer("forkserver", value) as one, peer("forkserver") as other:
+            other.call(family.keep, one.call(family.first)[3])
+            other.call(family.write, 0, 5)
+            answer = [value[3].unique().tolist(), one.call(family.facts)[:2], other.call(family.facts)[:2]]
+        """
+    )
+    assert answer == [[5], [1, 1], [1, 1]]
+
+
+# Ways to send.
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_every_sharing_strategy(device: str, get: Callable[..., Server], elsewhere: Elsewhere, strategy: str) -> None:
+    """How torch shares its own memory is not how this is shared."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before, default = value.data_ptr(), mp.get_sharing_strategy()
+        mp.set_sharing_strategy(strategy)
+        try:
+            with peer("forkserver", value) as child:
+                child.call(family.keep, value[2])
+                child.call(family.write, 1, 5)
+                answer = [value.data_ptr() == before, value[2].unique().tolist(), child.call(family.facts)[:2]]
+        finally:
+            mp.set_sharing_strategy(default)
+        """,
+        strategy=strategy,
+    )
+    assert answer == [True, [5], [1, 1]]
+
+
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "JoinableQueue"])
+def test_queues(device: str, get: Callable[..., Server], elsewhere: Elsewhere, kind: str) -> None:
+    """A child puts what it has written to, and its parent gets its own memory back; torch.multiprocessing starts it."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = value.data_ptr()
+        context = mp.get_context("forkserver")
+        queue, done = getattr(context, kind)(), context.Event()
+        running = mp.start_processes(family.put, (queue, value, done), 1, join=False, start_method="forkserver")
+        back = queue.get()
+        done.set()
+        while not running.join():
+            pass
+        answer = [value.data_ptr() - before, back.data_ptr() - before, back[0, 0].item()]
+        """,
+        kind=kind,
+    )
+    assert answer == [0, 80, 21]
+
+
+@pytest.mark.parametrize("kind", ["Pool", "torch.Pool", "ProcessPoolExecutor"])
+def test_pools(device: str, get: Callable[..., Server], elsewhere: Elsewhere, kind: str) -> None:
+    """Arguments and results of a pool are the memory itself, which its workers write to."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        from concurrent.futures import ProcessPoolExecutor
+
+        value = client.call("get")
+        before = value.data_ptr()
+        if kind == "ProcessPoolExecutor":
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+                back = pool.submit(family.row_of, value).result()
+                pool.submit(family.fill, value[3]).result()
+        else:
+            with (mp if kind == "torch.Pool" else multiprocessing).get_context("forkserver").Pool(1) as pool:
+                back = pool.apply(family.row_of, (value,))
+                pool.map(family.fill, [value[3]])
+        answer = [value.data_ptr() - before, back.data_ptr() - before, value[:, 0].tolist()]
+        """,
+        kind=kind,
+    )
+    assert answer == [0, 40, [0, 10, 20, 7]]
+
+
+def test_managers(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A manager's process keeps the memory, and gives it back as what it is."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = value.data_ptr()
+        with mp.get_context("forkserver").Manager() as manager:
+            shared = manager.list([value[1]])
+            back = shared[0]
+            answer = [value.data_ptr() - before, back.data_ptr() - before]
+        """
+    )
+    assert answer == [0, 40]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_data_loaders(
+    request: pytest.FixtureRequest,
+    device: str,
+    get: Callable[..., Server],
+    elsewhere: Elsewhere,
+    method: str,
+) -> None:
+    """Workers have the data set's tensors in place; rows come back as views, and batches as new tensors."""
+    if device == "cuda" and method == "fork":
+        pytest.skip("CUDA does not work in a forked child")
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        from torch.utils.data import DataLoader
+
+        value = client.call("get")
+        before = value.data_ptr()
+        rows = family.Rows(value)
+        single = DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=method)
+        batched = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
+        # In a list: a worker lives until its loader is done, and what it sent must have been received by then.
+        answer = [
+            [row.data_ptr() - before for row in single],
+            [batch[:, 0].tolist() for batch in batched],
+            value.data_ptr() - before,
+        ]
+        """,
+        method=method,
+    )
+    assert answer == [[0, 40, 80, 120], [[0, 10], [20, 30]], 0]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """It has the mapping and its descriptor, and what its parent gets is its own."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = value.data_ptr()
+        with peer("fork", value) as child, peer("forkserver") as other:
+            child.call(family.write, 0, 3)
+            row = child.call(family.first)[1]
+            answer = [row.data_ptr() - before, row.unique().tolist(), value.data_ptr() - before]
+            other.call(family.keep, row)
+            other.call(family.write, 0, 4)
+            answer += [child.call(family.first)[:, 0].tolist()]
+        """
+    )
+    assert answer == [40, [3], 0, [3, 4, 3, 3]]
+
+
+@pytest.mark.parametrize("method", STARTED)
+def test_more_segments_than_a_child_inherits(
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, method: str
+) -> None:
+    """260 objects of their own arrive in one child; a fork server takes fewer than 256 descriptors."""
+    provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
+    serve()
+    answer = elsewhere(
+        """
+        values = [client.call("number", number) for number in range(260)]
+        places = [value.data_ptr() for value in values]
+        with peer(method, *values) as child:
+            child.call(family.write, 259, 5)
+            answer = [child.call(family.read)[::100], child.call(family.facts)[0], values[259].tolist()]
+            answer += [[value.data_ptr() for value in values] == places]
+        """,
+        method=method,
+    )
+    assert answer == [[0, 100, 200], 260, [5, 5], True]
+
+
+# Kinds of tensors.
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda device: nn.Parameter(torch.ones(3, device=device)), "value"),
+        (lambda device: torch.eye(3, device=device).to_sparse(), "value._values()"),
+        (lambda device: nn.Buffer(torch.ones(3, device=device)), "value"),
+    ],
+    ids=["parameter", "sparse", "buffer"],
+)
+def test_tensors_of_every_layout(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], torch.Tensor], part: str
+) -> None:
+    """What torch's multiprocessing takes apart is shared in its parts."""
+    get(make(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = eval(part).data_ptr()
+        with peer("forkserver") as child:
+            back = child.call(family.same, value)
+            mine, value = value, back
+            answer = [
+                eval(part).data_ptr() == before,
+                type(back) is type(mine),
+                back.requires_grad == mine.requires_grad,
+                bits(back.to_dense()) == bits(mine.to_dense()) if back.layout != torch.strided else bits(back) == bits(mine),
+            ]
+            value = mine
+            answer.append(eval(part).data_ptr() == before)
+        """,
+        part=part,
+    )
+    assert answer == [True] * 5
+
+
+def test_subclasses(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A subclass that pickles itself keeps its class, its attributes and its memory."""
+    from tests.kit.models import Marked
+
+    value = torch.ones(3, device=device).as_subclass(Marked)
+    value.mark = "box"
+    get(value)
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        before = value.data_ptr()
+        with peer("forkserver") as child:
+            back = child.call(family.same, value)
+            answer = [type(back).__name__, back.mark, back.data_ptr() == before]
+        """
+    )
+    assert answer == ["Marked", "box", True]
+
+
+def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Tensors of the process's own beside shared ones are torch's: shared with the child, empty ones included."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value, own = client.call("get"), torch.ones(3, device=device)
+        with peer("forkserver", own, value, torch.empty(0, device=device)) as child:
+            child.call(family.write, 0, 5)
+            answer = [own.tolist(), own.is_shared(), child.call(family.listed)]
+        """
+    )
+    assert answer == [[5, 5, 5], True, [5, 5, 5]]
+
+
+def test_a_graph_is_refused_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A tensor with an autograd history cannot leave its process."""
+    get(nn.Parameter(torch.ones(3, device=device)))
+    problem = elsewhere(
+        """
+        value = client.call("get")
+        try:
+            multiprocessing.reduction.ForkingPickler.dumps(value[1:])
+        except RuntimeError as error:
+            answer = str(error)
+        """
+    )
+    assert "non-leaf tensor" in problem
+
+
+# What is shared already.
+
+
+def test_sharing_what_is_shared_leaves_it(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """``share_memory_()`` of a tensor, a storage and a module moves nothing, and all say that they are shared."""
+    get(nn.ParameterDict({"matrix": matrix(device)}))
+    answer = elsewhere(
+        """
+        module = client.call("get")
+        tensor, before = module["matrix"], module["matrix"].data_ptr()
+        answer = [
+            tensor.is_shared(),
+            tensor.untyped_storage().is_shared(),
+            tensor.share_memory_() is tensor,
+            tensor.untyped_storage().share_memory_() is tensor.untyped_storage(),
+            module.share_memory() is module,
+            tensor.data_ptr() == before,
+        ]
+        """
+    )
+    assert answer == [True] * 6
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_sharing_ones_own_moves_it_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """What does not lie in a segment is not shared until torch has moved it."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        client.call("get")
+        own = torch.ones(3)
+        before, answer = own.data_ptr(), [own.is_shared()]
+        answer += [own.share_memory_().data_ptr() == before, own.is_shared(), own.tolist()]
+        """
+    )
+    assert answer == [False, False, True, [1, 1, 1]]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A result in a pool is its caller's own: it is moved, and later calls, which use the chunk again, do not change it."""
+    provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value)))
+    serve()
+    answer = elsewhere(
+        """
+        value = client.call("new", 1)
+        shared = client.call("new", 2).share_memory_()
+        with peer("forkserver", value) as child:
+            child.call(family.keep, value[3:])
+            del value
+            for number in range(50):
+                client.call("new", 9)
+            answer = [child.call(family.read), shared.unique().tolist()]
+        """
+    )
+    assert answer == [[1, 1], [2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_results_of_one_call_stay_with_their_caller(
+    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
+) -> None:
+    """On a GPU torch cannot move them, and the error says what to do."""
+    provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value), device="cuda"))
+    serve()
+    problem = elsewhere(
+        """
+        try:
+            multiprocessing.reduction.ForkingPickler.dumps(client.call("new", 1))
+        except Exception as error:
+            answer = [type(error).__name__, str(error)]
+        """
+    )
+    assert problem[0] == "CapabilityError" and "send tensor.clone()" in problem[1]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_argument_that_an_endpoint_shares_and_returns(
+    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
+) -> None:
+    """Torch moves it out of the caller's pool, and the result is what lies in the new place."""
+
+    @provider.share(cache=False)
+    def share(value: torch.Tensor) -> torch.Tensor:
+        value.share_memory_()
+        return value.add_(1)
+
+    serve()
+    assert elsewhere('answer = client.call("share", torch.ones(1000)).unique().tolist()') == [2]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save", "joblib"])
+def test_copies_leave_the_sender_alone(device: str, get: Callable[..., Server], elsewhere: Elsewhere, way: str) -> None:
+    """Whatever copies by value makes a copy, and the original stays shared."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        import copy, io, pickle
+
+        value = client.call("get")
+        before = value.data_ptr()
+        if way == "pickle":
+            copied = pickle.loads(pickle.dumps(value))
+        elif way == "deepcopy":
+            copied = copy.deepcopy(value)
+        elif way == "torch.save":
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            copied = torch.load(file)
+        else:
+            from joblib import Parallel, delayed
+            from joblib.externals.loky import get_reusable_executor
+
+            _, copied = Parallel(2)(delayed(family.pid_and)(None, tensor) for tensor in (value[:1], value))[1]
+            get_reusable_executor().shutdown(wait=True)
+        copied[0] = -1
+        answer = [value.data_ptr() == before, value[:, 0].tolist(), copied[:, 0].tolist()]
+        """,
+        way=way,
+    )
+    assert answer == [True, [0, 10, 20, 30], [-1, 10, 20, 30]]
+
+
+# Read-only.
+
+
+def test_read_only_memory_stays_read_only(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A child that writes ends, and nothing was written; a child that reads sees what the server writes."""
+    get(matrix(device), access="read")
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        writer = Peer("forkserver", value)
+        with peer("forkserver", value) as reader:
+            try:
+                writer.call(family.write, 0, 5)
+            except Exception:  # on a GPU the error comes back, on the host the child is gone
+                pass
+            writer.close()
+            back = reader.call(family.first)
+            answer = [value[:, 0].tolist(), back.data_ptr() == value.data_ptr(), writer.process.exitcode]
+        """
+    )
+    code = answer.pop()
+    assert answer == [[0, 10, 20, 30], True]
+    assert device != "cpu" or code == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_seal_holds_in_a_child(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """The descriptor that it was sent maps for reading only."""
+    get(matrix(device), access="read")
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        with peer("forkserver", value) as child:
+            try:
+                child.call(family.map_for_writing)
+            except RuntimeError as error:
+                answer = str(error)
+        """
+    )
+    assert answer.startswith("CapabilityError: the segment is shared read-only")
+
+
+def test_a_maker_gets_its_own_read_only_memory_back(device: str, base_path: str, children: list[Child]) -> None:
+    """What a server shares for reading and sends to a child is read-only there, and comes back as the server's own."""
+    server = python(
+        f"""
+        import torch
+        from shared_rpc import Provider, Server
+        from tests.kit.family import Peer, access, same, settle
+
+        value = torch.arange(4.0, device={device!r})
+        provider = Provider(device={device!r})
+        provider.share("get", access="read")(lambda: value)
+        with Server(provider):
+            provider.call("get")
+            child = Peer("forkserver", value)
+            back = child.call(same, value[1:])
+            back.fill_(5)
+            settle()
+            print("back:", back.data_ptr() - value.data_ptr(), value.tolist(), child.call(access))
+            child.close()
+        """
+    )
+    children.append(server)
+    assert server.expect("back:") == "back: 4 [0.0, 5.0, 5.0, 5.0] read"
+    assert server.close() == (0, "")
+
+
+# Lifetimes.
+
+
+def test_nothing_is_left_when_all_is_gone(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """Mappings and descriptors go with the last tensor, in the child and in the sender."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        from tests.kit.processes import open_fds
+        import gc
+
+        def use(child):
+            value = client.call("get")
+            child.call(family.keep, value, value[1])
+            held = child.call(family.facts)[1:], len(MAPPINGS), family.descriptors()
+            child.call(family.drop)
+            return held
+
+        with peer("forkserver") as child:
+            use(child)  # opens what stays open: the listener that hands out descriptors
+            gc.collect(); family.settle()
+            before = open_fds(), child.call(family.facts)[1:]
+            held = use(child)
+            gc.collect(); family.settle()
+            answer = [held, [open_fds() - before[0], child.call(family.facts)[1:] == before[1], before[1], len(MAPPINGS)]]
+        """
+    )
+    descriptors = 1 if device == "cpu" else 0
+    assert answer == [[[1, descriptors], 1, descriptors], [0, True, [0, 0], 0]]
+
+
+def test_a_killed_child_leaves_nothing(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """SIGKILL ends its mapping, and nobody else's."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        from tests.kit.processes import open_fds
+
+        value = client.call("get")
+        with peer("forkserver", value):
+            pass
+        before = open_fds()
+        child = Peer("forkserver", value)
+        child.call(family.write, 0, 5)
+        child.process.kill()
+        child.close()
+        child.process.close()
+        answer = [value.unique().tolist(), open_fds() - before]
+        """
+    )
+    assert answer == [[5], 0]
+
+
+def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None, base_path: str, provider: Provider) -> None:
+    """The memory is there as long as somebody has it: both are gone, and a child still reads and computes."""
+    provider.share("get")(lambda: matrix(device))
+    with Server(provider):
+        parent = python(
+            f"""
+            import multiprocessing, os, sys
+            from shared_rpc import Client
+            from tests.kit.family import outlive
+
+            client = Client(device={device!r}, connect_timeout=0)
+            value = client.call("get")
+            context = multiprocessing.get_context("spawn")
+            child = context.Process(target=outlive, args=(value,))
+            child.start()
+            sys.stdin.readline()
+            os.kill(os.getpid(), 9)
+            """
+        )
+        parent.expect("child has it")
+        parent.tell("end")
+    assert parent.process.wait(30) == -signal.SIGKILL
+    assert parent.expect("alone:") == "alone: [0.0, 10.0, 20.0, 30.0]"
+    parent.close()
+
+
+# Clients and servers of one family.
+
+
+def test_a_child_hands_it_to_the_server_by_name(
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, base_path: str
+) -> None:
+    """As an argument of a call it is named, not copied; no lease is the child's."""
+    provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
+
+    @provider.share(cache=False)
+    def where(value: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([value.data_ptr()], device=device)
+
+    serve()
+    answer = elsewhere(
+        """
+        with client.call("get") as handle, peer("forkserver", handle.value[1:]) as child:
+            answer = [*child.call(family.call, base_path, device, "where"), os.getpid()]
+        """
+    )
+    with provider.call("get") as handle:
+        at = handle.value.data_ptr() + 4
+    (found,), copied, leased, pid = answer
+    assert (found, copied, leased) == (at, 0, [pid])
+
+
+@pytest.mark.parametrize("worker", [False, True], ids=["in process", "worker"])
+def test_an_endpoint_sends_what_is_published_to_a_child(
+    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere, worker: bool
+) -> None:
+    """The server's own object stays where its clients have it, and what a child of the server writes is seen by all."""
+    (tmp_path / "app.py").write_text(APP)
+    options = [] if worker else ["--in-process"]
+    server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), *options, environ={"DEVICE": device})
+    children.append(server)
+    server.expect("serving")
+    answer = elsewhere(
+        """
+        mine = client.call("get")
+        filled = client.call("fill", 5)
+        family.settle()
+        answer = [mine.tolist(), filled.data_ptr() == mine.data_ptr()]
+        """
+    )
+    assert answer == [[5, 5, 5, 5], True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("mechanism", ["vmm", "ipc", "pool"])
+def test_every_mechanism(
+    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere, mechanism: str
+) -> None:
+    """Memory that belongs to its maker is opened once more in the child, and let go there before its maker frees it."""
+    (tmp_path / "app.py").write_text(APP)
+    environ = {"DEVICE": device, "MECHANISM": mechanism}
+    server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), "--in-process", environ=environ)
+    children.append(server)
+    server.expect("serving")
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        with peer("forkserver", value) as child:
+            child.call(family.write, 0, 5)
+            answer = [value.tolist(), child.call(family.same, value[1:]).data_ptr() - value.data_ptr()]
+        """
+    )
+    assert answer == [[5, 5, 5, 5], 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_child_that_names_gpus_in_another_way(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """A GPU is known by its UUID, whatever the child's own number for it."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        mine = value.device.index
+        count = torch.cuda.device_count()
+        numbers = visible.split(",") if visible else [str(number) for number in range(count)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(reversed(numbers))
+        try:
+            child = Peer("spawn", value)
+            child.call(family.write, 0, 5)
+            answer = [value.unique().tolist(), child.call(family.device) == count - 1 - mine]
+            child.close()
+        finally:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if visible is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        """
+    )
+    assert answer == [[5], True]
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_without_a_descriptor_sending_is_refused(
+    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
+) -> None:
+    """Mappings keep a part of the descriptors that a process may have; for the others the error says what to do."""
+    provider.share("number")(lambda number: torch.full((2,), float(number)))
+    serve()
+    answer = elsewhere(
+        """
+        import resource
+        from tests.kit.processes import open_fds
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            client.ping()
+            before = open_fds()
+            values = [client.call("number", number) for number in range(30)]
+            kept = open_fds() - before
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        places = [value.data_ptr() for value in values]
+        dumps = multiprocessing.reduction.ForkingPickler.dumps
+        dumps(values[0])
+        try:
+            dumps(values[29])
+        except Exception as error:
+            answer = [kept, type(error).__name__, str(error), [value.data_ptr() for value in values] == places]
+        again = client.call("number", 29)
+        """
+    )
+    kept, kind, text, stayed = answer
+    assert (kept, kind, stayed) == (16, "CapabilityError", True)
+    assert "1/4" in text and "ulimit -n" in text and "call the endpoint" in text
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_sender_that_is_gone_is_named(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """As with torch's own tensors it must live until its message was received; the error says so."""
+    get(matrix(device))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        child = Peer("forkserver", value)
+        child._connection.send((family.first, ()))
+        child._connection.poll(30)  # the answer is there, and the memory is to be fetched
+        child.process.kill()
+        child.process.join()
+        try:
+            child.answer()
+        except (OSError, EOFError) as error:
+            answer = error.__notes__
+        """
+    )
+    assert "must live until it has been received" in answer[0]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_receiver_that_cannot_map_says_why(get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+    """The memory is refused with the reason, and no descriptor is left."""
+    get(torch.ones(64 << 20))
+    answer = elsewhere(
+        """
+        value = client.call("get")
+        with peer("forkserver") as child:
+            child.call(family.limit_address_space)
+            try:
+                child.call(family.keep, value)
+            except RuntimeError as error:
+                answer = [str(error), child.call(family.facts)]
+        """
+    )
+    assert answer[0].startswith("CapabilityError: cannot map 268435456 bytes of host memory: Cannot allocate memory")
+    assert answer[1] == [0, 0, 0]

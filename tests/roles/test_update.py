@@ -1,0 +1,609 @@
+"""Writing to shared memory in place: revisions, who waits for them, and what a killed writer leaves behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Handle, Provider, Server
+from shared_rpc.client import operations
+from shared_rpc.errors import (
+    CapabilityError,
+    ConfigurationError,
+    DeadlineExceeded,
+    StaleHandleError,
+    UpdateInterrupted,
+)
+from shared_rpc.memory import futex, revisions
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.revisions import Page, new_page, read_only
+from shared_rpc.memory.segments import SegmentInfo
+from tests.kit.apps import App, at_once
+from tests.kit.processes import Child, python
+
+#: A process that takes orders; it holds what ``load`` gives.
+PEER = """
+    import sys
+    import torch
+    from shared_rpc import Client, errors
+
+    client = Client(device=DEVICE)
+    handle = client.call("load")
+    value = handle.value
+    print("ready", flush=True)
+    for line in sys.stdin:
+        exec(line)
+"""
+
+
+def weights(size: int = 1000) -> torch.Tensor:
+    """The endpoint."""
+    return torch.zeros(size)
+
+
+def gpu_weights() -> torch.Tensor:
+    """64 MiB of them."""
+    return torch.zeros(16 << 20, device="cuda")
+
+
+def run(peer: Child, code: str) -> None:
+    """Have the other process carry out several lines."""
+    peer.tell(f"exec({code!r})")
+
+
+def ask(peer: Child, order: str, answer: str) -> str:
+    """Have the other process do something, and hear what it prints."""
+    peer.tell(order)
+    return peer.expect(answer).removeprefix(answer).strip()
+
+
+@pytest.fixture
+def server(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Server:
+    """Weights to write to, and some that clients only read."""
+    provider.share("load", managed=True)(weights)
+    provider.share("sealed", managed=True, access="read")(weights)
+    return serve()
+
+
+@pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """A client in the server's process."""
+    return connect()
+
+
+@pytest.fixture
+def peer(server: Server, children: list[Child]) -> Child:
+    """Another process with a handle of the weights."""
+    child = python(PEER.replace("DEVICE", "'cpu'"))
+    children.append(child)
+    child.expect("ready")
+    return child
+
+
+# In every role.
+
+
+def test_an_update_is_the_next_even_revision(app: App) -> None:
+    """Odd in the block; the value is what is written to, and all handles of the object see the same number."""
+    app.share("load", managed=True)(weights)
+    one, other = app.provider.call("load"), app.provider.call("load")
+    assert (one.revision, other.revision) == (0, 0)
+    for expected in (1, 3):
+        with app.provider.update(one) as value:
+            assert (value is one.value, one.revision, other.revision) == (True, expected, expected)
+            value.fill_(expected)
+        assert (one.revision, other.revision, float(other.value[0])) == (expected + 1, expected + 1, expected)
+    app.provider.refresh("load")
+    with one.latest() as new, app.provider.update(new):
+        assert (one.revision, new.revision, one.wait_revision(4)) == (4, 1, 4)
+
+
+def test_a_released_handle_has_no_revision(app: App) -> None:
+    """Also if it was looked at before; and nothing is written through it."""
+    app.share("load", managed=True)(weights)
+    handle = app.provider.call("load")
+    assert handle.revision == 0
+    handle.release()
+    for look in (lambda: handle.revision, lambda: handle.wait_revision(0), lambda: handle.read_consistent(torch.clone)):
+        with pytest.raises(StaleHandleError, match="was released"):
+            look()
+    with pytest.raises(StaleHandleError, match="was released"), app.provider.update(handle):
+        pass
+
+
+def test_a_block_that_raises(app: App) -> None:
+    """What was written stays and is told as such, until another update ends."""
+    app.share("load", managed=True)(weights)
+    handle = app.provider.call("load")
+    with pytest.raises(ZeroDivisionError), app.provider.update(handle) as value:
+        value[0] = 7
+        raise ZeroDivisionError
+    assert (handle.revision, handle.value[0]) == (1, 7)
+    for wait in (lambda: handle.wait_revision(2), lambda: handle.wait_revision(0), lambda: handle.read_consistent(torch.clone)):
+        with pytest.raises(UpdateInterrupted, match=f"by pid {os.getpid()} began with revision 1 and did not end") as caught:
+            wait()
+        assert (caught.value.revision, caught.value.pid) == (1, os.getpid())
+    with app.provider.update(handle):
+        assert handle.revision == 3
+    assert handle.wait_revision(2) == 4
+
+
+def test_waiting_for_oneself(app: App) -> None:
+    """In the block another update, or a wait, would never end; other objects are no matter."""
+    app.share("load", managed=True)(weights)
+    handle, again, other = app.provider.call("load", 4), app.provider.call("load", 4), app.provider.call("load", 5)
+    with app.provider.update(handle):
+        with pytest.raises(ConfigurationError, match="this thread is updating object"), app.provider.update(handle):
+            pass
+        with pytest.raises(ConfigurationError, match="would wait for itself"):
+            again.wait_revision(2)
+        with app.provider.update(other):
+            pass
+    assert (handle.revision, other.revision) == (2, 2)
+
+
+def test_writers_take_turns(app: App) -> None:
+    """Threads of one process, each with a handle of its own."""
+    app.share("load", managed=True)(weights)
+    inside = []
+
+    def write() -> None:
+        with app.provider.call("load") as handle:
+            for _ in range(50):
+                with app.provider.update(handle) as value:
+                    inside.append(1)
+                    assert len(inside) == 1
+                    value.add_(1)
+                    inside.pop()
+
+    assert at_once(write, write, write) == [None] * 3
+    handle = app.provider.call("load")
+    assert (handle.revision, handle.value.unique().tolist()) == (300, [150])
+
+
+def test_another_writer_is_waited_for(app: App, go: threading.Event, begun: threading.Event) -> None:
+    """For so long and no longer; the error says who writes."""
+    app.share("load", managed=True)(weights)
+    one, other = app.provider.call("load"), app.provider.call("load")
+
+    def write() -> None:
+        with app.provider.update(one):
+            begun.set()
+            assert go.wait(30)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(10)
+    with (
+        pytest.raises(DeadlineExceeded, match=f"is being updated by pid {os.getpid()}"),
+        app.provider.update(other, timeout=0.05),
+    ):
+        pass
+    with pytest.raises(DeadlineExceeded, match="is at revision 1, and 2 was waited for"):
+        other.wait_revision(2, timeout=0.05)
+    with pytest.raises(DeadlineExceeded):
+        other.read_consistent(torch.clone, timeout=0.05)
+    threading.Timer(0.05, go.set).start()
+    with app.provider.update(other):
+        assert other.revision == 3
+    thread.join(10)
+    assert other.revision == 4
+
+
+# Between processes.
+
+
+def test_an_update_is_seen_by_another_process(client: Client, peer: Child) -> None:
+    """In both directions; who waits is woken, and sees all that was written."""
+    with client.call("load") as handle:
+        peer.tell("print('revision', handle.wait_revision(1), *value.unique().tolist(), flush=True)")
+        with client.update(handle) as value:
+            value.fill_(5)
+        assert peer.expect("revision") == "revision 2 5.0"
+        peer.tell("with client.update(handle): value.fill_(6)")
+        assert handle.wait_revision(3, timeout=20) == 4
+        assert handle.value.unique().tolist() == [6]
+
+
+def test_a_look_asks_nobody(server: Server, client: Client, peer: Child) -> None:
+    """But the first one: it goes on when the server has gone, between the processes that are left."""
+    handle = client.call("load")
+    assert handle.revision == 0
+    assert ask(peer, "print('at', handle.revision, flush=True)", "at") == "0"
+    server.stop()
+    peer.tell("with client.update(handle): value.fill_(4)")
+    assert (handle.wait_revision(2, timeout=20), float(handle.value[0])) == (2, 4)
+    begin = time.perf_counter()
+    for _ in range(1000):
+        assert handle.revision == 2
+    assert time.perf_counter() - begin < 0.5
+    handle.release()
+
+
+def test_the_server_writes_what_others_only_read(server: Server, provider: Provider, client: Client, peer: Child) -> None:
+    """The numbers are theirs to read as well, and a client's update is refused."""
+    ask(peer, "handle = client.call('sealed'); value = handle.value; print('sealed', handle.revision, flush=True)", "sealed")
+    with client.call("sealed") as handle, provider.call("sealed") as own:
+        with pytest.raises(CapabilityError, match="shared with access='read'"), client.update(handle):
+            pass
+        with provider.update(own) as value:
+            assert handle.revision == 1
+            run(peer, "try: handle.wait_revision(2, 0.1)\nexcept Exception as e: print('late', type(e).__name__, flush=True)")
+            assert peer.expect("late") == "late DeadlineExceeded"
+            value.fill_(3)
+        assert ask(peer, "print('now', handle.wait_revision(2), value.unique().tolist(), flush=True)", "now") == "2 [3.0]"
+
+
+def test_readers_never_see_half(client: Client, peer: Child) -> None:
+    """While another process writes without a pause, what is read is of one revision, though most reads meet an update."""
+    run(peer, "while True:\n  with client.update(handle):\n    for part in value.view(10, 100): part.add_(1)")
+    with client.call("load") as handle:
+        seen, tries = [], []
+
+        def read(value: torch.Tensor) -> torch.Tensor:
+            tries.append(1)
+            first = value[:500].clone()
+            return torch.cat([first, value[500:]])
+
+        handle.wait_revision(10, timeout=20)
+        end = time.monotonic() + 30
+        while (len(seen) < 200 or len(tries) == len(seen) or seen[-1] == seen[0]) and time.monotonic() < end:
+            (one,) = handle.read_consistent(read, timeout=20).unique().tolist()
+            seen.append(one)
+        assert seen == sorted(seen) and seen[-1] > seen[0]
+        assert len(tries) > len(seen)
+    peer.kill()
+
+
+def test_a_reader_s_own_error(client: Client) -> None:
+    """Counts if nobody wrote meanwhile; else it met what was half-written, and is tried again."""
+    with client.call("load") as handle, client.call("load") as writer:
+        with pytest.raises(ZeroDivisionError):
+            handle.read_consistent(lambda value: 1 / int(value[0]))
+        calls = []
+
+        def read(value: torch.Tensor) -> float:
+            calls.append(1)
+            if len(calls) == 1:
+                with client.update(writer):
+                    value.fill_(2)
+                raise ZeroDivisionError
+            return float(value[0])
+
+        assert (handle.read_consistent(read), len(calls)) == (2, 2)
+
+
+def test_a_killed_writer(client: Client, peer: Child) -> None:
+    """Readers that wait are told at once, those that look see an odd revision; the next writer goes on from there."""
+    with client.call("load") as handle:
+        order = "update = client.update(handle); update.__enter__().fill_(8); print('writing', flush=True)"
+        ask(peer, order, "writing")
+        assert handle.revision == 1
+        with pytest.raises(DeadlineExceeded):
+            handle.wait_revision(0, timeout=0.1)
+        outcomes: list[Any] = []
+        waiting = threading.Thread(target=lambda: outcomes.extend(at_once(lambda: handle.wait_revision(2, timeout=30))))
+        waiting.start()
+        begin = time.monotonic()
+        peer.kill()
+        waiting.join(20)
+        assert isinstance(outcomes[0], UpdateInterrupted) and time.monotonic() - begin < 5
+        assert (outcomes[0].pid, outcomes[0].revision, handle.revision) == (peer.pid, 1, 1)
+        with client.update(handle, timeout=5) as value:
+            assert (handle.revision, float(value[0])) == (3, 8)
+            value.fill_(9)
+        assert handle.wait_revision(2) == 4
+
+
+def test_a_killed_writer_s_children(client: Client, peer: Child) -> None:
+    """Neither a process it forked in the block nor one it started keeps the update going."""
+    order = (
+        "import os, subprocess, time; update = client.update(handle); update.__enter__(); "
+        "sleeper = subprocess.Popen(['sleep', '60']); forked = os.fork() or time.sleep(60); "
+        "print('pids', forked, sleeper.pid, flush=True)"
+    )
+    pids = [int(pid) for pid in ask(peer, order, "pids").split()]
+    try:
+        with client.call("load") as handle:
+            peer.process.kill()
+            peer.process.wait()
+            with pytest.raises(UpdateInterrupted):
+                handle.wait_revision(2, timeout=10)
+    finally:
+        for pid in pids:
+            os.kill(pid, 9)
+
+
+def test_a_forked_child_that_leaves_the_block(client: Client, peer: Child) -> None:
+    """Ends nobody's update but its own: the parent's goes on."""
+    code = """
+import math
+import os
+with client.update(handle):
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        print('in the block', handle.revision, flush=True)
+        sys.stdin.readline()
+if not pid:
+    os._exit(0)
+print('after it', handle.revision, flush=True)
+"""
+    run(peer, code)
+    assert peer.expect("in the block") == "in the block 1"
+    with client.call("load") as handle:
+        with pytest.raises(DeadlineExceeded), client.update(handle, timeout=0.05):
+            pass
+        peer.tell("go on")
+        assert peer.expect("after it") == "after it 2"
+        assert handle.revision == 2
+
+
+def test_a_page_goes_with_its_object(server: Server, client: Client) -> None:
+    """The server's descriptor is closed when the object is dropped; one that is gone has no page."""
+    with client.call("load") as handle:
+        assert handle.revision == 0
+        assert server.engine.ask(lambda core: len(core.revisions._pages)) == 1
+        client.invalidate_call_cache("load")
+        unseen = client.call("load")
+    assert server.engine.ask(lambda core: len(core.revisions._pages)) == 0
+    client.invalidate_call_cache("load")
+    client._run(operations.release([unseen.object_id]))  # the handle does not know
+    with pytest.raises(StaleHandleError, match="the server owns no object"):
+        _ = unseen.revision
+    unseen.release()
+
+
+def test_buffers_have_revisions_too(client: Client, peer: Child) -> None:
+    """As any object."""
+    with client.create_buffer((4,), "float32", zero=True) as buffer:
+        ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got', flush=True)", "got")
+        peer.tell("with client.update(b) as v: v.fill_(2)")
+        assert (buffer.wait_revision(1, timeout=20), buffer.value.tolist()) == (2, [2.0] * 4)
+        client.free_buffer(buffer)
+
+
+# In coroutines.
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Both."""
+    if request.param == "trio":
+        pytest.importorskip("trio")
+    return str(request.param)
+
+
+@pytest.mark.anyio
+async def test_updating_in_coroutines(server: Server, client: Client) -> None:
+    """The same names; the loop goes on while a coroutine waits, and one that is cancelled waits no more."""
+    from anyio import create_task_group, fail_after, move_on_after
+
+    async with AsyncClient(socket_path=server.socket_path) as other, await other.call("load") as handle:
+        assert await handle.revision == 0
+        seen = []
+
+        async def wait() -> None:
+            seen.append(await handle.wait_revision(1, timeout=20))
+
+        async with create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await other.ping()
+            async with other.update(handle) as value:
+                value.fill_(3)
+        assert seen == [2]
+        assert await handle.read_consistent(lambda value: float(value[0])) == 3
+        with move_on_after(0.02) as scope, fail_after(10):
+            await handle.wait_revision(3)
+        assert scope.cancelled_caught
+        with client.call("load") as writer, client.update(writer):
+            with pytest.raises(DeadlineExceeded):
+                async with other.update(handle, timeout=0.05):
+                    pass
+            with move_on_after(0.02) as scope:
+                async with other.update(handle):
+                    pass
+            assert scope.cancelled_caught
+        with move_on_after(5) as scope:
+            async with other.update(handle):
+                scope.cancel()
+        assert await handle.wait_revision(0) == 6
+
+
+# The page itself.
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page of revision 0."""
+    yield Page(new_page(), [], "one")
+
+
+class Device:
+    """A GPU that notes at which revision it was waited for; ``ready`` is whether it lets itself be."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.waits: list[int] = []
+        self.page = Page(new_page(), [SegmentInfo("a", 4096, "GPU-1", mechanism="vmm")], "one")
+
+    def synchronize(self) -> bool:
+        """As a backend does."""
+        self.waits.append(self.page.revision)
+        return self.ready
+
+
+def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at the end of the block; if that cannot be done now, the update is interrupted, and the next one mends it."""
+    device = Device()
+    monkeypatch.setattr(revisions, "backend_for", lambda uuid, mechanism: {("GPU-1", "vmm"): device}[uuid, mechanism])
+    page = device.page
+    with page.update(math.inf):
+        assert device.waits == []
+    assert (device.waits, page.revision) == ([1], 2)
+    device.ready = False
+    with pytest.raises(CapabilityError, match="GPU GPU-1 cannot be waited for, because a CUDA graph"), page.update(math.inf):
+        pass
+    with pytest.raises(UpdateInterrupted):
+        page.wait(2, math.inf)
+    device.ready = True
+    with page.update(math.inf):
+        pass
+    assert (device.waits, page.wait(2, math.inf)) == ([1, 3, 5], 6)
+
+
+def test_many_revisions(page: Page) -> None:
+    """They go on where 32 bits end, the word that is waited on included."""
+    page._revision.value = (1 << 32) - 2
+    with page.update(time.monotonic() + 5):
+        assert page.revision == (1 << 32) - 1
+    threading.Timer(0.05, lambda: at_once(lambda: _update(page))).start()
+    assert page.wait((1 << 32) + 1, time.monotonic() + 10) == (1 << 32) + 2
+
+
+def _update(page: Page) -> None:
+    with page.update(time.monotonic() + 5):
+        pass
+
+
+def test_a_reader_s_page_cannot_be_written() -> None:
+    """Its descriptor does not allow a writable mapping."""
+    with new_page() as segment, read_only(segment) as sealed:
+        assert sealed.info.access == "read"
+        with pytest.raises(CapabilityError, match="cannot map"):
+            HOST.map(sealed.fileno(), sealed.info.nbytes, "read_write")
+        reader = Page(sealed.duplicate(), [], "one")
+        _update(Page(segment.duplicate(), [], "one"))
+        assert reader.wait(1, time.monotonic() + 5) == 2
+        with pytest.raises(CapabilityError, match="access='read'"):
+            _update(reader)
+
+
+def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is waited for."""
+    monkeypatch.setattr(futex, "_NUMBER", None)
+    with pytest.raises(CapabilityError, match=r"futex\(2\), whose number is not known here"):
+        new_page()
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_who_waits_is_woken(
+    page: Page, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, ends: str
+) -> None:
+    """By the end of the update, whichever it is; nobody looks again and again."""
+    monkeypatch.setattr(revisions, "SLICE", 20.0)
+
+    def write() -> None:
+        with page.update(math.inf):
+            begun.set()
+            assert go.wait(30)
+            if ends == "badly":
+                raise ZeroDivisionError
+
+    def wait() -> tuple[int, float]:
+        assert begun.wait(10)
+        threading.Timer(0.1, go.set).start()
+        begin = time.monotonic()
+        try:
+            return page.wait(1, math.inf), time.monotonic() - begin
+        except UpdateInterrupted as error:
+            return error.revision, time.monotonic() - begin
+
+    (revision, seconds), _ = at_once(wait, write)
+    assert (revision, seconds < 5) == (2 if ends == "well" else 1, True)
+
+
+# On a GPU.
+
+
+@pytest.fixture
+def on_gpu(base_path: str, children: list[Child]) -> Iterator[tuple[Server, Provider, Handle[torch.Tensor], Child]]:
+    """Weights of 64 MiB on the GPU, in the server's process, and another process that holds them."""
+    provider = Provider(base_path, device="cuda", execution_mode="server")
+    provider.share("load", managed=True)(gpu_weights)
+    with Server(provider) as server:
+        child = python(PEER.replace("DEVICE", "'cuda'"))
+        children.append(child)
+        child.expect("ready")
+        with provider.call("load") as handle:
+            yield server, provider, handle, child
+
+
+@pytest.mark.gpu
+def test_queued_work_is_done_when_the_revision_is_seen(
+    on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child],
+) -> None:
+    """Also that of a side stream, which the writer did not wait for; the reader waits for nothing but the number."""
+    _, provider, handle, peer = on_gpu
+    for number in range(1, 21):
+        peer.tell(f"r = handle.wait_revision({2 * number - 1}); print('all', int((value == {number}).all()), r, flush=True)")
+        with provider.update(handle) as value:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                value.fill_(number)
+        assert peer.expect("all") == f"all 1 {2 * number}"
+
+
+@pytest.mark.gpu
+def test_consistent_reads_of_queued_work(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+    """What a reader queues is waited for before the revision is looked at again."""
+    _, _, handle, peer = on_gpu
+    # With pauses: the two processes use the GPU in turns, and a turn is longer than an update.
+    code = """
+import time
+while True:
+    with client.update(handle):
+        for part in value.view(16, -1):
+            part.add_(1)
+    time.sleep(0.02)
+"""
+    run(peer, code)
+    handle.wait_revision(10, timeout=60)
+    for _ in range(30):
+        low, high = handle.read_consistent(lambda value: (value.min(), value.max()), timeout=60)
+        assert low.item() == high.item()
+    peer.kill()
+
+
+@pytest.mark.gpu
+def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+    """It is refused and left as interrupted, and the capture is not broken; afterwards it can be done again."""
+    _, provider, handle, _ = on_gpu
+    static = torch.zeros(4, device="cuda")
+    with provider.update(handle):
+        pass
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static += 1
+        with pytest.raises(CapabilityError, match="a CUDA graph is being captured"), provider.update(handle):
+            pass
+    graph.replay()
+    torch.cuda.synchronize()
+    assert static.tolist() == [1.0] * 4
+    assert handle.revision % 2 == 1
+    with provider.update(handle) as value:
+        value.fill_(1)
+    assert handle.wait_revision(0) % 2 == 0
+
+
+@pytest.mark.gpu
+def test_a_killed_writer_on_a_gpu(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
+    """With kernels queued: told as interrupted, and the memory can be written anew."""
+    _, provider, handle, peer = on_gpu
+    order = "update = client.update(handle); update.__enter__().fill_(8); torch.cuda._sleep(10**10); print('in', flush=True)"
+    ask(peer, order, "in")
+    peer.kill()
+    with pytest.raises(UpdateInterrupted):
+        handle.wait_revision(2, timeout=30)
+    with provider.update(handle, timeout=30) as value:
+        value.fill_(2)
+    assert (handle.wait_revision(2), bool((handle.value == 2).all())) == (4, True)

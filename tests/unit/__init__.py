@@ -1,0 +1,1 @@
+"""Parts by themselves: no server, no process."""

@@ -1,0 +1,341 @@
+"""The rules of raw buffers and quotas, without sockets or devices; the clock is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
+from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.records import EMPTY_TABLE, Record
+from shared_rpc.store.buffers import BufferTable
+from shared_rpc.store.objects import StoredObject
+from shared_rpc.store.quotas import Quotas
+from shared_rpc.wire.buffers import ITEM_SIZES, Extent
+from tests.unit.test_store import Shelf, record_of
+
+#: What a device of these tests has, in bytes.
+TOTAL = 10_000
+
+
+class Buffers(Shelf):
+    """A store with buffers; sessions are letters, and their processes are numbered from 1."""
+
+    def __init__(self, max_bytes: int | None = None, capacity: int = 100, **limits: int) -> None:
+        super().__init__(max_bytes)
+        self.table = BufferTable(self.store, self.leases, self.clock, capacity=capacity)
+        self.quotas = Quotas(self.store, self.leases, limits, lambda session: ord(session) - ord("a") + 1)
+
+    def make(
+        self,
+        session: str = "a",
+        name: str = "own",
+        ttl: float | None = None,
+        max_accesses: int | None = None,
+        nbytes: int = 100,
+    ) -> StoredObject:
+        """A new buffer that a session holds."""
+        return self.table.add(session, record_of(name, nbytes=nbytes), ttl, max_accesses)
+
+    def reason(self, stored: StoredObject | str) -> str:
+        """Why a buffer is not to be had."""
+        with pytest.raises(BufferNotFound) as caught:
+            self.table.get("z", stored if isinstance(stored, str) else stored.object_id)
+        return caught.value.reason
+
+
+@pytest.fixture
+def buffers() -> Iterator[Buffers]:
+    """A store without limits, which drops everything in the end."""
+    buffers = Buffers()
+    yield buffers
+    buffers.store.clear()
+
+
+@pytest.fixture
+def limited() -> Iterator[Buffers]:
+    """A store that may take 300 bytes of the host."""
+    limited = Buffers(cpu=300)
+    yield limited
+    limited.store.clear()
+
+
+# Listed, and held.
+
+
+def test_a_buffer_stays_though_nobody_holds_it(buffers: Buffers) -> None:
+    """Without a ttl it is there until somebody frees it: whoever made it may have handed its id on, and ended."""
+    stored = buffers.make()
+    buffers.release("a", stored)
+    buffers.clock.time += 1e9
+    assert buffers.table.expire() is None and buffers.store.expire() is None
+    assert buffers.table.get("b", stored.object_id) is stored
+    assert buffers.leases.holders(stored.object_id) == {"b"}
+
+
+def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
+    """Nobody gets it any more, and nobody loses it."""
+    stored = buffers.make()
+    buffers.table.get("b", stored.object_id)
+    assert buffers.table.free(stored.object_id)
+    assert not buffers.table.free(stored.object_id)
+    assert buffers.reason(stored) == "freed"
+    buffers.release("a", stored)
+    assert buffers.dropped == [] and buffers.table.facts(stored.object_id)["state"] == "freed"
+    buffers.release("b", stored)
+    assert buffers.dropped == [stored] and len(buffers.table) == 0
+    assert buffers.reason(stored) == "freed"
+
+
+def test_a_buffer_that_nobody_holds_goes_when_it_is_freed(buffers: Buffers) -> None:
+    """At once."""
+    stored = buffers.make()
+    buffers.release("a", stored)
+    assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
+
+
+def test_expiry_takes_nothing_from_a_holder(buffers: Buffers) -> None:
+    """The ttl is about who may still get it; memory goes with the last lease."""
+    held, idle = buffers.make(ttl=10), buffers.make(name="other", ttl=20)
+    buffers.release("a", idle)
+    assert buffers.table.expire() == 10
+    buffers.clock.time += 10
+    assert buffers.table.expire() == 10
+    assert buffers.reason(held) == "expired" and buffers.dropped == []
+    buffers.clock.time += 10
+    assert buffers.table.expire() is None and buffers.dropped == [idle]
+    buffers.release("a", held)
+    assert buffers.dropped == [idle, held]
+
+
+@pytest.mark.parametrize("late", ["get", "free", "facts"])
+def test_the_clock_decides_and_not_the_sweeper(buffers: Buffers, late: str) -> None:
+    """Whoever asks after the time is too late, though nobody has looked since."""
+    stored = buffers.make(ttl=10)
+    buffers.clock.time += 9.5
+    buffers.table.get("b", stored.object_id)
+    buffers.clock.time += 0.5
+    if late == "free":
+        assert not buffers.table.free(stored.object_id)
+    elif late == "facts":
+        assert buffers.table.facts(stored.object_id)["state"] == "expired"
+    assert buffers.reason(stored) == "expired"
+
+
+def test_as_many_accesses_as_were_allowed(buffers: Buffers) -> None:
+    """The maker's is none of them; the last one is granted before the buffer is unlisted."""
+    stored = buffers.make(max_accesses=2)
+    buffers.release("a", stored)
+    assert buffers.table.facts(stored.object_id)["accesses_left"] == 2
+    buffers.table.get("b", stored.object_id)
+    assert buffers.table.facts(stored.object_id)["accesses_left"] == 1
+    buffers.table.get("c", stored.object_id)
+    assert buffers.leases.holders(stored.object_id) == {"b", "c"}
+    assert buffers.reason(stored) == "exhausted" and buffers.dropped == []
+    buffers.release("b", stored)
+    buffers.release("c", stored)
+    assert buffers.dropped == [stored]
+
+
+def test_ids_that_are_no_buffers(buffers: Buffers) -> None:
+    """A result of an endpoint cannot be got by its id, and not freed."""
+    result = buffers.add("f(1)", holders="a")
+    assert buffers.reason(result) == buffers.reason("x" * 1000) == "unknown"
+    assert not buffers.table.free(result.object_id) and result.listed
+    with pytest.raises(BufferNotFound) as caught:
+        buffers.table.get("a", "x" * 1000)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_cache_does_not_touch_buffers() -> None:
+    """They count against its budget and push cached objects out, and are never pushed out themselves."""
+    buffers = Buffers(max_bytes=250)
+    result = buffers.add("f(1)")
+    first, second = (buffers.make(name=name) for name in ("one", "two"))
+    buffers.store.settle(second.object_id)
+    for stored in (first, second):
+        buffers.release("a", stored)
+    buffers.store.invalidate(endpoint="")
+    assert buffers.dropped == [result] and buffers.store.nbytes == 200
+    buffers.store.clear()
+
+
+def test_only_so_many_buffers() -> None:
+    """Listed or held, and those that are being made: an empty one costs something too."""
+    buffers = Buffers(capacity=2)
+    stored = buffers.make()
+    buffers.table.check_capacity(0)
+    with pytest.raises(ServerBusy, match="2 buffers"):
+        buffers.table.check_capacity(1)
+    buffers.make(name="other")
+    buffers.table.free(stored.object_id)
+    with pytest.raises(ServerBusy):
+        buffers.table.check_capacity(0)
+    buffers.release("a", stored)
+    buffers.table.check_capacity(0)
+    buffers.store.clear()
+
+
+def test_the_end_drops_buffers_too(buffers: Buffers) -> None:
+    """And a timer that comes after it finds nothing."""
+    stored = buffers.make(ttl=10)
+    buffers.store.clear()
+    assert buffers.dropped == [stored]
+    buffers.clock.time += 100
+    assert buffers.table.expire() is None
+
+
+# Quotas.
+
+
+def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
+    """Whatever is held or listed counts, each segment once, and on its own device only."""
+    limited.add("f(1)", "shared", holders="a")
+    limited.add("f(2)", "shared", holders="b")
+    limited.make(name="buffer")
+    gpu = SegmentInfo("elsewhere", 5000, "GPU-1")
+    with Segment(gpu, -1) as segment:
+        limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None, None)
+        assert (limited.quotas.used("cpu"), limited.quotas.used("GPU-1")) == (200, 5000)
+    limited.quotas.promise("cpu", 100, TOTAL)
+    with pytest.raises(ServerBusy, match=r"1 bytes on cpu are asked for, the quota .* is 300, and 300 are in use"):
+        limited.quotas.promise("cpu", 1, TOTAL)
+
+
+def test_what_is_promised_counts(limited: Buffers) -> None:
+    """Several that are made at once do not all get the last bytes; what comes to nothing is given back."""
+    limited.quotas.promise("cpu", 200, TOTAL)
+    with pytest.raises(ServerBusy):
+        limited.quotas.promise("cpu", 101, TOTAL)
+    limited.quotas.redeem("cpu", 200)
+    limited.quotas.promise("cpu", 300, TOTAL)
+
+
+def test_idle_results_make_room(limited: Buffers) -> None:
+    """The least recently used first, and no more of them than are in the way."""
+    first, second = limited.add("f(1)"), limited.add("f(2)")
+    limited.add("f(3)", holders="a")
+    limited.store.lookup("f(1)")
+    limited.quotas.promise("cpu", 100, TOTAL)
+    assert limited.dropped == [second]
+    limited.quotas.promise("cpu", 100, TOTAL)
+    assert limited.dropped == [second, first]
+
+
+def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
+    """Where even all of it were not enough."""
+    limited.add("f(1)", "shared")
+    limited.add("f(2)", "shared", "own", holders="a")
+    with pytest.raises(ServerBusy):
+        limited.quotas.promise("cpu", 101, TOTAL)
+    assert limited.dropped == [] and limited.quotas.used("cpu") == 200
+
+
+def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
+    """For the person who has to find out what to stop."""
+    limited.make(session="a", name="small", nbytes=80)
+    limited.make(session="b", name="large", nbytes=120)
+    limited.release("a", limited.make(name="idle", nbytes=90))
+    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 120 bytes, and 90 bytes are buffers that nobody holds"):
+        limited.quotas.promise("cpu", 100, TOTAL)
+
+
+def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
+    """Objects over one buffer are no more memory than it, and it is not idle while one of them is held."""
+    limited.make(session="a", name="shared", nbytes=100)
+    limited.add("f(1)", "shared", holders="a")
+    limited.add("f(2)", "shared", holders="a")
+    limited.make(session="b", name="large", nbytes=110)
+    limited.add("f(3)", "over", holders="b")
+    limited.release("b", limited.make(session="b", name="over", nbytes=100))
+    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 210 bytes, and 0 bytes are buffers that nobody holds"):
+        limited.quotas.promise("cpu", 100, TOTAL)
+
+
+def test_no_bytes_always_fit(limited: Buffers) -> None:
+    """Where what clients hold is over the quota already, too."""
+    limited.add("f(1)", "a", "b", "c", "d", holders="a")
+    limited.quotas.promise("cpu", 0, TOTAL)
+    with pytest.raises(ServerBusy):
+        limited.quotas.promise("cpu", 1, TOTAL)
+
+
+@pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
+def test_what_never_fits_is_refused_as_such(quota: int | None, total: int, limit: int) -> None:
+    """More than the quota, or than the device has: waiting would not help."""
+    limits = {} if quota is None else {"cpu": quota}
+    buffers = Buffers(**limits)
+    buffers.quotas.promise("cpu", limit, total)
+    with pytest.raises(CapabilityError, match=f"is {limit}: there can never be so many"):
+        buffers.quotas.promise("cpu", limit + 1, total)
+
+
+def test_a_record_is_admitted_by_what_it_adds(limited: Buffers) -> None:
+    """A part of what is there already costs nothing."""
+    limited.add("f(1)", "one", "two", holders="a")
+    part, fits, large = record_of("one", "two"), record_of("three"), record_of("four", "five")
+    limited.quotas.admit(part)
+    limited.quotas.admit(fits)
+    with pytest.raises(ServerBusy):
+        limited.quotas.admit(large)
+    for record in (part, fits, large):
+        record.close()
+
+
+def test_without_a_quota_results_are_not_asked(buffers: Buffers) -> None:
+    """Their memory is there already, whatever the device has."""
+    record = record_of("one", nbytes=TOTAL * 10)
+    buffers.quotas.admit(record)
+    record.close()
+
+
+# Sizes.
+
+
+def test_the_dtypes_are_those_of_torch() -> None:
+    """By its names and with its sizes. (Some are newer than the oldest torch.)"""
+    for name, size in ITEM_SIZES.items():
+        if hasattr(torch, name):
+            assert getattr(torch, name).itemsize == size
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.sampled_from(["bool", "bfloat16", "complex128"]))
+def test_a_shape_is_laid_out_as_torch_does(shape: list[int], dtype: str) -> None:
+    """Contiguous, with the strides that torch gives an empty tensor too."""
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    extent = Extent.of(shape, dtype)
+    assert (extent.shape, extent.strides, extent.nbytes) == (tensor.shape, tensor.stride(), tensor.nbytes)
+
+
+def test_an_int_is_a_number_of_bytes() -> None:
+    """Whatever the dtype."""
+    assert Extent.of(1024, "float32") == Extent((256,), (1,), "float32", 1024)
+    assert Extent.of(0, "float64").shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "text"),
+    [
+        (-1, "uint8", "a buffer of -1 bytes"),
+        (1 << 63, "uint8", "use a number from 0"),
+        pytest.param(10**5000, "uint8", r"a buffer of 2\*\*16609 or more bytes", id="long"),
+        (6, "float32", "no whole number of float32 elements of 4 bytes"),
+        ([2, -1], "uint8", r"shape \(2, -1\)"),
+        ([1 << 62, 2], "uint8", "less than"),
+        ([1 << 61], "float32", "less than"),
+        ([0, 1 << 62, 1 << 62], "uint8", "less than"),
+        ([10**5000], "uint8", "or more"),
+        ([1] * 65, "uint8", "65 dimensions"),
+        (4, "qint8", "dtype='qint8' is none that a buffer can have"),
+        (4, "x" * 1000, "dtype='x{100}'"),
+        (4, "", "use one of bool, "),
+    ],
+)
+def test_sizes_that_no_tensor_has(size: int | list[int], dtype: str, text: str) -> None:
+    """The error says what was wrong with them."""
+    with pytest.raises(ConfigurationError, match=text):
+        Extent.of(size, dtype)

@@ -1,0 +1,838 @@
+"""A value taken apart and rebuilt in one process: what comes back is what it was, and what cannot is refused by name."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import logging
+import math
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import hypothesis
+import numpy
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, publish
+from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.records import Record
+from tests.kit.interpreter import bits
+from tests.kit.models import Everything, Labelled, Locked, Marked, Scaled, State, Tied
+
+Rebuilt = Callable[..., Any]
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    & {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    },
+    key=str,
+)
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both lie at one address with one layout."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+# Tensors.
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(device: str, rebuilt: Rebuilt, dtype: torch.dtype) -> None:
+    """Every bit survives, in every dtype, NaNs included."""
+    high = 2 if dtype is torch.bool else 256
+    data = torch.randint(0, high, (6 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    value = data.view(dtype).reshape(2, 3).to(device)
+    before = bits(value)
+    result = rebuilt(value)
+    assert (result.dtype, result.shape, result.device.type) == (dtype, (2, 3), device)
+    assert bits(result) == before
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2)], ids=str)
+def test_shapes_at_the_edge(device: str, rebuilt: Rebuilt, shape: tuple[int, ...]) -> None:
+    """A tensor without dimensions, and tensors without elements."""
+    result = rebuilt(torch.full(shape, 5, dtype=torch.int16, device=device))
+    assert (result.shape, result.dtype, result.device.type) == (shape, torch.int16, device)
+    assert (result == 5).all()
+
+
+def test_empty_tensors_beside_others(device: str, rebuilt: Rebuilt) -> None:
+    """Tensors without memory take no place among those that have some."""
+    value = [torch.empty(0, device=device), torch.ones(2, device=device), torch.empty(0, 4, device=device)]
+    assert [tuple(tensor.shape) for tensor in rebuilt(value)] == [(0,), (2,), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda base: base.expand(5, 2, 3, 4, 2),
+        lambda base: base.to(memory_format=torch.channels_last),
+        lambda base: base.permute(3, 1, 0, 2),
+        lambda base: base[1:, ::2, 1:, 1],
+        lambda base: base.as_strided((3, 3), (1, 1), 2),
+        lambda base: base[:0],
+    ],
+    ids=["expanded", "channels last", "permuted", "sliced", "overlapping itself", "empty slice"],
+)
+def test_strides(device: str, rebuilt: Rebuilt, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Offset and strides stay; nothing is made contiguous on the way."""
+    value = layout(torch.arange(48.0, device=device).reshape(2, 3, 4, 2))
+    expected = (tuple(value.shape), value.stride(), value.storage_offset(), value.tolist())
+    result = rebuilt(value)
+    assert (tuple(result.shape), result.stride(), result.storage_offset(), result.tolist()) == expected
+
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("transpose"), st.integers(0, 2), st.integers(0, 2)),
+        st.tuples(st.just("narrow"), st.integers(0, 2), st.integers(0, 3)),
+        st.tuples(st.just("step"), st.integers(0, 2), st.integers(1, 3)),
+        st.tuples(st.just("flip sign"), st.just(0), st.just(0)),
+        st.tuples(st.just("conjugate"), st.just(0), st.just(0)),
+    ),
+    max_size=6,
+)
+
+
+@hypothesis.given(st.lists(st.integers(1, 4), min_size=3, max_size=3), _STEPS)
+def test_any_view(shape: list[int], steps: list[tuple[str, int, int]]) -> None:
+    """Whatever was done to a tensor without copying it, it comes back the same, over the same storage."""
+    base = torch.arange(math.prod(shape)).mul(1 + 2j).reshape(shape)
+    value = base
+    for step, first, second in steps:
+        match step:
+            case "transpose":
+                value = value.transpose(first, second)
+            case "narrow":
+                start = min(second, value.shape[first] - 1)
+                value = value.narrow(first, start, value.shape[first] - start)
+            case "step":
+                value = value[(*(slice(None),) * first, slice(None, None, second))]
+            case "flip sign":
+                value = torch._neg_view(value)
+            case "conjugate":
+                value = value.conj()
+    before = (value.stride(), value.is_conj(), value.is_neg(), bits(value))
+    with closing(publish([value, base], "cpu", "read_write", "endpoint")) as record:
+        view, whole = decode_result(record.skeleton, record.table, record.segments)
+    assert (view.stride(), view.is_conj(), view.is_neg(), bits(view)) == before
+    assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("lazily", [torch.conj, torch._neg_view, lambda t: t.conj().imag], ids=["conj", "neg", "both"])
+def test_lazy_conjugation_and_negation(device: str, rebuilt: Rebuilt, lazily: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A view that conjugates or negates when it is read still does, and is moved with its base."""
+    base = torch.tensor([1 + 2j, 3 - 4j], device=device)
+    value = lazily(base)
+    expected = value.tolist()
+    view, whole = rebuilt((value, base))
+    assert (view.is_conj(), view.is_neg()) == (value.is_conj(), value.is_neg())
+    assert view.tolist() == value.tolist() == expected
+    whole.zero_()
+    assert view.tolist() == value.tolist()
+    assert not any(value.resolve_neg().resolve_conj().tolist())
+
+
+def test_views_share_their_storage(device: str, rebuilt: Rebuilt) -> None:
+    """Views of one tensor are views of one tensor again, however they overlap."""
+    base = torch.zeros(6, device=device)
+    views = rebuilt({"base": base, "head": base[:4], "tail": base[2:], "grid": base.view(2, 3)})
+    views["head"][3] = 1
+    views["grid"][1, 2] = 2
+    assert views["base"].tolist() == [0, 0, 0, 1, 0, 2]
+    assert views["tail"].tolist() == [0, 1, 0, 2]
+
+
+def test_the_same_tensor_stays_the_same_object(device: str, rebuilt: Rebuilt) -> None:
+    """A tensor that a value holds twice is one object again."""
+    tensor = torch.ones(2, device=device)
+    first, second = rebuilt([tensor, {"again": tensor}])
+    assert first is second["again"]
+
+
+def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt, device: str) -> None:
+    """Two storages over one array, of which torch does not know that they overlap, still see each other's writes."""
+    if device == "cuda":
+        whole = torch.arange(8, dtype=torch.float32, device=device)
+        part = torch.as_tensor(_CudaArray(whole.data_ptr() + 12, 4))
+    else:
+        array = numpy.arange(8, dtype=numpy.float32)
+        whole, part = torch.from_numpy(array), torch.from_numpy(array[3:7])
+    assert whole.untyped_storage()._cdata != part.untyped_storage()._cdata
+    pairs = [(whole, part), rebuilt((whole, part))]
+    for number, (one, other) in enumerate(pairs):
+        one[3] = 100 + number
+        other[3] = 200 + number
+        assert [(o[0].item(), w[6].item()) for w, o in pairs] == [(100 + number, 200 + number)] * 2
+
+
+class _CudaArray:
+    def __init__(self, address: int, length: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "version": 3,
+            "stream": None,
+        }
+
+
+def test_requires_grad(device: str, rebuilt: Rebuilt) -> None:
+    """A leaf that asks for gradients still asks; gradients themselves stay where they were computed."""
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    leaf.sum().backward()
+    result, plain = rebuilt([leaf, torch.ones(2, device=device)])
+    assert (result.requires_grad, result.is_leaf, result.grad, plain.requires_grad) == (True, True, None, False)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record], mode: Callable[[], Any]) -> None:
+    """A client that attaches under ``inference_mode`` can train with the tensors outside of it."""
+    record = published(nn.Linear(2, 2, device=device))
+    with mode():
+        layer = decode_result(record.skeleton, record.table, record.segments)
+    layer(torch.ones(1, 2, device=device)).sum().backward()
+    assert not layer.weight.is_inference()
+    assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def _with_attribute(device: str) -> torch.Tensor:
+    tensor = torch.ones(2, 2, device=device)
+    tensor.made_by = "a loader"  # type: ignore[attr-defined]
+    return tensor
+
+
+#: Tensors that torch's own code, or a library's, puts together again while the skeleton is loaded.
+_TAKEN_APART = {
+    "with an attribute": _with_attribute,
+    "of a subclass": lambda device: torch.ones(2, 2, device=device).as_subclass(Marked),
+    "of a wrapper subclass": lambda device: Scaled(torch.ones(2, 2, device=device), torch.ones(1, device=device)),
+    "sparse": lambda device: torch.eye(2, device=device).to_sparse(),
+    "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, device=device),
+}
+
+
+@pytest.mark.parametrize("kind", _TAKEN_APART)
+def test_what_is_rebuilt_by_code_is_no_inference_tensor(device: str, published: Callable[..., Record], kind: str) -> None:
+    """Attached under ``inference_mode``, a buffer of any kind can be computed with under autograd outside of it."""
+    holder = nn.Module()
+    holder.register_buffer("table", _TAKEN_APART[kind](device))
+    record = published(holder)
+    with torch.inference_mode():
+        table = decode_result(record.skeleton, record.table, record.segments).table
+    assert not table.is_inference()
+    weight = torch.ones(1, device=device, requires_grad=True)
+    (table * weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_of_a_class_of_their_own(device: str, rebuilt: Rebuilt, requires_grad: bool) -> None:
+    """They come back of that class, with all that they had, in shared memory; torch's own pickling makes plain ones of them."""
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    weight = Labelled(torch.arange(4.0, device=device).reshape(2, 2).T, requires_grad)
+    weight.label, weight.scale, weight.module, weight.note = "4 bit", torch.ones(1, device=device), layer, [1]  # type: ignore[attr-defined]
+    layer.weight = layer.tied = weight
+    theirs = rebuilt(layer)
+    assert type(theirs.weight) is Labelled
+    assert theirs.weight is theirs.tied
+    assert (theirs.weight.label, theirs.weight.note, theirs.weight.requires_grad) == ("4 bit", [1], requires_grad)
+    assert theirs.weight.module is theirs
+    assert theirs.weight.stride() == (1, 2)
+    assert theirs.weight.tolist() == [[0, 2], [1, 3]]
+    with torch.no_grad():
+        theirs.weight[0, 1] = 9
+        theirs.weight.scale.fill_(7)
+    assert (weight[0, 1].item(), weight.scale.item()) == (9, 7)
+
+
+def test_classes_of_remote_code_travel_as_code(
+    device: str, published: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers loads a module below ``transformers_modules``, and not that package; a client has neither."""
+    name = "transformers_modules.tiny.0123.modeling"
+    remote = types.ModuleType(name)
+    exec("import torch\nclass Remote(torch.nn.Linear): pass\ndef twice(x): return 2 * x", vars(remote))
+    assert "transformers_modules" not in sys.modules
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, name, remote)
+        module = remote.Remote(2, 2, device=device)
+        module.scale = remote.twice
+        record = published(module)
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert (type(theirs).__module__, type(theirs).__name__, theirs.scale(3)) == (name, "Remote", 6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_tensors(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
+    """Sparse tensors come back sparse, and their values are shared."""
+    indices = torch.tensor([[0, 0, 1], [2, 2, 1]], device=device)
+    value = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 4], device=device), (2, 4), check_invariants=True)
+    holder = nn.Module()
+    holder.table = value.coalesce() if coalesced else value
+    result = rebuilt(holder).table
+    assert (result.layout, result.is_coalesced()) == (torch.sparse_coo, coalesced)
+    assert result.to_dense().tolist() == [[0, 0, 3, 0], [0, 4, 0, 0]]
+    result._values().fill_(9)
+    assert torch.equal(holder.table.to_dense(), result.to_dense())
+    assert result.to_dense()[1, 1] == 9
+
+
+def test_sparse_tensor_as_the_result(device: str, rebuilt: Rebuilt) -> None:
+    """A sparse tensor is a result of its own."""
+    assert rebuilt(torch.eye(3, device=device).to_sparse()).to_dense().tolist() == torch.eye(3).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
+def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
+    """A quantised tensor keeps its scale and zero point, and is the same memory on both sides."""
+    value = torch.quantize_per_tensor(torch.tensor([-1.0, 0.0, 2.0], device=device), 0.5, 3, torch.qint8)
+    result = rebuilt(value)
+    assert (result.q_scale(), result.q_zero_point()) == (0.5, 3)
+    assert result.dequantize().tolist() == value.dequantize().tolist() == [-1, 0, 2]
+    result.fill_(1.0)
+    assert value.dequantize().tolist() == [1, 1, 1]
+
+
+def test_subclass_with_attributes(device: str, rebuilt: Rebuilt) -> None:
+    """A tensor of a subclass keeps its class and what it carries, and is the same memory as its maker's."""
+    value = torch.arange(3.0, device=device).as_subclass(Marked)
+    value.label = "boxes"
+    holder = nn.Module()
+    holder.marked = value
+    result = rebuilt(holder).marked
+    assert (type(result), result.label, result.tolist()) == (Marked, "boxes", [0, 1, 2])
+    result.fill_(5)
+    assert value.tolist() == [5, 5, 5]
+
+
+def test_subclass_with_attributes_as_the_result(device: str, rebuilt: Rebuilt) -> None:
+    """The same where the tensor is the whole result."""
+    value = torch.arange(3.0, device=device).as_subclass(Marked)
+    value.label = "boxes"
+    result = rebuilt(value)
+    assert (type(result), result.label, result.tolist()) == (Marked, "boxes", [0, 1, 2])
+
+
+def test_wrapper_subclass(device: str, rebuilt: Rebuilt) -> None:
+    """A subclass that wraps other tensors comes back around those tensors, which are shared."""
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    values = torch.tensor([[1, 2], [3, 4]], dtype=torch.int8, device=device)
+    layer.weight = nn.Parameter(Scaled(values, torch.tensor(0.5, device=device)), requires_grad=False)
+    result = rebuilt(layer)
+    assert type(result.weight.data) is Scaled
+    assert result(torch.ones(1, 2, device=device)).tolist() == [[1.5, 3.5]]
+    layer.weight.data.scale.fill_(2.0)
+    assert result(torch.ones(1, 2, device=device)).tolist() == [[6, 14]]
+
+
+def test_parameter_with_attributes(device: str, rebuilt: Rebuilt) -> None:
+    """What frameworks note on a parameter stays on it, on both names of a tied one."""
+    model = Tied(device)
+    model.embed.weight.tensor_parallel = {"axis": 0}
+    result = rebuilt(model)
+    assert result.embed.weight is result.head.weight
+    assert (type(result.head.weight), result.head.weight.tensor_parallel) == (nn.Parameter, {"axis": 0})
+    assert same_memory(result.head.weight, model.head.weight)
+
+
+def test_buffer_objects(device: str, rebuilt: Rebuilt) -> None:
+    """``nn.Buffer`` keeps what it is, whether it is saved with the module or not."""
+    module = nn.Module()
+    module.kept = nn.Buffer(torch.ones(2, device=device))
+    module.scratch = nn.Buffer(torch.zeros(2, device=device), persistent=False)
+    result = rebuilt(module)
+    assert isinstance(result.kept, nn.Buffer)
+    assert list(result.state_dict()) == ["kept"]
+    assert dict(result.named_buffers()).keys() == {"kept", "scratch"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_jagged_tensor(device: str, rebuilt: Rebuilt) -> None:
+    """A nested tensor with one ragged dimension keeps its rows."""
+    rows = [torch.arange(2.0, device=device), torch.arange(3.0, device=device)]
+    module = nn.Module()
+    module.ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    result = rebuilt(module).ragged
+    assert [row.tolist() for row in result.unbind()] == [[0, 1], [0, 1, 2]]
+
+
+# Modules.
+
+
+def test_tied_weights(device: str, rebuilt: Rebuilt) -> None:
+    """One parameter under two names is one parameter under two names."""
+    result = rebuilt(Tied(device))
+    assert result.head.weight is result.embed.weight
+    assert len(list(result.parameters())) == 1
+
+
+def test_tensors_are_found_wherever_they_are(device: str, rebuilt: Rebuilt) -> None:
+    """Parameters, buffers, attributes, containers, slots: all are shared, none is pickled, aliases stay aliases."""
+    module = Everything(device)
+    expected = {where: tensor.tolist() for where, tensor in module.tensors().items()}
+    result = rebuilt(module)
+    assert {where: tensor.tolist() for where, tensor in result.tensors().items()} == expected
+    for where, tensor in module.tensors().items():
+        assert same_memory(tensor, result.tensors()[where]), where
+    assert result.alias is result.running
+    assert list(result.state_dict()) == ["weight", "running"]
+    assert result.state.step == 3
+
+
+def test_flags(device: str, rebuilt: Rebuilt) -> None:
+    """Mode and frozen parameters stay, each module's and each parameter's own."""
+    model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Dropout(), nn.Linear(2, 2, device=device)).eval()
+    model[2].train()
+    model[0].weight.requires_grad_(False)
+    result = rebuilt(model)
+    assert [module.training for module in result] == [False, False, True]
+    assert [parameter.requires_grad for parameter in result.parameters()] == [False, True, True, True]
+
+
+def test_hooks(device: str, rebuilt: Rebuilt) -> None:
+    """Forward hooks and pre-hooks run on the other side, lambdas and those that close over a tensor included."""
+    layer = nn.Identity()
+    bias = torch.tensor([10.0], device=device)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    layer.register_forward_hook(lambda module, args, output: output + bias)
+    result = rebuilt(layer)
+    one = torch.ones(1, device=device)
+    assert result(one).tolist() == [12]
+    bias.fill_(20)
+    assert result(one).tolist() == [22]
+
+
+def test_callables_in_attributes(device: str, rebuilt: Rebuilt) -> None:
+    """Partials, lambdas and bound methods come back with the tensors they hold."""
+    module = nn.Module()
+    module.partial = functools.partial(torch.add, torch.ones(2, device=device), alpha=3)
+    four = torch.full((2,), 4.0, device=device)
+    module.scale = lambda tensor, by=four: tensor * by
+    tied = Tied(device)
+    module.method = tied.forward
+    result = rebuilt(module)
+    one = torch.ones(2, device=device)
+    assert result.partial(one).tolist() == [4, 4]
+    assert result.scale(one).tolist() == [4, 4]
+    assert same_memory(result.method.__self__.head.weight, tied.head.weight)
+
+
+def _old_style(layer: nn.Module) -> nn.Module:
+    return nn.utils.weight_norm(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+        lambda layer: parametrizations.weight_norm(parametrizations.spectral_norm(layer), "bias"),
+        _old_style,
+        nn.utils.spectral_norm,
+        lambda layer: nn.utils.weight_norm(nn.utils.spectral_norm(layer), "bias"),
+    ],
+    ids=["weight_norm", "spectral_norm", "orthogonal", "two", "old weight_norm", "old spectral_norm", "old two"],
+)
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
+def test_parametrised_modules(device: str, rebuilt: Rebuilt, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A weight that is computed from others is still computed, from the same memory, and learns from gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(3, 3, device=device))).eval()
+    data = torch.randn(2, 3, device=device)
+    before = bits(model(data))
+    result = rebuilt(model)
+    assert bits(result(data)) == bits(model(data)) == before
+    assert list(result.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert bits(result(data)) == bits(model(data))
+    result(data).sum().backward()
+    assert all(parameter.grad is not None for parameter in result.parameters())
+
+
+def test_parametrisations_can_be_removed(device: str, rebuilt: Rebuilt) -> None:
+    """The rebuilt module is parametrised as torch knows it: it is recognised, and can be undone."""
+    model = parametrizations.weight_norm(nn.Linear(2, 2, device=device))
+    result = rebuilt(model)
+    assert isinstance(result, nn.Linear)
+    assert parametrize.is_parametrized(result, "weight")
+    data = torch.ones(1, 2, device=device)
+    expected = bits(result(data))
+    parametrize.remove_parametrizations(result, "weight")
+    assert type(result) is nn.Linear
+    assert bits(result(data)) == expected
+    assert parametrize.is_parametrized(model)
+
+
+def test_module_with_its_own_pickling(device: str, rebuilt: Rebuilt) -> None:
+    """A class that says how it is pickled is obeyed."""
+    value = _Careful(device)
+    result = rebuilt(value)
+    assert (result.restored, result.cache) == (True, None)
+    assert same_memory(result.weight, value.weight)
+
+
+class _Careful(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, device=device))
+        self.cache: Any = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cache": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.restored = True
+
+
+def test_loading_a_state_dict_is_seen_by_all(device: str, rebuilt: Rebuilt) -> None:
+    """``load_state_dict`` writes into the shared memory: new weights under running clients."""
+    model = nn.Linear(2, 2, device=device)
+    result = rebuilt(model)
+    model.load_state_dict({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)})
+    assert result(torch.ones(1, 2, device=device)).tolist() == [[6, 6]]
+
+
+def test_training_on_shared_parameters(device: str, rebuilt: Rebuilt) -> None:
+    """An optimiser steps the shared weights; gradients are each process's own."""
+    model = nn.Linear(2, 1, bias=False, device=device)
+    result = rebuilt(model)
+    before = model.weight.detach().clone()
+    optimiser = torch.optim.SGD(result.parameters(), lr=1.0)
+    result(torch.ones(1, 2, device=device)).sum().backward()
+    optimiser.step()
+    assert torch.equal(model.weight, before - 1)
+    assert model.weight.grad is None
+
+
+def test_a_deep_copy_is_private(device: str, rebuilt: Rebuilt) -> None:
+    """``copy.deepcopy`` of what a client attached is memory of its own."""
+    model = nn.Linear(2, 2, device=device)
+    private = copy.deepcopy(rebuilt(model))
+    with torch.no_grad():
+        private.weight.fill_(7)
+    assert not (model.weight == 7).any()
+
+
+def test_memory_lives_as_long_as_a_graph_over_it(rebuilt: Rebuilt, device: str) -> None:
+    """An autograd graph that saved a shared tensor keeps its memory when the tensor and the object are gone."""
+    layer = nn.Linear(2, 1, bias=False, device=device)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[2.0, 3.0]]))
+    data = torch.ones(1, 2, device=device, requires_grad=True)
+    loss = rebuilt(layer)(data).sum()
+    del layer
+    gc.collect()
+    loss.backward()
+    assert data.grad.tolist() == [[2, 3]]
+
+
+# Containers.
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tensor: (tensor, 1, 2.5, "text", None, True, b"bytes", 1j, torch.bfloat16),
+        lambda tensor: [[tensor], {"deep": {"deeper": (tensor,)}}],
+        lambda tensor: Pair(tensor, 5),
+        lambda tensor: collections.OrderedDict(z=tensor, a=1),
+    ],
+    ids=["scalars", "nested", "namedtuple", "ordered dict"],
+)
+def test_containers(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor], Any]) -> None:
+    """Containers keep their type, order and scalars."""
+    value = wrap(torch.arange(2.0, device=device))
+    result = rebuilt(value)
+    assert type(result) is type(value)
+    assert repr(result) == repr(value)
+
+
+def test_none(rebuilt: Rebuilt, device: str) -> None:
+    """None is a result: an endpoint may have nothing to share."""
+    assert rebuilt(None) is None
+
+
+def test_record_counts_each_storage_once(published: Callable[..., Record], device: str) -> None:
+    """``nbytes`` is the memory that is shared, not the sum over names for it."""
+    base = torch.zeros(100, device=device)
+    record = published({"base": base, "view": base[50:], "model": Tied(device)})
+    assert record.nbytes == 100 * 4 + 7 * 4 * 4
+
+
+def test_skeleton_holds_no_tensor(published: Callable[..., Record], device: str) -> None:
+    """A skeleton is small whatever the tensors weigh."""
+    record = published(nn.Sequential(*(nn.Linear(128, 128, device=device) for _ in range(4))))
+    assert record.nbytes == 4 * (128 * 128 + 128) * 4
+    assert len(record.skeleton) < 4000
+
+
+# Refusals: each with the path to what is wrong, and nothing left behind.
+
+
+def _module_with(**attributes: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    for name, value in attributes.items():
+        setattr(module[1][0], name, value)
+    return module
+
+
+def _closing_over(thing: Any) -> Callable[..., Any]:
+    return lambda *args: thing
+
+
+def _recursive_and_locked() -> Callable[..., Any]:
+    """A function whose first cell is still empty when it is looked at, and whose second is the reason for the failure."""
+    lock = threading.Lock()
+
+    def function() -> Any:
+        return absent, lock
+
+    if lock.locked():
+        absent = None
+    return function
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.* is (deprecated|not supported in Python 3.14)",
+    "ignore:Lazy modules are a new feature",
+    "ignore:Sparse CSR tensor support",
+)
+@pytest.mark.parametrize(
+    "make, path, reason",
+    [
+        (Locked, "result.layers.1.guard['of'][0]", "cannot pickle '_thread.lock'"),
+        (lambda: {"a": [Locked()]}, "result['a'][0].layers.1.guard['of'][0]", "cannot pickle '_thread.lock'"),
+        (lambda: _module_with(source=(i for i in range(3))), "result.1.0.source", "cannot pickle 'generator'"),
+        (lambda: _module_with(hook=_closing_over(threading.Lock())), "result.1.0.hook.<closure thing>", "cannot pickle"),
+        (lambda: _module_with(hook=_recursive_and_locked()), "result.1.0.hook.<closure lock>", "cannot pickle"),
+        (lambda: _module_with(part=torch.jit.script(nn.Linear(2, 2))), "result.1.0.part", "is TorchScript"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "result", "is TorchScript"),
+        (lambda: torch.empty(2, device="meta"), "result", "meta device, which has no memory"),
+        (lambda: nn.Linear(2, 2, device="meta"), "result.weight", "meta device, which has no memory"),
+        (lambda: _module_with(table=[torch.empty(2, device="meta")]), "result.1.0.table[0]", "meta device"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "result.0.weight", "run the module once"),
+        (lambda: _module_with(packed=torch.ones(2, 2).to_mkldnn()), "result.1.0.packed", "layout torch._mkldnn"),
+        (lambda: _module_with(table=torch.eye(2).to_sparse_csr()), "result.1.0.table", "use a strided or COO tensor"),
+    ],
+    ids=[
+        *("lock", "lock in a container", "generator", "closure", "empty cell", "scripted part", "scripted"),
+        *("meta tensor", "meta module", "meta attribute", "lazy", "mkldnn", "csr"),
+    ],
+)
+def test_what_cannot_be_shared_is_named(no_leaks: None, make: Callable[[], Any], path: str, reason: str) -> None:
+    """The error names endpoint and attribute path, and says what is wrong there."""
+    value = make()
+    with pytest.raises(CapabilityError) as caught:
+        publish(value, "cpu", "read_write", "load")
+    text = str(caught.value)
+    assert f"endpoint 'load': {path} " in text
+    assert reason in text
+
+
+def test_standard_output_is_each_processes_own(rebuilt: Rebuilt, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to goes by its name."""
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    module = nn.Linear(2, 2, device=device)
+    module.out, module.errors = sys.stdout, sys.stderr
+    result = rebuilt(module)
+    assert (result.out, result.errors) == (sys.stdout, sys.stderr)
+
+
+def test_a_logger_goes_by_its_name(rebuilt: Rebuilt, device: str) -> None:
+    """With the handlers of the process that it comes to."""
+    module = nn.Linear(2, 2, device=device)
+    module.log = logging.getLogger("shared_rpc.tests.codec")
+    module.log.addHandler(logging.NullHandler())
+    assert rebuilt(module).log is module.log
+
+
+@pytest.mark.parametrize(
+    "value, named",
+    [
+        (42, "a value of type int that reaches no tensor"),
+        ("text", "a value of type str"),
+        ([1, {"a": 2.0}], "a value of type list"),
+        ({}, "a value of type dict"),
+        ([None], "a value of type list"),
+        ({1, 2}, "a value of type set"),
+        (len, "a value of type builtin_function_or_method"),
+        (nn.Linear, "a value of type type"),
+        (torch.float32, "a value of type torch.dtype"),
+        (torch.device("cpu"), "a value of type torch.device"),
+        (numpy.zeros(2), "a value of type numpy.ndarray that reaches no tensor and no module"),
+        ([numpy.zeros(1 << 15)], "make tensors of arrays (torch.from_numpy)"),
+        (functools.partial(print, 1), "a value of type functools.partial"),
+        (State(1), "a value of type tests.kit.models.State"),
+    ],
+    ids=repr,
+)
+def test_results_without_memory_are_refused(no_leaks: None, value: Any, named: str) -> None:
+    """A value that reaches neither tensor nor module is not shared, whatever it is."""
+    with pytest.raises(CapabilityError) as caught:
+        publish(value, "cpu", "read_write", "load")
+    assert named in str(caught.value)
+    assert "endpoint 'load' returned" in str(caught.value)
+
+
+def test_a_result_of_a_graph_is_refused(no_leaks: None) -> None:
+    """A tensor that autograd computed is refused with what to do about it."""
+    value = {"loss": [torch.ones(1, requires_grad=True) * 2]}
+    with pytest.raises(CapabilityError) as caught:
+        publish(value, "cpu", "read_write", "train")
+    assert "endpoint 'train': result['loss'][0] carries an autograd graph (MulBackward0)" in str(caught.value)
+    assert "return result['loss'][0].detach()" in str(caught.value)
+
+
+def test_a_graph_inside_a_module_is_left_behind(rebuilt: Rebuilt, device: str) -> None:
+    """A computed tensor that a module keeps in an attribute is shared as a value."""
+    module = nn.Module()
+    module.cached = torch.ones(2, device=device, requires_grad=True) * 3
+    result = rebuilt(module).cached
+    assert (result.tolist(), result.requires_grad, result.grad_fn) == ([3, 3], False, None)
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: torch.ones(1), "result is on cpu"),
+        (lambda: nn.Linear(1, 1), "result.weight is on cpu"),
+        (lambda: nn.BatchNorm1d(1, affine=False), "result.running_mean is on cpu"),
+        (lambda: _keeps(torch.ones(1)), "result.state['cache'] is on cpu"),
+    ],
+    ids=["tensor", "parameter", "buffer", "attribute"],
+)
+def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[], Any], path: str) -> None:
+    """There is no silent copy to another device: the error says where the tensor is and where it should be."""
+    with pytest.raises(CapabilityError) as caught:
+        publish(make(), "cuda", "read_write", "load")
+    assert f"endpoint 'load': {path}, and memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
+
+
+def test_an_empty_tensor_may_be_on_the_host(no_leaks: None) -> None:
+    """Where GPU memory is shared, a tensor in an attribute that has no memory needs none there; a slice of some does."""
+    with closing(publish(_keeps(torch.empty(3, 0)), "cuda", "read_write", "load")) as record:
+        result = decode_result(record.skeleton, record.table, record.segments)
+    assert (result.state["cache"].shape, result.state["cache"].device.type) == ((3, 0), "cpu")
+    with pytest.raises(CapabilityError, match=r"result\.state\['cache'\] is on cpu"):
+        publish(_keeps(torch.ones(3)[:0]), "cuda", "read_write", "load")
+
+
+def _keeps(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.state = {"cache": tensor}
+    return module
+
+
+# Records that do not fit.
+
+
+def test_a_class_that_is_not_here(published: Callable[..., Record], device: str) -> None:
+    """A skeleton that names a module that this process lacks is an error that names it, and maps nothing."""
+    record = published(nn.Linear(2, 2, device=device))
+    skeleton = record.skeleton.replace(b"torch.nn.modules.linear", b"torch.nn.modules.absent")
+    with pytest.raises(CodecError, match=r"torch\.nn\.modules\.absent"):
+        decode_result(skeleton, record.table, record.segments)
+
+
+def test_a_segment_that_cannot_be_mapped(published: Callable[..., Record], device: str) -> None:
+    """A record whose descriptor is no segment is refused, and leaves nothing mapped."""
+    record = published(torch.ones(4, device=device))
+    info = SegmentInfo("impostor", record.segments[0].info.nbytes, record.device)
+    with closing(Segment(info, os.open(os.devnull, os.O_RDWR))) as segment, pytest.raises(CapabilityError):
+        decode_result(record.skeleton, record.table, [segment])
+
+
+# Arguments.
+
+
+def test_arguments_are_copies(device: str, no_leaks: None) -> None:
+    """What a caller passes stays its own: neither moved nor changed by the endpoint."""
+    tensor, layer = torch.ones(3, device=device), nn.Linear(2, 2, device=device)
+    places = [tensor.data_ptr(), layer.weight.data_ptr()]
+    arguments = encode_arguments([tensor], {"layer": layer}, device)
+    with closing(arguments):
+        [received], named = decode_arguments(arguments)
+    received.zero_()
+    with torch.no_grad():
+        named["layer"].weight.zero_()
+    assert [tensor.data_ptr(), layer.weight.data_ptr()] == places
+    assert tensor.tolist() == [1, 1, 1]
+    assert layer.weight.abs().sum() > 0
+
+
+def test_arguments_share_what_they_shared(device: str, no_leaks: None) -> None:
+    """Aliases among the arguments of one call are aliases in the endpoint, between tensors and modules too."""
+    layer = nn.Linear(2, 2, device=device)
+    arguments = encode_arguments([layer, layer.weight.detach(), [layer.bias.detach()[1:]]], {}, device)
+    with closing(arguments):
+        (module, weight, [bias]), _ = decode_arguments(arguments)
+    assert module.weight.data_ptr() == weight.data_ptr()
+    assert module.bias.untyped_storage()._cdata == bias.untyped_storage()._cdata
+
+
+def test_argument_kinds(device: str, no_leaks: None) -> None:
+    """Dtypes, scalars and containers arrive as they are; computed tensors as values; subclasses with what they carry."""
+    marked = torch.ones(1, device=device).as_subclass(Marked)
+    marked.label = "mask"
+    computed = torch.ones(1, device=device, requires_grad=True) * 2
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    sent = [torch.bfloat16, {"n": (1, 2.5, None)}, computed, leaf, marked, torch.eye(2, device=device).to_sparse()]
+    with closing(encode_arguments(sent, {}, device)) as arguments:
+        dtype, plain, value, asking, subclass, sparse = decode_arguments(arguments)[0]
+    assert (dtype, plain) == (torch.bfloat16, {"n": (1, 2.5, None)})
+    assert (value.tolist(), value.requires_grad, asking.requires_grad, asking.is_leaf) == ([2], False, True, True)
+    assert (type(subclass), subclass.label) == (Marked, "mask")
+    assert sparse.to_dense().tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, text",
+    [
+        ([Locked()], {}, "argument 0.layers.1.guard['of'][0] cannot be pickled"),
+        ([], {"model": {"a": Locked()}}, "argument 'model'['a'].layers.1.guard['of'][0] cannot be pickled"),
+        ([torch.ones(1), torch.ones(1, device="meta")], {}, "argument 1 is on the meta device"),
+        ([torch.ones(1)], {"x": {1, 2}}, "argument 'x' is a builtins.set"),
+        ([[torch.ones(1), numpy.zeros(1)]], {}, "argument 0[1] is a numpy.ndarray"),
+    ],
+    ids=["module", "nested module", "meta", "set", "array"],
+)
+def test_arguments_that_cannot_travel(no_leaks: None, args: list[Any], kwargs: dict[str, Any], text: str) -> None:
+    """The error names the argument and the path within it; what was prepared before it is given up."""
+    with pytest.raises(CapabilityError) as caught:
+        encode_arguments(args, kwargs, "cpu")
+    assert text in str(caught.value)
+
+
+def test_arguments_that_cannot_be_rebuilt(device: str, no_leaks: None) -> None:
+    """An argument whose class the server lacks is an error that says so, and leaves nothing mapped."""
+    with closing(encode_arguments([nn.Linear(2, 2, device=device)], {}, device)) as arguments:
+        arguments.skeletons[0] = arguments.skeletons[0].replace(b"torch.nn.modules.linear", b"torch.nn.modules.absent")
+        with pytest.raises(CodecError, match=r"torch\.nn\.modules\.absent"):
+            decode_arguments(arguments)

@@ -1,0 +1,464 @@
+"""What an endpoint takes, which calls are one call, and what is refused when it is shared."""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.endpoints import Registry, bind, cache_key, check_chain, describe
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
+from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.wire.values import DtypeRef, SkeletonRef, TensorRef
+
+
+def key_of(spec: EndpointSpec, *args: Any, **kwargs: Any) -> str | None:
+    """The key of a call with lowered arguments."""
+    return cache_key(spec, bind(spec, args, kwargs))
+
+
+def load(hidden_size: int, /, layers: int = 2, *rest: Any, dtype: Any = "float32", tied: bool = True, **extra: Any) -> None:
+    """Load a model.
+
+    With a parameter of each kind.
+    """
+
+
+# Binding.
+
+
+def test_position_keyword_and_default_are_one_call() -> None:
+    """However the same values get to the same parameters."""
+
+    def model(x: int, y: int = 2) -> None: ...
+
+    spec = describe(model)
+    keys = {key_of(spec, 1), key_of(spec, x=1), key_of(spec, 1, 2), key_of(spec, 1, y=2), key_of(spec, y=2, x=1)}
+    assert keys == {"model(x=1, y=2)"}
+    assert key_of(spec, 2, 1) == "model(x=2, y=1)"
+
+
+def test_parameters_of_every_kind_are_in_the_key() -> None:
+    """Positional-only, keyword-only, and those without a number."""
+    spec = describe(load)
+    assert key_of(spec, 8) == "load(hidden_size=8, layers=2, rest=(), dtype='float32', tied=True, extra={})"
+    assert key_of(spec, 8, 4, "a", 1, seed=3, tied=False) == (
+        "load(hidden_size=8, layers=4, rest=('a', 1,), dtype='float32', tied=False, extra={'seed': 3})"
+    )
+    assert key_of(spec, 8, a=1, b=2) == key_of(spec, 8, b=2, a=1)
+
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    lambda: {},
+    lambda x: locals(),
+    lambda x, y=1: locals(),
+    lambda x, /, y=1: locals(),
+    lambda x, y=1, /: {"x": x, "y": y},
+    lambda x, *, y: locals(),
+    lambda *, x=1, y=2: {"x": x, "y": y},
+    lambda x=1, *y: locals(),
+    lambda *x, y=1: locals(),
+    lambda **x: locals(),
+    lambda x, **y: locals(),
+    # Nothing is passed by the names a and b: releases of inspect differ there (CPython issues 87106 and 130164).
+    lambda a, /, **y: locals(),
+    lambda a, b=1, /, x=1, *y, z, w=2, **v: locals(),
+]
+values = st.sampled_from([1, 2, True, 1.0, "1", None, (1,), [1]])
+calls = st.tuples(st.lists(values, max_size=3), st.dictionaries(st.sampled_from("xyzwv"), values, max_size=3))
+
+
+@given(st.sampled_from(FUNCTIONS), calls, calls)
+def test_a_call_binds_as_it_does_to_the_function(function: Callable[..., Any], one: Any, other: Any) -> None:
+    """The same calls are refused, and two calls have one key where the function sees the same values."""
+    spec = describe(function, "f")
+    seen, keys = [], []
+    for args, kwargs in (one, other):
+        try:
+            views = sorted((name, _exact(value)) for name, value in function(*args, **kwargs).items())
+        except TypeError:
+            with pytest.raises(TypeError, match=r"f\(\): "):
+                bind(spec, args, kwargs)
+            return
+        seen.append(views)
+        keys.append(key_of(spec, *args, **kwargs))
+    assert (keys[0] == keys[1]) == (seen[0] == seen[1])
+
+
+def _exact(value: Any) -> str:
+    """A value with its types; a dict in one order."""
+    return repr(sorted(value.items())) if isinstance(value, dict) else repr(value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, r"load\(\): missing a required argument: 'hidden_size'"),
+        ((1, 2), {"layers": 2}, r"load\(\): multiple values for argument 'layers'"),
+    ],
+)
+def test_a_call_that_does_not_fit_names_endpoint_and_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    """As a TypeError, before anything runs."""
+    with pytest.raises(TypeError, match=message):
+        bind(describe(load), args, kwargs)
+
+
+def test_surplus_arguments_are_refused() -> None:
+    """Too many, and of unknown names."""
+    spec = describe(lambda x: x, "f")
+    with pytest.raises(TypeError, match=r"f\(\): too many positional arguments"):
+        bind(spec, (1, 2), {})
+    with pytest.raises(TypeError, match=r"f\(\): got an unexpected keyword argument 'z'"):
+        bind(spec, (1,), {"z": 2})
+
+
+# Default keys.
+
+
+def test_values_of_different_types_are_different_calls() -> None:
+    """1 == 1.0 == True in Python; a model of them differs."""
+    spec = describe(lambda x: x, "f")
+    different: list[Any] = [1, 1.0, True, "1", b"1", (1,), [1], {"x": 1}, None, DtypeRef("int8")]
+    assert len({key_of(spec, value) for value in different}) == len(different)
+
+
+@pytest.mark.parametrize("memory", [TensorRef(0), SkeletonRef(0), [TensorRef(0)], {"a": (SkeletonRef(0),)}])
+def test_a_call_with_memory_has_no_key(memory: Any) -> None:
+    """Nobody compares tensors; such a call is not cached."""
+    spec = describe(lambda x, y=1, **more: x, "f")
+    assert key_of(spec, memory) is None
+    assert key_of(spec, 1, memory) is None
+    assert key_of(spec, 1, z=memory) is None
+
+
+def test_an_endpoint_without_cache_has_no_keys() -> None:
+    """Not even with a template."""
+    assert key_of(describe(lambda x: x, "f", cache=False), 1) is None
+    assert key_of(describe(lambda x: x, "f", cache=False, cache_format_key="{x}"), 1) is None
+
+
+def test_a_long_key_is_a_digest() -> None:
+    """Keys are shown to people and kept; a prompt of a megabyte is neither. Equal calls still have one key."""
+    spec = describe(lambda x: x, "f")
+    keys = [key_of(spec, "a" * 1_000_000), key_of(spec, "a" * 999_999 + "b"), key_of(spec, x="a" * 1_000_000)]
+    assert keys[0] == keys[2] != keys[1]
+    for key in keys:
+        assert key is not None and key.startswith("f(blake2b:") and len(key) < 64
+    short = key_of(spec, "a" * 400)
+    assert short == f"f(x={'a' * 400!r})"
+
+
+def test_keys_of_different_endpoints_never_meet() -> None:
+    """The name is part of the key, with a template too, and what follows it can be in no name."""
+    names = ["f", "f.g", "f-1", "f_"]
+    keys = {key_of(describe(lambda x: x, name, cache_format_key=template), 1) for name in names for template in (None, "{x}")}
+    assert len(keys) == 2 * len(names)
+
+
+@pytest.mark.parametrize("default", [torch.float16, [torch.float16, torch.int8], {"dtype": torch.float16}])
+def test_a_dtype_as_default_and_as_argument_are_one_call(default: Any) -> None:
+    """The argument travels by name, and so does the default."""
+
+    def by_name(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: by_name(item) for name, item in value.items()}
+        return [by_name(item) for item in value] if isinstance(value, list) else DtypeRef(str(value).removeprefix("torch."))
+
+    spec = describe(lambda dtype=default: dtype, "f")
+    assert key_of(spec) == key_of(spec, by_name(default))
+    assert "torch.float16" in (key_of(spec) or "")
+
+
+@pytest.mark.parametrize("default", [object(), torch.device("cpu"), torch.zeros(2), load, {1: 2}, "\udcff", {1, 2}])
+def test_a_default_that_cannot_travel_stands_for_itself(default: Any) -> None:
+    """The call that leaves it out has a key, another than any that passes something."""
+    spec = describe(lambda x=default: x, "f")
+    assert key_of(spec) is not None
+    assert key_of(spec) not in {key_of(spec, None), key_of(spec, "cpu"), key_of(spec, repr(default).replace("\udcff", ""))}
+
+
+def test_a_default_that_holds_itself_is_no_problem() -> None:
+    """Sharing a function never fails because of its defaults."""
+    endless: list[Any] = []
+    endless.append(endless)
+    assert key_of(describe(lambda x=endless: x, "f")) == "f(x=<[[...]]>)"
+
+
+# Templates.
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("model:{hidden_size}", "load:model:8"),
+        ("{hidden_size:04d}/{layers:>3}", "load:0008/  2"),
+        ("{dtype}-{dtype!r}", "load:float32-'float32'"),
+        ("{hidden_size:{layers}}", "load: 8"),
+        ("{rest}{extra}", "load:(){}"),
+        ("constant {{}}", "load:constant {}"),
+        ("", "load:"),
+    ],
+)
+def test_a_template_is_filled_in(template: str, expected: str) -> None:
+    """From the bound arguments, defaults as their values."""
+    assert key_of(describe(load, cache_format_key=template), 8) == expected
+
+
+def test_what_a_template_leaves_out_does_not_count() -> None:
+    """Tensors among it: they leave the call without a default key."""
+    spec = describe(load, cache_format_key="{hidden_size}")
+    assert key_of(spec, 8, 2) == key_of(spec, 8, 3, tied=False) == key_of(spec, 8, TensorRef(0)) == "load:8"
+
+
+def test_a_template_reaches_into_arguments() -> None:
+    """By index and name, and to keyword arguments the signature does not name."""
+    assert key_of(describe(load, cache_format_key="{rest[0]}{extra[a]}{seed}"), 1, 2, "first", a=5, seed=7) == "load:first57"
+
+
+@pytest.mark.parametrize(
+    ("default", "template"),
+    [
+        (8, "{x:04d}"),
+        (0.5, "{x:.3f}"),
+        (float("inf"), "{x:.1f}"),
+        (float("nan"), "{x:.1f}"),
+        (-float("inf"), "{x:+.1f}"),
+        ("it's", "{x:>8}{x!r}"),
+        (True, "{x}"),
+        (None, "{x}"),
+        (2j, "{x:.2f}"),
+        ((1, 2), "{x[1]:03d}{x}"),
+        ({"a": 1}, "{x[a]:03d}"),
+    ],
+)
+def test_a_default_prints_as_its_value(default: Any, template: str) -> None:
+    """With any format: the call that leaves it out and the call that passes it are one."""
+    spec = describe(lambda x=default: x, "f", cache_format_key=template)
+    assert key_of(spec) == key_of(spec, default) == f"f:{template.format(x=default)}"
+
+
+def test_a_dtype_in_a_template_prints_as_torch_names_it() -> None:
+    """As default and as argument, with any format."""
+    spec = describe(lambda dtype=torch.float16: dtype, "f", cache_format_key="{dtype:>15}")
+    assert key_of(spec) == key_of(spec, DtypeRef("float16")) == "f:  torch.float16"
+
+
+@pytest.mark.parametrize("template", ["{x}", "{y:{x}}", "{more}", "{z}"])
+def test_a_template_over_memory_names_the_argument(template: str) -> None:
+    """And says what to do instead."""
+    spec = describe(lambda x, y=1, **more: x, "f", cache_format_key=template)
+    with pytest.raises(CapabilityError) as caught:
+        key_of(spec, TensorRef(0), z=[SkeletonRef(0)])
+    name = next(name for name in ("more", "z", "x") if f"{{{name}}}" in template)
+    for told in ("endpoint 'f'", repr(template), f"names {name!r}, which is a tensor or a module", "leave it out"):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "args"),
+    [("{x:d}", ("text",)), ("{x[3]}", ((1,),)), ("{x.size}", (1,)), ("{x:{y}}", (1, "?")), ("{unknown}", (1,))],
+)
+def test_a_template_that_does_not_fit_a_call_says_so(template: str, args: tuple[Any, ...]) -> None:
+    """Naming endpoint and template."""
+    spec = describe(lambda x, y=1, **more: x, "f", cache_format_key=template)
+    with pytest.raises(CapabilityError, match=r"endpoint 'f': cache_format_key='.*' does not fit this call: "):
+        key_of(spec, *args)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{hiden_size}", r"names 'hiden_size', which is none of its arguments \(hidden_size, layers\)"),
+        ("{hidden_size:{width}}", "names 'width', which is none of its arguments"),
+        ("{hiden.size}", "names 'hiden', which"),
+        ("{hiden[0]}", "names 'hiden', which"),
+        ("{}", r"has a field without a name: name the argument, as in '\{hidden_size\}'"),
+        ("{0}", "has a field without a name"),
+        ("{0.name}", "has a field without a name"),
+        ("{hidden_size:{}}", "has a field without a name"),
+        ("{hidden_size", "is not a format string: "),
+        ("hidden_size}", "is not a format string: "),
+        ("{hidden_size!x}", "is not a format string: unknown conversion 'x'"),
+        ("{hidden_size!}", "is not a format string: "),
+        (5, "use a format string, or None"),
+        (b"{hidden_size}", "use a format string, or None"),
+    ],
+)
+def test_a_bad_template_fails_when_the_endpoint_is_shared(template: Any, message: str) -> None:
+    """Not at its first call."""
+    with pytest.raises(ConfigurationError, match=r"endpoint 'model': cache_format_key=.*" + message):
+        describe(lambda hidden_size, layers=2: None, "model", cache_format_key=template)
+
+
+@given(st.text(alphabet="xy{}[]!:.0r ", max_size=8))
+def test_any_template_is_refused_or_usable(template: str) -> None:
+    """No text makes sharing or keying end in anything but this library's errors."""
+    try:
+        spec = describe(lambda x, y=1: None, "f", cache_format_key=template)
+    except ConfigurationError:
+        return
+    try:
+        key = key_of(spec, 2)
+    except CapabilityError:
+        return
+    assert key == "f:" + string.Formatter().vformat(template, (), {"x": 2, "y": 1})
+
+
+# Options.
+
+
+def test_a_specification_tells_what_the_function_tells() -> None:
+    """Name, first line of the docstring, and whether it is awaited."""
+
+    async def answer() -> None: ...
+
+    spec = describe(load)
+    assert (spec.name, spec.doc, spec.is_async) == ("load", "Load a model.", False)
+    assert (describe(answer).doc, describe(answer).is_async) == ("", True)
+    assert describe(load, "v2.model-8b").name == "v2.model-8b"
+
+
+@pytest.mark.parametrize("option", ["manged", "name_", "doc", "parameters", "is_async"])
+def test_an_unknown_option_is_a_type_error(option: str) -> None:
+    """As for any function, and named; what the function itself tells is no option."""
+    with pytest.raises(TypeError, match=rf"share\(\) got an unexpected option '{option}'"):
+        describe(load, **{option: True})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("execution", "queue", "'direct' or 'task'"),
+        ("execution", None, "'direct' or 'task'"),
+        ("concurrency", "serial", "'parallel' or 'serialized'"),
+        ("access", "write", "'read_write' or 'read'"),
+        ("access", ["read"], "'read_write' or 'read'"),
+        ("cache", "yes", "True or False"),
+        ("cache", 1, "True or False"),
+        ("managed", None, "True or False"),
+        ("singleflight", 0, "True or False"),
+        ("idle_ttl", -1, "seconds, or None for never"),
+        ("idle_ttl", float("nan"), "seconds, or None for never"),
+        ("idle_ttl", "5", "seconds, or None for never"),
+        ("idle_ttl", True, "seconds, or None for never"),
+    ],
+)
+def test_a_bad_value_of_an_option_is_named(option: str, value: Any, allowed: str) -> None:
+    """With endpoint, option, value and what is allowed."""
+    with pytest.raises(ConfigurationError) as caught:
+        describe(load, **{option: value})
+    assert str(caught.value) == f"endpoint 'load': {option}={value!r}; use {allowed}"
+
+
+@pytest.mark.parametrize("ttl", [0, 0.5, 3600, float("inf"), None])
+def test_an_idle_ttl_is_seconds_or_none(ttl: float | None) -> None:
+    """Zero and forever among them."""
+    assert describe(load, idle_ttl=ttl).idle_ttl == ttl
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", "a(b)", "a/b", ".a", "a\n"])
+def test_a_bad_name_is_refused(name: str) -> None:
+    """A name is part of keys and of command lines."""
+    with pytest.raises(ConfigurationError, match="cannot name an endpoint: use letters, digits"):
+        describe(load, name)
+
+
+def test_a_function_without_a_name_needs_one() -> None:
+    """A lambda and a partial have none that is good."""
+    for function in (lambda: None, functools.partial(load, 1)):
+        with pytest.raises(ConfigurationError, match="cannot name an endpoint"):
+            describe(function)
+    assert key_of(describe(functools.partial(load, 1), "one")) == "one(layers=2, rest=(), dtype='float32', tied=True, extra={})"
+
+
+# The registry, and calls that would wait for themselves.
+
+
+def test_a_registry_keeps_the_order() -> None:
+    """An endpoint shared again replaces the one before, as a function defined twice does."""
+    registry = Registry(describe(load, name) for name in ("c", "a", "b"))
+    registry.add(describe(load, "a", managed=True))
+    assert [spec.name for spec in registry.all()] == ["c", "a", "b"]
+    assert registry.get("a").managed
+    assert len(registry) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "hint"),
+    [
+        (["load_model", "encode"], "load_modle", "did you mean 'load_model'?"),
+        (["load_model", "encode"], "zzz", "there is encode, load_model"),
+        ([], "load_model", "there is none"),
+    ],
+)
+def test_an_unknown_endpoint_comes_with_a_suggestion(names: list[str], asked: str, hint: str) -> None:
+    """A near name, else all there are."""
+    with pytest.raises(EndpointNotFound) as caught:
+        Registry(describe(load, name) for name in names).get(asked)
+    assert str(caught.value) == f"the server has no endpoint {asked!r}: {hint}"
+
+
+def test_a_call_within_itself_is_refused() -> None:
+    """It would join its own run and wait forever."""
+    spec = describe(lambda x: x, "f")
+    key = key_of(spec, 1)
+    with pytest.raises(ConfigurationError, match=r"f\(x=1\) was called while it is being built.*wait forever"):
+        check_chain(spec, key, frozenset({"f", "f(x=1)"}))
+    check_chain(spec, key_of(spec, 2), frozenset({"f", "f(x=1)"}))
+    check_chain(spec, key, frozenset({"g"}))
+
+
+def test_a_run_that_is_not_joined_cannot_wait_for_itself() -> None:
+    """Without singleflight, or without a key, the inner call is a run of its own."""
+    alone = describe(lambda x: x, "f", singleflight=False)
+    check_chain(alone, key_of(alone, 1), frozenset({"f", "f(x=1)"}))
+    check_chain(describe(lambda x: x, "f"), None, frozenset({"f"}))
+
+
+def test_a_serialized_endpoint_within_itself_is_refused() -> None:
+    """Whatever its arguments: it runs one call at a time."""
+    spec = describe(lambda x: x, "f", concurrency="serialized")
+    for key in (key_of(spec, 2), None):
+        with pytest.raises(ConfigurationError, match="endpoint 'f' is serialized and was called by itself"):
+            check_chain(spec, key, frozenset({"f", "f(x=1)"}))
+    check_chain(spec, key_of(spec, 2), frozenset({"g"}))
+
+
+def compiled(source: str) -> EndpointSpec:
+    """The spec of the function ``f`` that a piece of source defines."""
+    names: dict[str, Any] = {}
+    exec(compile(source, "app.py", "exec"), names)
+    return describe(names["f"])
+
+
+BODY = "def f(x, y=2):\n    return {'a': x + 1, 'b': [z for z in (y, 'text', {1, 2})]}\n"
+
+
+@pytest.mark.parametrize("moved", [BODY, "import os\n\n\n" + BODY, BODY.replace("\n    return", "\n    # why\n\n    return")])
+def test_a_function_that_is_moved_keeps_its_fingerprint(moved: str) -> None:
+    """Where it stands, and what comments say, is not what it does."""
+    assert compiled(moved) == compiled(BODY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x + 1", "x + 2"),
+        ("x + 1", "x - 1"),
+        ("y=2", "y=3"),
+        ("'text'", "'other'"),
+        ("{1, 2}", "{1, 3}"),
+        ("z for z", "(z, z) for z"),
+    ],
+)
+def test_a_function_that_is_changed_has_another_fingerprint(old: str, new: str) -> None:
+    """Its constants, its operators, those of what is nested in it, its defaults."""
+    assert compiled(BODY.replace(old, new)) != compiled(BODY)

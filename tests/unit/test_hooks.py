@@ -1,0 +1,245 @@
+"""Hooks on the other side: none takes another one's place, and handles that came still remove theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.hooks import RemovableHandle
+
+from shared_rpc.codec import decode_arguments, decode_result, encode_arguments
+from shared_rpc.records import Record
+from tests.kit.comparing import compare
+from tests.kit.subjects import doubled, same_state
+
+Rebuilt = Callable[..., Any]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``counted(n)`` makes this process one that has registered ``n`` hooks so far."""
+    return lambda number: monkeypatch.setattr(RemovableHandle, "next_id", number)
+
+
+class Registering(nn.Linear):
+    """A module that registers a hook whenever it is unpickled."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.register_forward_hook(same_state)
+
+
+class Keeping:
+    """An object with hooks of its own, as libraries have beside torch's."""
+
+    def __init__(self) -> None:
+        self.listeners: OrderedDict[int, Any] = OrderedDict()
+
+    def listen(self, hook: Any) -> RemovableHandle:
+        """Add a hook."""
+        handle = RemovableHandle(self.listeners)
+        self.listeners[handle.id] = hook
+        return handle
+
+
+def _listening() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.keeping = Keeping()
+    module.keeping.listen(same_state)
+    return module
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], RemovableHandle], Callable[[Any], dict[int, Any]]]] = {
+    "forward": (nn.Identity, nn.Module.register_forward_hook, lambda value: value._forward_hooks),
+    "forward pre": (nn.Identity, nn.Module.register_forward_pre_hook, lambda value: value._forward_pre_hooks),
+    "backward": (nn.Identity, nn.Module.register_full_backward_hook, lambda value: value._backward_hooks),
+    "backward pre": (nn.Identity, nn.Module.register_full_backward_pre_hook, lambda value: value._backward_pre_hooks),
+    "state_dict": (nn.Identity, nn.Module.register_state_dict_post_hook, lambda value: value._state_dict_hooks),
+    "state_dict pre": (nn.Identity, nn.Module.register_state_dict_pre_hook, lambda value: value._state_dict_pre_hooks),
+    "load pre": (nn.Identity, nn.Module.register_load_state_dict_pre_hook, lambda value: value._load_state_dict_pre_hooks),
+    "load post": (nn.Identity, nn.Module.register_load_state_dict_post_hook, lambda value: value._load_state_dict_post_hooks),
+    "own pickling": (lambda: nn.LSTM(2, 2), nn.Module.register_forward_hook, lambda value: value._forward_hooks),
+    "parametrised": (
+        lambda: parametrizations.weight_norm(nn.LSTM(2, 2), "weight_hh_l0"),
+        nn.Module.register_forward_hook,
+        lambda value: value._forward_hooks,
+    ),
+    "traced": (
+        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))),
+        nn.Module.register_forward_hook,
+        lambda value: value._forward_hooks,
+    ),
+    "a library's own": (
+        _listening,
+        lambda value, hook: value.keeping.listen(hook),
+        lambda value: value.keeping.listeners,
+    ),
+}
+
+
+@pytest.fixture
+def rebuilt_module(published: Callable[..., Record], device: str, counted: Callable[[int], None]) -> Rebuilt:
+    """What a process that has registered no hook gets of a module."""
+
+    def rebuild(value: nn.Module, known: int = 0) -> Any:
+        record = published(value.to(device))
+        counted(known)
+        return decode_result(record.skeleton, record.table, record.segments)
+
+    return rebuild
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ids_that_came_are_not_given_out_again(rebuilt_module: Rebuilt, counted: Callable[[int], None], case: str) -> None:
+    """A process that has registered fewer hooks than the server registers its own beside those that came."""
+    make, register, hooks = CASES[case]
+    counted(0)
+    value = make()
+    register(value, same_state)
+    before = list(hooks(value).values())
+    result = rebuilt_module(value)
+    assert len(hooks(result)) == len(before)
+    ids = list(hooks(result))
+    register(result, doubled)
+    assert list(hooks(result))[:-1] == ids
+
+
+def test_a_process_that_counted_further_goes_on(rebuilt_module: Rebuilt) -> None:
+    """The counter is never set back."""
+    module = nn.Identity()
+    module.register_forward_hook(same_state)
+    rebuilt_module(module, known=10_000_000)
+    assert RemovableHandle.next_id == 10_000_000
+
+
+def test_ids_that_the_server_was_not_told_of(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
+    """A model that the server unpickled has ids above the server's own counter, as torch's pickle leaves it."""
+    counted(500)
+    module = nn.Sequential(nn.LSTM(2, 2))
+    module[0].register_forward_hook(same_state)
+    module = pickle.loads(pickle.dumps(module))
+    counted(0)
+    result = rebuilt_module(module)
+    assert result[0].register_forward_hook(doubled).id == 501
+
+
+def test_hooks_registered_while_unpickling(rebuilt_module: Rebuilt, counted: Callable[[int], None]) -> None:
+    """The ids that come are reserved before any code of a class runs."""
+    counted(0)
+    module = Registering(2, 2)
+    module.register_forward_hook(doubled)
+    assert list(rebuilt_module(module)._forward_hooks.values()) == [doubled, same_state]
+
+
+def test_hooks_of_an_argument(device: str, no_leaks: None, counted: Callable[[int], None]) -> None:
+    """A module that is an argument brings its hooks into the server, which does not give their ids out again."""
+    counted(0)
+    module = nn.Linear(2, 2, device=device)
+    handle = module.register_forward_hook(doubled)
+    with closing(encode_arguments([module], {}, device)) as arguments:
+        counted(0)
+        [received], _ = decode_arguments(arguments)
+    received.register_forward_hook(same_state)
+    assert list(received._forward_hooks.values()) == [doubled, same_state]
+    assert next(iter(received._forward_hooks)) == handle.id
+
+
+def test_a_tensor_alone_says_nothing_of_hooks(published: Callable[..., Record], device: str) -> None:
+    """The most frequent skeleton stays what it is."""
+    nn.Identity().register_forward_hook(same_state)
+    assert published(torch.ones(2, device=device)).skeleton == b"I0\nQ."
+
+
+# Handles.
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "again"])
+def test_a_model_that_keeps_a_handle_can_be_copied(rebuilt_module: Rebuilt, device: str, how: str) -> None:
+    """Empty dicts that a handle refers to are those of the module, in what was attached too."""
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
+    model.handle = model[0].register_forward_hook(doubled)
+    result = rebuilt_module(model)
+    copied = copy.deepcopy(result) if how == "deepcopy" else rebuilt_module(result)
+    assert compare(copied, result) == []
+    copied.handle.remove()
+    assert (len(copied[0]._forward_hooks), len(result[0]._forward_hooks)) == (0, 1)
+
+
+def test_a_handle_that_came_removes_its_hook(rebuilt_module: Rebuilt, device: str) -> None:
+    """With what torch notes beside it, such as that it takes keyword arguments."""
+    module = nn.Identity()
+    module.handle = module.register_forward_hook(lambda module, args, kwargs, output: output + 1, with_kwargs=True)
+    module.register_forward_hook(doubled)
+    result = rebuilt_module(module)
+    one = torch.ones(1, device=device)
+    assert result(one).tolist() == [4]
+    result.handle.remove()
+    assert result(one).tolist() == [2]
+    assert result._forward_hooks_with_kwargs == {}
+    assert module(one).tolist() == [4]
+
+
+def test_a_handle_whose_hook_was_removed(rebuilt_module: Rebuilt, device: str) -> None:
+    """All its dicts are empty, and still the module's."""
+    module = nn.Identity()
+    module.handle = module.register_forward_hook(doubled)
+    module.handle.remove()
+    result = rebuilt_module(module)
+    assert result.handle.hooks_dict_ref() is result._forward_hooks
+    assert copy.deepcopy(result).handle.id == module.handle.id
+
+
+def test_a_handle_of_a_module_that_is_gone(rebuilt_module: Rebuilt, device: str) -> None:
+    """It refers to nothing on both sides, and can be copied where it came to."""
+    module = nn.Identity()
+    module.handle = nn.Identity().register_forward_hook(doubled, with_kwargs=True)
+    result = copy.deepcopy(rebuilt_module(module))
+    result.handle.remove()
+    assert result.handle.hooks_dict_ref() is None
+
+
+def test_shallow_copies_have_their_hooks_in_common(rebuilt_module: Rebuilt, device: str) -> None:
+    """Containers that two modules share are shared while they are empty, too."""
+    module = nn.Linear(2, 2)
+    one, other = rebuilt_module(nn.ModuleList([module, copy.copy(module)]))
+    one.register_forward_hook(doubled)
+    one.register_buffer("scale", torch.ones(1, device=device))
+    assert list(other._forward_hooks.values()) == [doubled]
+    assert other.scale is one.scale
+
+
+def test_empty_containers_of_nobody_else_stay_behind(published: Callable[..., Record], device: str) -> None:
+    """The containers of most modules are not in the skeleton: they are half of what an attach would unpickle."""
+    skeleton = published(nn.Linear(2, 2, device=device)).skeleton
+    assert b"_hooks" not in skeleton
+    assert b"_modules" not in skeleton
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_model_that_transformers_prepared_for_adapters(rebuilt_module: Rebuilt, device: str) -> None:
+    """With checkpointing and inputs that ask for gradients, as everyone does who trains adapters on it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    result = rebuilt_module(model)
+    copied = copy.deepcopy(result)
+    for one in (result, copied, cloudpickle.loads(cloudpickle.dumps(result))):
+        embeddings = one.get_input_embeddings()
+        one.requires_grad_(False)
+        assert embeddings(torch.tensor([[1, 2]], device=device)).requires_grad
+        hooks = len(embeddings._forward_hooks)
+        one.disable_input_require_grads()
+        assert len(embeddings._forward_hooks) == hooks - 1

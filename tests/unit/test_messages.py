@@ -1,0 +1,242 @@
+"""Messages: what one side writes the other reads, and what nobody writes is refused as such."""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.wire import catalogue
+from shared_rpc.wire import messages as m
+from shared_rpc.wire.catalogue import decode_message, encode_message, number_of
+from shared_rpc.wire.frames import Frame
+from shared_rpc.wire.messages import Message
+from shared_rpc.wire.specs import EndpointSpec, Parameter
+
+
+def below(kind: type[Message]) -> list[type[Message]]:
+    """All classes below one."""
+    return [found for child in kind.__subclasses__() for found in (child, *below(child))]
+
+
+KINDS = below(Message)
+numbers = st.integers(-(2**63), 2**64 - 1)
+plain: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def values_of(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a field. A field of a new type is added here."""
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return st.sampled_from(list(annotation))
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values_of(argument) for argument in arguments])
+    if origin is list:
+        return st.lists(values_of(arguments[0]), max_size=3)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+    return structs(annotation)
+
+
+def structs(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a struct, every field filled in."""
+    return st.builds(kind, **{field.name: values_of(field.type) for field in msgspec.structs.fields(kind)})
+
+
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    str: st.text(max_size=5),
+    int: numbers,
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False),
+    type(None): st.none(),
+    Any: plain,
+    msgspec.Raw: plain.map(msgspec.msgpack.encode).map(msgspec.Raw),
+}
+
+
+def frame_of(message: Message) -> Frame:
+    """The message as it travels."""
+    kind, body = encode_message(message)
+    return Frame(kind, 1, body)
+
+
+def comparable(message: Message) -> Any:
+    """All fields; memory views as their bytes."""
+    return [type(message), *(bytes(v) if isinstance(v, msgspec.Raw) else v for v in msgspec.structs.astuple(message))]
+
+
+def any_message() -> st.SearchStrategy[Message]:
+    """An instance of any message."""
+    return st.sampled_from(KINDS).flatmap(structs)
+
+
+@given(any_message())
+def test_every_message_round_trips(message: Message) -> None:
+    """With every field filled in."""
+    assert comparable(decode_message(frame_of(message))) == comparable(message)
+
+
+def test_every_message_has_one_kind_byte() -> None:
+    """None was forgotten, and no two share a number."""
+    assert sorted(kind.__name__ for kind in catalogue._KINDS.values()) == sorted(kind.__name__ for kind in KINDS)
+    assert all(1 <= number <= 255 for number in catalogue._KINDS)
+
+
+def test_defaults_are_filled_in() -> None:
+    """What is left out at the end of a message has its default."""
+    message = decode_message(Frame(number_of(m.Call), 1, msgspec.msgpack.encode(["f"])))
+    assert comparable(message) == comparable(m.Call("f"))
+
+
+@pytest.mark.parametrize("kind", [0, max(catalogue._KINDS) + 1, 255])
+def test_an_unknown_kind_is_named(kind: int) -> None:
+    """A kind byte that stands for nothing."""
+    with pytest.raises(ProtocolError, match=f"unknown message kind {kind}"):
+        decode_message(Frame(kind, 1, b"\x90"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "truncated"),
+        (b"\x80", "Expected `array`"),
+        (b"\xc0", "Expected `array`"),
+        (b"\xdd\xff\xff\xff\xff", ""),
+        (b"\x91" * 100_000, ""),
+        (b"\x9f" + b"\x81\xa1k" * 100_000, ""),
+        (b"\xc1", ""),
+    ],
+    ids=["empty", "map", "nil", "4 Gi items", "deep lists", "deep maps", "reserved byte"],
+)
+def test_a_body_that_is_none_names_its_message(kind: type[Message], body: bytes, reason: str) -> None:
+    """Structures that no sender writes, for every kind of message."""
+    with pytest.raises(ProtocolError, match=rf"a {kind.__name__} message cannot be read: .*{reason}"):
+        decode_message(Frame(number_of(kind), 1, body))
+
+
+@given(any_message(), plain)
+def test_a_field_too_many_is_refused(message: Message, surplus: Any) -> None:
+    """A message of a later protocol is not read half."""
+    kind, body = encode_message(message)
+    items = msgspec.msgpack.decode(body)
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        decode_message(Frame(kind, 1, msgspec.msgpack.encode([*items, surplus])))
+
+
+@given(any_message(), st.binary(min_size=1, max_size=4))
+def test_bytes_after_the_message_are_refused(message: Message, surplus: bytes) -> None:
+    """A body is one message and nothing else."""
+    kind, body = encode_message(message)
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        decode_message(Frame(kind, 1, body + surplus))
+
+
+@given(any_message(), st.data())
+def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
+    """At whatever byte."""
+    kind, body = encode_message(message)
+    with pytest.raises(ProtocolError, match=type(message).__name__):
+        decode_message(Frame(kind, 1, body[: data.draw(st.integers(0, len(body) - 1))]))
+
+
+FIELDS = [
+    (kind, index, field.name)
+    for kind in KINDS
+    for index, field in enumerate(msgspec.structs.fields(kind))
+    if field.type is not msgspec.Raw  # which is decoded by whoever reads it
+]
+
+
+@pytest.mark.parametrize(("kind", "index", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, _, name in FIELDS])
+@given(data=st.data())
+def test_a_field_of_another_type_is_refused(kind: type[Message], index: int, name: str, data: st.DataObject) -> None:
+    """No field is converted: nothing but its own type will do."""
+    number, body = encode_message(data.draw(structs(kind)))
+    items = msgspec.msgpack.decode(body)
+    items[index] = msgspec.msgpack.Ext(100, b"")
+    with pytest.raises(ProtocolError, match=rf"a {kind.__name__} message cannot be read: .*at `\$\[{index}\]"):
+        decode_message(Frame(number, 1, msgspec.msgpack.encode(items)))
+
+
+@given(st.integers(0, 255), st.binary(max_size=60))
+def test_garbage_is_a_protocol_error(kind: int, body: bytes) -> None:
+    """Whatever the bytes, a message or ProtocolError comes of them."""
+    with suppress(ProtocolError):
+        assert type(decode_message(Frame(kind, 1, body))) in KINDS
+
+
+@given(st.sampled_from(KINDS), st.lists(plain, max_size=6))
+def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
+    """The same for well-formed MessagePack."""
+    with suppress(ProtocolError):
+        assert type(decode_message(Frame(number_of(kind), 1, msgspec.msgpack.encode(items)))) is kind
+
+
+@given(any_message(), st.data())
+def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data: st.DataObject) -> None:
+    """One wrong byte, text that is not UTF-8 among the results."""
+    kind, body = encode_message(message)
+    damaged = bytearray(body)
+    damaged[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(ProtocolError):
+        assert type(decode_message(Frame(kind, 1, bytes(damaged)))) is type(message)
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    """Bytes that are not UTF-8 where text belongs."""
+    with pytest.raises(ProtocolError, match="a GetObjectInfo message cannot be read: 'utf-8' codec"):
+        decode_message(Frame(number_of(m.GetObjectInfo), 1, b"\x91\xa1\xff"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.Facts({"now": object()})],
+    ids=["surrogate", "large", "no data"],
+)
+def test_what_cannot_travel_is_refused_by_the_sender(message: Message) -> None:
+    """MessagePack has no surrogates, no integers of more than 64 bits, and no objects."""
+    with pytest.raises(ProtocolError, match=f"a {type(message).__name__} message cannot be written: "):
+        encode_message(message)
+
+
+def test_a_specification_travels_whole() -> None:
+    """The nested structs of the longest message, by value."""
+    spec = EndpointSpec(
+        name="model",
+        parameters=(Parameter("x", 1, required=True), Parameter("y", 3, required=False, default="1")),
+        concurrency="serialized",
+        cache_format_key="{x}",
+        managed=True,
+        access="read",
+        idle_ttl=1.5,
+        doc="Load it.",
+    )
+    reply = decode_message(frame_of(m.Endpoints([spec])))
+    assert isinstance(reply, m.Endpoints) and reply.endpoints == [spec]
+
+
+def test_a_segment_of_unknown_access_is_refused() -> None:
+    """Named options are checked where they arrive."""
+    segments = [SegmentInfo("id", 4096, "cpu", "execute")]  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="Invalid enum value 'execute'"):
+        decode_message(frame_of(m.Call("f", segments=segments)))

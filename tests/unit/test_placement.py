@@ -1,0 +1,391 @@
+"""Publishing moves memory: the maker's object and what clients map are one, the originals are freed, nothing moves twice."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, placement, publish
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory import mapping as mapping_module
+from shared_rpc.memory.arena import ALIGNMENT, pack
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.memfd import HOST, MemfdBackend
+from shared_rpc.memory.segments import Segment
+from shared_rpc.records import Record
+from tests.kit.models import Everything, Tied
+from tests.kit.processes import python
+
+Rebuilt = Callable[..., Any]
+Published = Callable[..., Record]
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Segments of 4 KiB at most, so that few bytes need many."""
+    monkeypatch.setattr(placement, "pack", functools.partial(pack, limit=4096))
+    return 4096
+
+
+def ids(record: Record) -> list[str]:
+    """The segments of a record."""
+    return [segment.info.id for segment in record.segments]
+
+
+# One memory.
+
+
+@pytest.mark.parametrize("where", list(Everything().tensors()))
+def test_each_side_sees_the_others_writes(device: str, rebuilt: Rebuilt, where: str) -> None:
+    """Wherever the maker keeps a tensor, it and the client's are one memory."""
+    module = Everything(device)
+    ours, theirs = module.tensors()[where], rebuilt(module).tensors()[where]
+    with torch.no_grad():
+        ours[0] = 111
+        theirs[1] = 222
+    assert ours.tolist()[:2] == theirs.tolist()[:2] == [111, 222]
+
+
+def test_views_move_with_their_base(device: str, rebuilt: Rebuilt) -> None:
+    """The maker's own views of a published tensor, as far as the value holds them, stay views of it."""
+    base = torch.zeros(4, device=device)
+    view, weight = base[2:], nn.Parameter(base[:2])
+    theirs = rebuilt([base, view, weight])
+    base.fill_(1)
+    assert [tensor.tolist() for tensor in (view, weight, *theirs)] == [[1, 1], [1, 1], [1, 1, 1, 1], [1, 1], [1, 1]]
+
+
+def test_tied_weights_stay_tied_at_home(device: str, rebuilt: Rebuilt) -> None:
+    """Publishing does not untie the maker's weights, nor replace its parameters: an optimiser keeps working."""
+    model = Tied(device)
+    weight = model.head.weight
+    weight.grad = torch.ones_like(weight)
+    theirs = rebuilt(model)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert model.embed.weight is model.head.weight is weight
+    assert weight.grad.data_ptr() != weight.data_ptr()
+    assert torch.equal(theirs.embed.weight, weight)
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["tensor", "views"])
+def test_inference_tensors_move(device: str, rebuilt: Rebuilt, views: bool) -> None:
+    """What was made under ``inference_mode`` is shared like anything else."""
+    with torch.inference_mode():
+        base = torch.zeros(4, device=device)
+        value = [base, base[1:]] if views else [base]
+    theirs = rebuilt(value)
+    theirs[0].fill_(5)
+    assert all(tensor.is_inference() for tensor in value)
+    assert [tensor.tolist() for tensor in value] == [[5, 5, 5, 5], [5, 5, 5]][: len(value)]
+
+
+def test_publishing_under_inference_mode(device: str, rebuilt: Rebuilt) -> None:
+    """An endpoint that computes under ``inference_mode`` shares results that clients use outside of it."""
+    with torch.inference_mode():
+        value = torch.ones(2, device=device) * 3
+        theirs = rebuilt(value)
+    assert not theirs.is_inference()
+    theirs.add_(1)
+    assert value.tolist() == [4, 4]
+
+
+def test_rebuilt_values_can_be_published(device: str, rebuilt: Rebuilt, published: Published) -> None:
+    """A client that serves what it attached shares it, too; its own object moves with it."""
+    attached = rebuilt(nn.Linear(2, 2, device=device))
+    record = published(attached)
+    again = decode_result(record.skeleton, record.table, record.segments)
+    with torch.no_grad():
+        attached.weight.fill_(8)
+    assert again.weight.tolist() == [[8, 8], [8, 8]]
+
+
+def test_tensors_are_aligned(device: str, rebuilt: Rebuilt) -> None:
+    """Each storage begins where torch's own allocator would have put it."""
+    value = [torch.ones(size, dtype=torch.uint8, device=device) for size in (1, 513, 7, 4096)]
+    assert [tensor.data_ptr() % ALIGNMENT for tensor in (*rebuilt(value), *value)] == [0] * 8
+
+
+# The originals.
+
+
+@pytest.mark.parametrize("make", [Everything, Tied, lambda device: torch.eye(4, device=device).to_sparse()])
+def test_originals_are_freed(device: str, published: Published, make: Callable[[str], Any]) -> None:
+    """Nothing keeps the memory that was copied: neither the value nor the record nor the codec."""
+    value = make(device)
+    tensors = [value._values(), value._indices()] if isinstance(value, torch.Tensor) else _state(value)
+    gone = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    record = published(value)
+    gc.collect()
+    assert record.nbytes > 0
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
+def _state(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a segment is made, the originals of all segments before it are gone: the extra memory is one segment."""
+    value = [torch.ones(1000) for _ in range(3)]
+    originals = [weakref.ref(tensor.untyped_storage()) for tensor in value]
+    alive: list[int] = []
+
+    class Watching(MemfdBackend):
+        def create(self, nbytes: int) -> Segment:
+            alive.append(sum(original() is not None for original in originals))
+            return super().create(nbytes)
+
+    watching = Watching()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda device, mechanism=None: watching)
+    publish(value, "cpu", "read_write", "endpoint").close()
+    assert alive == [3, 2, 1]
+
+
+def test_published_memory_goes_with_its_last_holder(device: str, no_leaks: None) -> None:
+    """Record, maker's object and client's object each keep the memory; after the last of them it is unmapped."""
+    value = torch.ones(4, device=device)
+    before = len(MAPPINGS)
+    record = publish(value, device, "read_write", "endpoint")
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    record.close()
+    del value
+    MAPPINGS.drain()
+    assert theirs.tolist() == [1, 1, 1, 1]
+    del theirs
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == before
+
+
+# What lies in a segment already.
+
+
+def test_a_part_of_what_was_published_is_not_copied(device: str, published: Published) -> None:
+    """An endpoint that returns a submodule of what another returned shares the same segment."""
+    model = nn.Sequential(nn.Linear(2, 2, device=device), Tied(device))
+    whole, part, view = published(model), published(model[1]), published(model[0].weight.detach()[1:])
+    assert len(ids(whole)) == 1
+    assert ids(part) == ids(view) == ids(whole)
+    assert part.nbytes == 7 * 4 * 4
+
+
+def test_what_is_new_is_placed_beside_what_is_not(device: str, published: Published) -> None:
+    """Of a value that is partly shared already, only the rest is copied."""
+    old = torch.ones(2, device=device)
+    first = published(old)
+    second = published({"old": old, "new": torch.zeros(2, device=device)})
+    assert len(ids(second)) == 2
+    assert set(ids(first)) < set(ids(second))
+
+
+def test_a_returned_argument_is_not_copied(device: str, no_leaks: None) -> None:
+    """An endpoint that returns what it was given hands the caller's segment on."""
+    with closing(encode_arguments([torch.ones(3, device=device)], {}, device)) as arguments:
+        ([received], _), sent = decode_arguments(arguments), arguments.segments[0].info.id
+    with closing(publish(received, device, "read_write", "echo")) as record:
+        assert ids(record) == [sent]
+
+
+def test_publishing_from_many_threads_moves_once(device: str, published: Published) -> None:
+    """Endpoints that return the same module at the same time share the same memory, the module's own."""
+    model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(100)))
+    start = threading.Barrier(4)
+    records: list[Record] = []
+
+    def work() -> None:
+        start.wait()
+        records.append(publish(model, device, "read_write", "endpoint"))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({tuple(ids(record)) for record in records}) == 1
+        theirs = decode_result(records[0].skeleton, records[0].table, records[0].segments)
+        assert [p.data_ptr() for p in theirs.parameters()] == [p.data_ptr() for p in model.parameters()]
+    finally:
+        for record in records:
+            record.close()
+
+
+# Access.
+
+
+def test_read_access_is_told_to_consumers(device: str, published: Published) -> None:
+    """Each segment of a read-only record says so; the maker's own tensors stay writable."""
+    value = torch.ones(2, device=device)
+    record = published(value, "read")
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    value.fill_(6)
+    assert [segment.info.access for segment in record.segments] == ["read"]
+    assert theirs.data_ptr() != value.data_ptr()
+    assert theirs.tolist() == [6, 6]
+
+
+def test_read_access_cannot_be_widened(no_leaks: None) -> None:
+    """Host memory that was published read-only stays so: neither another endpoint nor a consumer makes it writable."""
+    value = torch.ones(2)
+    with closing(publish(value, "cpu", "read", "a")), closing(publish(value, "cpu", "read_write", "b")) as record:
+        assert [segment.info.access for segment in record.segments] == ["read"]
+        with pytest.raises(CapabilityError, match="map it with access='read'"):
+            HOST.map(record.segments[0].fileno(), record.segments[0].info.nbytes, "read_write")
+
+
+# Many segments.
+
+
+def test_memory_is_spread_over_segments(device: str, small_segments: int, published: Published) -> None:
+    """Segments stay below their limit, apart from one for each storage that is larger than that."""
+    sizes = [1000, 3000, 5000, 100, 100]
+    value = [torch.full((size,), number, dtype=torch.uint8, device=device) for number, size in enumerate(sizes)]
+    record = published(value)
+    theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert [tensor.unique().tolist() for tensor in theirs] == [[0], [1], [2], [3], [4]]
+    assert len(record.segments) == 3
+    theirs[2].fill_(9)
+    assert value[2].unique().tolist() == [9]
+
+
+@pytest.fixture
+def full_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
+    """A host that has memory for two segments only."""
+    made: list[Segment] = []
+
+    class Full(MemfdBackend):
+        def create(self, nbytes: int) -> Segment:
+            if len(made) == 2:
+                raise CapabilityError(f"cannot allocate {nbytes} bytes: the device is full")
+            made.append(super().create(nbytes))
+            return made[-1]
+
+    full = Full()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda device, mechanism=None: full)
+    yield made
+
+
+def test_a_device_that_fills_up_midway(
+    no_leaks: None, warm: None, small_segments: int, full_device: list[Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the need; the value keeps every element, moved or not, and the segments go with it."""
+    value = [torch.full((1000,), number, dtype=torch.float32) for number in range(4)]
+    with pytest.raises(CapabilityError, match="cannot allocate 4000 bytes: the device is full"):
+        publish(value, "cpu", "read_write", "endpoint")
+    assert [tensor.unique().tolist() for tensor in value] == [[0], [1], [2], [3]]
+    assert len(full_device) == 2
+    value.clear()
+    gc.collect()
+    MAPPINGS.drain()
+    assert all(segment.closed for segment in full_device)
+
+
+def test_publishing_again_after_a_failure(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
+    """What had moved before the failure stays where it is; once there is room, the rest follows."""
+    value = [torch.full((1000,), number, dtype=torch.float32) for number in range(4)]
+    with pytest.raises(CapabilityError):
+        publish(value, "cpu", "read_write", "endpoint")
+    moved = [segment.info.id for segment in full_device]
+    full_device.clear()
+    with closing(publish(value, "cpu", "read_write", "endpoint")) as record:
+        assert ids(record)[:2] == moved
+        theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert [tensor.unique().tolist() for tensor in theirs] == [[0], [1], [2], [3]]
+
+
+def test_arguments_on_a_device_that_fills_up(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
+    """A call whose arguments find no room leaves nothing of them behind."""
+    with pytest.raises(CapabilityError, match="the device is full"):
+        encode_arguments([torch.ones(1000) for _ in range(4)], {}, "cpu")
+    assert [segment.closed for segment in full_device] == [True, True]
+
+
+# On a GPU.
+
+
+#: Publishes 4 GiB in a process whose allocator and context hold nothing else's: what is free before, at least, then, at last.
+PUBLISHING = """
+import threading
+from contextlib import closing
+
+import torch
+from torch import nn
+
+from shared_rpc.codec import publish
+from shared_rpc.memory.arena import SEGMENT_LIMIT
+from shared_rpc.memory.mapping import MAPPINGS
+
+
+def linear():
+    return nn.Linear(8192, 8192, bias=False, device="cuda", dtype=torch.bfloat16)
+
+
+def free():
+    return torch.cuda.mem_get_info()[0]
+
+
+publish(linear(), "cuda", "read_write", "endpoint").close()  # what the context loads with the first one
+MAPPINGS.drain()
+model = nn.Sequential(*(linear() for _ in range(32)))
+torch.cuda.synchronize()
+torch.cuda.empty_cache()
+least = before = free()
+done = threading.Event()
+
+
+def watch():
+    global least
+    while not done.is_set():
+        least = min(least, free())
+
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+try:
+    record = publish(model, "cuda", "read_write", "endpoint")
+finally:
+    done.set()
+    watcher.join()
+with closing(record):
+    torch.cuda.empty_cache()
+    then = free()
+    assert all(segment.info.nbytes <= SEGMENT_LIMIT for segment in record.segments)
+del model
+MAPPINGS.drain()
+print("free", before, least, then, free())
+"""
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_publishing() -> None:
+    """Publishing 4 GiB needs less than 3 GiB beside them at any time, and in the end no more than before."""
+    child = python(PUBLISHING)
+    before, least, then, last = (int(word) for word in child.expect("free").split()[1:])
+    assert before - least < 3 * GIB + 8192 * 8192 * 2
+    assert before - then < GIB // 16
+    assert last - before > 4 * GIB - GIB // 16
+    assert child.close() == (0, "")
+
+
+@pytest.mark.gpu
+def test_what_other_streams_write_is_published() -> None:
+    """A kernel that still runs on another stream when an endpoint returns is waited for, not copied around."""
+    value = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # cycles: some tenths of a second
+        value.fill_(7)
+    with closing(publish(value, "cuda", "read_write", "endpoint")) as record:
+        theirs = decode_result(record.skeleton, record.table, record.segments)
+    assert theirs.unique().tolist() == [7]

@@ -1,0 +1,680 @@
+"""What the server knows: leases, runs and objects. No sockets, no threads, and the clock is the test's."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.records import EMPTY_TABLE, Record
+from shared_rpc.store.calls import CallTable, Flight
+from shared_rpc.store.leases import LeaseTable
+from shared_rpc.store.objects import ObjectStore, StoredObject
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        """Unix seconds."""
+        return self.time
+
+
+def record_of(*segments: str, nbytes: int = 100) -> Record:
+    """A record of segments by id, each with a real descriptor and of ``nbytes`` bytes."""
+    opened = [Segment(SegmentInfo(name, nbytes, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments]
+    return Record(b"", EMPTY_TABLE, opened, nbytes * len(opened))
+
+
+class Shelf:
+    """A store, its leases and its clock, with what it dropped."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.clock = Clock()
+        self.leases = LeaseTable()
+        self.dropped: list[StoredObject] = []
+        self.store = ObjectStore(self.leases, self.clock, self.drop, max_bytes)
+
+    def drop(self, stored: StoredObject) -> None:
+        """What a server does with an object that goes; the store knows it no more."""
+        assert self.store.get(stored.object_id) is None
+        self.dropped.append(stored)
+        stored.record.close()
+
+    def open_descriptors(self, objects: Iterable[StoredObject]) -> int:
+        """How many of the segments of these are open."""
+        return sum(not segment.closed for stored in objects for segment in stored.record.segments)
+
+    def add(
+        self, key: str | None, *segments: str, holders: str = "", endpoint: str = "f", idle_ttl: float | None = None
+    ) -> StoredObject:
+        """A new object, held by sessions of one letter each."""
+        stored = self.store.add(endpoint, key, record_of(*(segments or (f"of {key}",))), idle_ttl)
+        for session in holders:
+            self.leases.grant(session, stored.object_id)
+        self.store.settle(stored.object_id)
+        return stored
+
+    def release(self, session: str, stored: StoredObject) -> bool:
+        """A session gives one lease back."""
+        held = self.leases.release(session, stored.object_id)
+        self.store.settle(stored.object_id)
+        return held
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    """A store without a budget, which drops everything in the end."""
+    shelf = Shelf()
+    yield shelf
+    shelf.store.clear()
+
+
+@pytest.fixture
+def budget() -> Iterator[Shelf]:
+    """A store for 300 bytes, which is three objects of one segment."""
+    shelf = Shelf(max_bytes=300)
+    yield shelf
+    shelf.store.clear()
+
+
+# Leases.
+
+
+def test_a_lease_counts_handles() -> None:
+    """It ends with as many releases as there were handles, and not before."""
+    leases = LeaseTable()
+    leases.grant("a", "x")
+    leases.grant("a", "x")
+    assert leases.release("a", "x") and leases.held("x")
+    assert leases.release("a", "x") and not leases.held("x")
+    assert not leases.release("a", "x")
+
+
+def test_a_lease_is_a_session_and_an_object() -> None:
+    """Several handles of a session are one lease; no session gives back what another holds."""
+    leases = LeaseTable()
+    for session, object_id in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y")):
+        leases.grant(session, object_id)
+    assert len(leases) == 3
+    assert leases.holders("x") == {"a", "b"}
+    assert not leases.release("b", "y")
+    assert not leases.release("nobody", "x")
+    assert leases.release("b", "x") and leases.holders("x") == {"a"}
+
+
+def test_the_end_of_a_session_gives_everything_back() -> None:
+    """All its handles at once, each object named once; others keep theirs, and a second end is none."""
+    leases = LeaseTable()
+    for session, object_id in (("a", "x"), ("a", "x"), ("a", "y"), ("b", "y")):
+        leases.grant(session, object_id)
+    assert sorted(leases.end_session("a")) == ["x", "y"]
+    assert not leases.held("x")
+    assert leases.holders("y") == {"b"}
+    assert leases.end_session("a") == leases.end_session("nobody") == []
+    assert not leases.release("a", "x")
+
+
+def test_looking_makes_no_lease() -> None:
+    """Questions about what nobody holds leave the table empty."""
+    leases = LeaseTable()
+    assert not leases.held("x") and leases.holders("x") == frozenset() and not leases.release("a", "x")
+    assert len(leases) == 0 and not leases.held("x")
+
+
+# Calls in flight.
+
+
+def test_an_identical_call_joins_the_run() -> None:
+    """Those who wait for a run are told together, in the order they came."""
+    calls: CallTable[str] = CallTable()
+    assert calls.join("f(1)", "first") is None
+    flight = calls.open("f", "f(1)", "first")
+    assert calls.join("f(1)", "second") is flight
+    calls.begin(flight)
+    assert calls.join("f(1)", "third") is flight
+    assert calls.close(flight) == ["first", "second", "third"]
+    assert len(calls) == 0 and calls.join("f(1)", "fourth") is None
+
+
+def test_a_call_without_a_key_is_joined_by_nobody() -> None:
+    """It has a run of its own."""
+    calls: CallTable[str] = CallTable()
+    flights = {calls.open("f", None, "first"), calls.open("f", None, "second")}
+    assert calls.join(None, "third") is None
+    assert set(calls) == flights and len(calls) == 2
+
+
+def test_a_run_is_closed_once() -> None:
+    """Nobody is told twice."""
+    calls: CallTable[str] = CallTable()
+    flight = calls.open("f", "f(1)", "first")
+    assert calls.close(flight) == ["first"]
+    assert calls.close(flight) == []
+    assert flight not in calls
+
+
+def test_a_queued_run_that_nobody_waits_for_is_to_be_dropped() -> None:
+    """With the last who leaves, not before."""
+    calls: CallTable[str] = CallTable()
+    flight = calls.open("f", "f(1)", "first")
+    calls.join("f(1)", "second")
+    assert not calls.leave(flight, "first")
+    assert calls.leave(flight, "second")
+    assert calls.close(flight) == []
+
+
+def test_a_running_run_goes_on_alone() -> None:
+    """Its result is cached, and a later call still joins it."""
+    calls: CallTable[str] = CallTable()
+    flight = calls.open("f", "f(1)", "first")
+    calls.begin(flight)
+    assert not calls.leave(flight, "first")
+    assert calls.join("f(1)", "second") is flight
+    assert calls.close(flight) == ["second"]
+
+
+def test_leaving_a_run_that_ended_drops_nothing() -> None:
+    """Its slot may be another run's by now."""
+    calls: CallTable[str] = CallTable()
+    ended = calls.open("f", "f(1)", "first")
+    calls.close(ended)
+    current = calls.open("f", "f(1)", "second")
+    assert not calls.leave(ended, "first")
+    assert calls.join("f(1)", "third") is current
+
+
+def test_who_never_waited_takes_nobody_along() -> None:
+    """Leaving twice is leaving once."""
+    calls: CallTable[str] = CallTable()
+    flight = calls.open("f", "f(1)", "first")
+    calls.join("f(1)", "second")
+    assert not calls.leave(flight, "first")
+    assert not calls.leave(flight, "first")
+    assert calls.close(flight) == ["second"]
+
+
+@pytest.mark.parametrize("what", [{"key": "f(1)"}, {"endpoint": "f"}])
+def test_invalidation_detaches_a_run(what: dict[str, str]) -> None:
+    """Its waiters stay with it, it has no key to be cached under, and the next identical call starts anew."""
+    calls: CallTable[str] = CallTable()
+    flight, other = calls.open("f", "f(1)", "first"), calls.open("g", "g(1)", "other")
+    assert calls.detach(**what) == 1
+    assert flight.key is None and other.key == "g(1)"
+    assert calls.join("f(1)", "second") is None
+    fresh = calls.open("f", "f(1)", "second")
+    assert calls.close(flight) == ["first"]
+    assert calls.join("f(1)", "third") is fresh
+    assert calls.detach(key="h(1)") == calls.detach(endpoint="h") == 0
+
+
+def test_runs_that_are_not_joined_live_side_by_side() -> None:
+    """Without singleflight, several runs have one key: the end of one is not the end of another."""
+    calls: CallTable[str] = CallTable()
+    first, second = calls.open("f", "f(1)", "first"), calls.open("f", "f(1)", "second")
+    assert calls.join("f(1)", "third") is first
+    assert calls.close(second) == ["second"]
+    assert calls.join("f(1)", "fourth") is first
+    assert calls.close(first) == ["first", "third", "fourth"]
+    assert calls.join("f(1)", "fifth") is None
+
+
+def test_all_runs_can_be_closed_in_a_loop() -> None:
+    """As a server does that stops."""
+    calls: CallTable[str] = CallTable()
+    for number in range(3):
+        calls.open("f", f"f({number})", str(number))
+    assert sorted(waiter for flight in calls for waiter in calls.close(flight)) == ["0", "1", "2"]
+    assert len(calls) == 0
+
+
+# Objects.
+
+
+def test_a_cached_object_stays_without_a_lease(shelf: Shelf) -> None:
+    """It is found by key and by id, and each finding by key is an access."""
+    stored = shelf.add("f(1)")
+    shelf.clock.time += 5
+    assert shelf.store.lookup("f(1)") is stored is shelf.store.get(stored.object_id)
+    assert (stored.created_at, stored.last_accessed_at) == (1000.0, 1005.0)
+    shelf.clock.time += 5
+    shelf.store.get(stored.object_id)
+    assert stored.last_accessed_at == 1005.0
+    assert shelf.store.lookup("f(2)") is None and shelf.store.get("unknown") is None
+
+
+def test_an_uncached_object_goes_with_its_last_lease(shelf: Shelf) -> None:
+    """And at once, if nobody ever held it."""
+    held = shelf.add(None, holders="ab")
+    shelf.release("a", held)
+    assert shelf.dropped == []
+    shelf.release("b", held)
+    assert shelf.dropped == [held]
+    unwanted = shelf.add(None)
+    assert shelf.dropped == [held, unwanted]
+    assert len(shelf.store) == 0
+
+
+def test_generations_count_the_builds_of_a_key(shelf: Shelf) -> None:
+    """From 1, for each key, and on after the object has gone."""
+    assert [shelf.add("f(1)").generation, shelf.add("f(2)").generation, shelf.add(None, holders="a").generation] == [1, 1, 1]
+    shelf.store.invalidate(key="f(1)")
+    assert shelf.add("f(1)").generation == 2
+    assert shelf.add("f(1)").generation == 3
+
+
+def test_a_new_object_takes_the_place_of_its_key(shelf: Shelf) -> None:
+    """The one before goes, or stays with those who hold it."""
+    first, second = shelf.add("f(1)"), shelf.add("f(1)", holders="a")
+    assert shelf.dropped == [first]
+    third = shelf.add("f(1)")
+    assert shelf.dropped == [first] and shelf.store.lookup("f(1)") is third and not second.listed
+    shelf.release("a", second)
+    assert shelf.dropped == [first, second] and shelf.store.lookup("f(1)") is third
+
+
+def test_invalidation_drops_what_nobody_holds(shelf: Shelf) -> None:
+    """By key or by endpoint; how many were listed is told."""
+    one, two, other = shelf.add("f(1)"), shelf.add("f(2)"), shelf.add("g(1)", endpoint="g")
+    assert shelf.store.invalidate(key="f(1)") == 1 and shelf.dropped == [one]
+    assert shelf.store.invalidate(key="f(1)") == 0
+    assert shelf.store.invalidate(endpoint="f") == 1 and shelf.dropped == [one, two]
+    assert shelf.store.lookup("g(1)") is other
+
+
+def test_invalidation_leaves_leased_objects_to_their_holders(shelf: Shelf) -> None:
+    """They are found by key no more, and go with their last lease."""
+    stored = shelf.add("f(1)", holders="ab")
+    assert shelf.store.invalidate(endpoint="f") == 1
+    assert shelf.store.lookup("f(1)") is None and shelf.store.get(stored.object_id) is stored
+    assert shelf.store.invalidate(endpoint="f") == 0
+    shelf.release("a", stored)
+    assert shelf.dropped == []
+    shelf.release("b", stored)
+    assert shelf.dropped == [stored]
+
+
+def test_an_idle_object_expires(shelf: Shelf) -> None:
+    """When its time has passed since the last access; the wait until then is told."""
+    stored = shelf.add("f(1)", idle_ttl=10.0)
+    shelf.add("f(2)")
+    shelf.clock.time += 4
+    assert shelf.store.expire() == 6.0
+    shelf.store.lookup("f(1)")
+    shelf.clock.time += 9
+    assert shelf.store.expire() == 1.0 and shelf.dropped == []
+    shelf.clock.time += 1
+    assert shelf.store.expire() is None and shelf.dropped == [stored]
+
+
+def test_the_next_to_expire_is_told(shelf: Shelf) -> None:
+    """Of several, when one of them has just gone."""
+    first, second, third = (shelf.add(f"f({ttl})", idle_ttl=ttl) for ttl in (30.0, 10.0, 20.0))
+    shelf.clock.time += 10
+    assert shelf.store.expire() == 10.0
+    assert shelf.dropped == [second] and first.listed and third.listed
+
+
+def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
+    """An object that is held does not expire, and its time begins when the last lease ends."""
+    stored = shelf.add("f(1)", holders="ab", idle_ttl=10.0)
+    shelf.clock.time += 1000
+    assert shelf.store.expire() is None
+    shelf.release("a", stored)
+    shelf.clock.time += 1000
+    assert shelf.store.expire() is None
+    shelf.release("b", stored)
+    shelf.clock.time += 9
+    assert shelf.store.expire() == 1.0 and shelf.dropped == []
+    shelf.clock.time += 1
+    assert shelf.store.expire() is None and shelf.dropped == [stored]
+
+
+def test_an_idle_ttl_of_zero_keeps_nothing(shelf: Shelf) -> None:
+    """It goes with the next sweep, unless it is held."""
+    stored = shelf.add("f(1)", idle_ttl=0.0)
+    assert shelf.store.expire() is None and shelf.dropped == [stored]
+
+
+def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
+    """When the budget needs room, by last access rather than by age."""
+    first, second, third = (budget.add(f"f({number})") for number in range(3))
+    budget.store.lookup("f(0)")
+    budget.add("f(3)")
+    assert budget.dropped == [second] and budget.store.nbytes == 300
+    budget.add("f(4)", "one", "two")
+    assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
+
+
+def test_the_end_of_a_lease_is_a_use(budget: Shelf) -> None:
+    """What was held until now was used until now."""
+    held = budget.add("f(0)", holders="a")
+    idle = budget.add("f(1)")
+    budget.clock.time += 1000
+    budget.release("a", held)
+    budget.add("f(2)", "one", "two")
+    assert budget.dropped == [idle]
+
+
+def test_a_leased_object_is_never_evicted(budget: Shelf) -> None:
+    """The budget is exceeded rather than taken from those who work; it is kept to when they are done."""
+    held = [budget.add(f"f({number})", holders="a") for number in range(4)]
+    assert budget.dropped == [] and budget.store.nbytes == 400
+    unheld = budget.add("f(4)")
+    assert budget.dropped == [unheld]
+    budget.release("a", held[2])
+    assert budget.dropped == [unheld, held[2]] and budget.store.nbytes == 300
+
+
+def test_an_object_larger_than_the_budget_is_not_kept(budget: Shelf) -> None:
+    """Those who called for it hold it, or have mapped it already."""
+    large = budget.add("f(0)", "a", "b", "c", "d")
+    assert budget.dropped == [large] and budget.store.nbytes == 0
+
+
+def test_a_shared_segment_counts_once(budget: Shelf) -> None:
+    """Objects that share memory cost it once, and give it back with the last of them."""
+    whole, part = budget.add("model", "weights", "head"), budget.add("encoder", "weights")
+    assert budget.store.nbytes == 200
+    budget.add("other", "own")
+    assert budget.dropped == [] and budget.store.nbytes == 300
+    budget.store.invalidate(key="model")
+    assert budget.dropped == [whole] and budget.store.nbytes == 200
+    budget.store.invalidate(key="encoder")
+    assert budget.dropped == [whole, part] and budget.store.nbytes == 100
+
+
+def test_the_end_drops_everything_once(shelf: Shelf) -> None:
+    """Leased or not; a release that comes later finds nothing."""
+    objects = [shelf.add("f(1)"), shelf.add("f(2)", holders="a"), shelf.add(None, holders="a")]
+    shelf.store.clear()
+    shelf.store.clear()
+    assert shelf.dropped == objects and len(shelf.store) == shelf.store.nbytes == 0
+    assert shelf.release("a", objects[1])
+    assert shelf.dropped == objects
+    assert shelf.store.lookup("f(1)") is None and shelf.store.expire() is None
+
+
+def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
+    """Every key that users rely on, in plain values."""
+    stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
+    assert stored.facts("server", 1) == {
+        "object_id": stored.object_id,
+        "server_id": "server",
+        "endpoint": "f",
+        "cache_key": "f(1)",
+        "nbytes": 200,
+        "private_nbytes": 0,
+        "device": "cpu",
+        "generation": 1,
+        "current": True,
+        "leases": 1,
+        "created_at": 1000.0,
+        "last_accessed_at": 1000.0,
+        "stale": False,
+    }
+
+
+SESSIONS, KEYS, SEGMENTS = st.sampled_from("abc"), st.sampled_from(["f(1)", "f(2)", "g(1)"]), st.sampled_from("stuvw")
+
+
+class StoreModel(RuleBasedStateMachine):
+    """The store and its leases beside a model of a few dicts. Whatever happens, both agree on what exists."""
+
+    @initialize(max_bytes=st.sampled_from([None, 0, 150, 300]))
+    def start(self, max_bytes: int | None) -> None:
+        """An empty store."""
+        self.max_bytes = max_bytes
+        self.shelf = Shelf(max_bytes)
+        self.alive: dict[str, StoredObject] = {}
+        self.listed: dict[str, StoredObject] = {}
+        self.handles: Counter[tuple[str, str]] = Counter()
+        self.used: dict[str, float] = {}
+        self.builds: Counter[str] = Counter()
+
+    def held(self, stored: StoredObject) -> bool:
+        """Whether the model has a handle of it anywhere."""
+        return any(object_id == stored.object_id and count for (_, object_id), count in self.handles.items())
+
+    def bytes_of(self, objects: list[StoredObject]) -> int:
+        """Distinct segments."""
+        return len({segment.info.id for stored in objects for segment in stored.record.segments}) * 100
+
+    def unlist(self, matching: Callable[[StoredObject], bool]) -> int:
+        """Take objects out of the model's cache."""
+        keys = [key for key, stored in self.listed.items() if matching(stored)]
+        for key in keys:
+            del self.listed[key]
+        self.forget_unkept()
+        return len(keys)
+
+    def forget_unkept(self) -> None:
+        """An object exists if it is listed or held, and only then."""
+        for object_id, stored in list(self.alive.items()):
+            if stored not in self.listed.values() and not self.held(stored):
+                del self.alive[object_id]
+
+    def settle(self, *objects: StoredObject) -> None:
+        """What the end of leases, or a new object, means to the model."""
+        for stored in objects:
+            self.used[stored.object_id] = self.shelf.clock.time
+        self.forget_unkept()
+        for candidate in sorted(self.listed.values(), key=lambda stored: self.used[stored.object_id]):
+            if self.max_bytes is None or self.bytes_of(list(self.alive.values())) <= self.max_bytes:
+                return
+            if not self.held(candidate):
+                self.unlist(lambda stored, candidate=candidate: stored is candidate)  # type: ignore[misc]
+
+    @rule(
+        key=st.none() | KEYS,
+        segments=st.sets(SEGMENTS, max_size=3),
+        holders=st.lists(SESSIONS, max_size=3),
+        idle_ttl=st.sampled_from([None, 0.0, 5.0, 20.0]),
+    )
+    def add(self, key: str | None, segments: set[str], holders: list[str], idle_ttl: float | None) -> None:
+        """A run ended well."""
+        self.tick(1.0)
+        stored = self.shelf.store.add((key or "f")[0], key, record_of(*sorted(segments)), idle_ttl)
+        self.alive[stored.object_id] = stored
+        for session in holders:
+            self.shelf.leases.grant(session, stored.object_id)
+            self.handles[session, stored.object_id] += 1
+        if key is not None:
+            self.builds[key] += 1
+            assert stored.generation == self.builds[key]
+            self.listed[key] = stored
+        self.shelf.store.settle(stored.object_id)
+        self.settle(stored)
+
+    @rule(key=KEYS, session=st.none() | SESSIONS)
+    def look_up(self, key: str, session: str | None) -> None:
+        """A call finds a cached object, and a managed one is leased."""
+        self.tick(1.0)
+        stored = self.shelf.store.lookup(key)
+        assert stored is self.listed.get(key)
+        if stored is not None:
+            self.used[stored.object_id] = self.shelf.clock.time
+            if session is not None:
+                self.shelf.leases.grant(session, stored.object_id)
+                self.handles[session, stored.object_id] += 1
+
+    @precondition(lambda self: self.alive)
+    @rule(session=SESSIONS, number=st.integers(0, 20))
+    def release(self, session: str, number: int) -> None:
+        """A session gives a handle back, one that it may not have."""
+        self.tick(1.0)
+        stored = list(self.alive.values())[number % len(self.alive)]
+        had = self.handles[session, stored.object_id] > 0
+        assert self.shelf.leases.release(session, stored.object_id) == had
+        if had:
+            self.handles[session, stored.object_id] -= 1
+            self.shelf.store.settle(stored.object_id)
+            self.settle(stored)
+
+    @rule(session=SESSIONS)
+    def end_session(self, session: str) -> None:
+        """A client is killed."""
+        self.tick(1.0)
+        held = {object_id for (holder, object_id), count in self.handles.items() if holder == session and count}
+        ended = self.shelf.leases.end_session(session)
+        assert sorted(ended) == sorted(held)
+        for key in [key for key in self.handles if key[0] == session]:
+            del self.handles[key]
+        self.shelf.store.settle(*ended)
+        self.settle(*(self.alive[object_id] for object_id in ended))
+
+    @rule(key=KEYS)
+    def invalidate_key(self, key: str) -> None:
+        """One call."""
+        assert self.shelf.store.invalidate(key=key) == self.unlist(lambda stored: stored.cache_key == key)
+
+    @rule(endpoint=st.sampled_from("fgh"))
+    def invalidate_endpoint(self, endpoint: str) -> None:
+        """All calls of an endpoint."""
+        assert self.shelf.store.invalidate(endpoint=endpoint) == self.unlist(lambda stored: stored.endpoint == endpoint)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
+    def tick(self, seconds: float) -> None:
+        """Time passes; nothing else happens."""
+        self.shelf.clock.time += seconds
+
+    @rule()
+    def expire(self) -> None:
+        """The sweeper comes by."""
+        now = self.shelf.clock.time
+        ends = {
+            stored.object_id: self.used[stored.object_id] + stored.idle_ttl
+            for stored in self.listed.values()
+            if stored.idle_ttl is not None and not self.held(stored)
+        }
+        pause = self.shelf.store.expire()
+        assert pause == min((end - now for end in ends.values() if end > now), default=None)
+        self.unlist(lambda stored: ends.get(stored.object_id, now + 1) <= now)
+
+    @invariant()
+    def both_agree(self) -> None:
+        """On what exists, what is listed, who holds it, and how much memory that is."""
+        store, leases = self.shelf.store, self.shelf.leases
+        assert {stored.object_id for stored in store} == set(self.alive) and len(store) == len(self.alive)
+        assert {stored.object_id for stored in store if stored.listed} == {s.object_id for s in self.listed.values()}
+        assert all(leases.held(object_id) == self.held(stored) for object_id, stored in self.alive.items())
+        assert len(leases) == sum(count > 0 for count in self.handles.values())
+        assert store.nbytes == self.bytes_of(list(self.alive.values()))
+        assert {s.object_id: s.last_accessed_at for s in self.alive.values()} == {i: self.used[i] for i in self.alive}
+
+    @invariant()
+    def nothing_is_dropped_twice(self) -> None:
+        """Nor dropped while it exists; the descriptors of what is gone are closed, and no others."""
+        dropped = [stored.object_id for stored in self.shelf.dropped]
+        assert len(dropped) == len(set(dropped))
+        assert not set(dropped) & set(self.alive)
+        assert self.shelf.open_descriptors(self.shelf.dropped) == 0
+        assert self.shelf.open_descriptors(self.alive.values()) == sum(len(s.record.segments) for s in self.alive.values())
+
+    @invariant()
+    def the_budget_is_kept(self) -> None:
+        """Except by what is held."""
+        if self.max_bytes is not None and self.shelf.store.nbytes > self.max_bytes:
+            assert all(self.held(stored) for stored in self.alive.values())
+
+    def teardown(self) -> None:
+        """The server stops."""
+        if hasattr(self, "shelf"):
+            self.shelf.store.clear()
+            assert len(self.shelf.dropped) == len({stored.object_id for stored in self.shelf.dropped})
+            assert self.shelf.open_descriptors(self.shelf.dropped) == 0
+
+
+TestStoreModel = StoreModel.TestCase
+TestStoreModel.settings = settings(stateful_step_count=40)
+
+
+class CallModel(RuleBasedStateMachine):
+    """The call table beside a list of who waits for which run. Every waiter is told once, or has left."""
+
+    @initialize()
+    def start(self) -> None:
+        """No calls."""
+        self.calls: CallTable[int] = CallTable()
+        self.waiting: dict[int, Flight[int]] = {}
+        self.runs: list[Flight[int]] = []
+        self.joinable: dict[str | None, Flight[int]] = {}
+        self.told: list[int] = []
+        self.number = 0
+
+    @rule(key=st.sampled_from(["f(1)", "f(1)", "g(1)", None]), singleflight=st.booleans())
+    def call(self, key: str | None, singleflight: bool) -> None:
+        """A caller joins a run of its key, or starts one."""
+        self.number += 1
+        flight = self.calls.join(key, self.number) if singleflight else None
+        if singleflight:
+            assert flight is self.joinable.get(key)
+        if flight is None:
+            flight = self.calls.open((key or "f")[0], key, self.number)
+            self.runs.append(flight)
+            if key is not None:
+                self.joinable.setdefault(key, flight)
+        self.waiting[self.number] = flight
+
+    def not_joinable(self, *flights: Flight[int]) -> None:
+        """They ended, or were detached."""
+        self.joinable = {key: flight for key, flight in self.joinable.items() if flight not in flights}
+
+    @precondition(lambda self: self.runs)
+    @rule(number=st.integers(0, 20))
+    def begin(self, number: int) -> None:
+        """The work of a run starts."""
+        self.calls.begin(self.runs[number % len(self.runs)])
+
+    @precondition(lambda self: self.waiting)
+    @rule(number=st.integers(0, 20))
+    def leave(self, number: int) -> None:
+        """A caller gives up; the last of a queued run takes it along."""
+        waiter = list(self.waiting)[number % len(self.waiting)]
+        flight = self.waiting.pop(waiter)
+        drop = self.calls.leave(flight, waiter)
+        assert drop == (flight not in self.waiting.values() and not flight.running)
+        if drop:
+            assert self.calls.close(flight) == []
+            self.runs.remove(flight)
+            self.not_joinable(flight)
+
+    @precondition(lambda self: self.runs)
+    @rule(number=st.integers(0, 20))
+    def close(self, number: int) -> None:
+        """A run ends, in whatever way."""
+        flight = self.runs.pop(number % len(self.runs))
+        expected = [waiter for waiter, joined in self.waiting.items() if joined is flight]
+        assert self.calls.close(flight) == expected
+        self.not_joinable(flight)
+        for waiter in expected:
+            del self.waiting[waiter]
+        self.told += expected
+
+    @rule(key=KEYS)
+    def detach(self, key: str) -> None:
+        """A call is invalidated: its runs go on without a key."""
+        runs = [flight for flight in self.runs if flight.key == key]
+        assert self.calls.detach(key=key) == len(runs)
+        assert all(flight.key is None and flight in self.calls for flight in runs)
+        self.not_joinable(*runs)
+
+    @invariant()
+    def every_waiter_is_with_its_run(self) -> None:
+        """And with no other; those who were told wait no more."""
+        assert set(self.calls) == set(self.runs) and len(self.calls) == len(self.runs)
+        assert {waiter: flight for flight in self.calls for waiter in flight.waiters} == self.waiting
+        assert len(self.told) == len(set(self.told)) and not set(self.told) & set(self.waiting)
+
+
+TestCallModel = CallModel.TestCase
+TestCallModel.settings = settings(stateful_step_count=40)

@@ -1,0 +1,576 @@
+"""The table of tasks: where each may go, when it is forgotten, and which pages show it. The clock is the test's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shared_rpc.errors import ServerBusy, TaskError
+from shared_rpc.store.tasks import TRANSITIONS, Task, TaskTable
+from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+
+PENDING, RUNNING = TaskStatus.PENDING, TaskStatus.RUNNING
+COMPLETED, FAILED, CANCELLED = TaskStatus.COMPLETED, TaskStatus.FAILED, TaskStatus.CANCELLED
+ENDS = [COMPLETED, FAILED, CANCELLED]
+#: Every change that a task may make.
+ALLOWED = {(PENDING, RUNNING), *product([PENDING, RUNNING], ENDS)}
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        """Unix seconds."""
+        return self.time
+
+
+class Desk:
+    """A table, its clock, and what it forgot."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.forgotten: list[Task[str]] = []
+        self.table: TaskTable[str] = TaskTable("server", self.clock, self.forget, **options)
+
+    def forget(self, task: Task[str]) -> None:
+        """What a server is told of a task that goes; the table knows it no more."""
+        assert task not in list(self.table)
+        self.forgotten.append(task)
+
+    def task(self, status: TaskStatus = PENDING, endpoint: str = "f") -> Task[str]:
+        """A new task that has come to a status."""
+        task = self.table.add(endpoint, None)
+        if status is not PENDING:
+            self.table.advance(task, status)
+        return task
+
+    def reason(self, task_id: str) -> str:
+        """Why there is no task of that id."""
+        with pytest.raises(TaskError) as caught:
+            self.table.get(task_id)
+        return caught.value.reason
+
+    def pages(self, limit: int, status: TaskStatus | None = None) -> list[list[str]]:
+        """The ids of all pages."""
+        pages: list[list[str]] = []
+        after: int | None = 0
+        while after is not None:
+            infos, after = self.table.page(status, after, limit)
+            pages.append([info.task_id for info in infos])
+        return pages
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """A table that remembers a task for ten seconds."""
+    return Desk(result_ttl=10.0)
+
+
+# Statuses.
+
+
+@pytest.mark.parametrize(("before", "after"), sorted(ALLOWED))
+def test_a_change_that_is_allowed(desk: Desk, before: TaskStatus, after: TaskStatus) -> None:
+    """It is made, and nothing else changes."""
+    task, other = desk.task(before), desk.task()
+    told = task.info
+    desk.table.advance(task, after)
+    assert (task.info.status, task.finished) == (after, after in ENDS)
+    assert (told.status, other.info.status) == (before, PENDING)
+    assert desk.table.counts() == {**dict.fromkeys(TaskStatus, 0), **Counter([after, PENDING])}
+
+
+@pytest.mark.parametrize(("before", "after"), sorted(set(product(TaskStatus, repeat=2)) - ALLOWED))
+def test_a_change_that_is_not_allowed(desk: Desk, before: TaskStatus, after: TaskStatus) -> None:
+    """It is an error that names the task and both statuses, and changes nothing."""
+    task = desk.task(before)
+    told, counts = task.info, desk.table.counts()
+    desk.clock.time += 5
+    with pytest.raises(ValueError, match=f"task server-1 cannot go from {before} to {after}"):
+        desk.table.advance(task, after, error_message="no", object_id="x")
+    assert task.info is told
+    assert desk.table.counts() == counts
+    assert desk.table.expire() == (5.0 if before in ENDS else None)
+    assert desk.forgotten == []
+
+
+def test_the_transitions_are_those_of_the_diagram() -> None:
+    """Every status has its line, and there is no way out of an end."""
+    assert {(before, after) for before, afters in TRANSITIONS.items() for after in afters} == ALLOWED
+    assert set(TRANSITIONS) == set(TaskStatus)
+
+
+def test_a_status_knows_whether_it_is_an_end() -> None:
+    """And is a plain string."""
+    assert [status for status in TaskStatus if status.finished] == ENDS
+    assert [f"{status}" for status in TaskStatus] == ["pending", "running", "completed", "failed", "cancelled"]
+    assert PENDING == "pending"
+
+
+# What is told of a task.
+
+
+def test_a_new_task(desk: Desk) -> None:
+    """It has the number after the last one, and all that is not known yet is None."""
+    desk.task()
+    desk.clock.time += 1
+    task = desk.table.add("load", "load(size=3)", kept=False)
+    assert task.info == TaskInfo("server-2", "load", PENDING, 1001.0, cache_key="load(size=3)")
+    assert (task.number, task.kept, task.run, task.failure, task.watchers) == (2, False, None, None, [])
+    assert task.session == "task server-2"
+    assert desk.table.get("server-2") is task
+
+
+def test_the_times_of_a_task(desk: Desk) -> None:
+    """Made, begun and ended are three moments."""
+    task = desk.task()
+    desk.clock.time += 1
+    desk.table.advance(task, RUNNING)
+    desk.clock.time += 2
+    desk.table.advance(task, COMPLETED)
+    assert (task.info.created_at, task.info.started_at, task.info.finished_at) == (1000.0, 1001.0, 1003.0)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_task_that_never_ran(desk: Desk, end: TaskStatus) -> None:
+    """It has ended and has not begun."""
+    task = desk.task()
+    desk.clock.time += 2
+    desk.table.advance(task, end)
+    assert (task.info.started_at, task.info.finished_at) == (None, 1002.0)
+
+
+def test_facts_come_with_a_change(desk: Desk) -> None:
+    """The result's id, or how it failed; what was told before stays."""
+    done, failed = desk.task(RUNNING), desk.task(RUNNING)
+    desk.table.update(failed, progress=Progress(1.0, 2.0, "half"))
+    desk.table.advance(done, COMPLETED, object_id="x")
+    desk.table.advance(failed, FAILED, error_type="ValueError", error_message="no weights")
+    assert (done.info.object_id, done.info.error_type, done.info.error_message) == ("x", None, None)
+    assert (failed.info.error_type, failed.info.error_message) == ("ValueError", "no weights")
+    assert failed.info.progress == Progress(1.0, 2.0, "half")
+
+
+def test_a_long_error_is_shown_in_part(desk: Desk) -> None:
+    """A list of tasks must fit a message; the error itself is told whole."""
+    task, short = desk.task(RUNNING), desk.task(RUNNING)
+    desk.table.advance(task, FAILED, error_type="ValueError", error_message="x" * 2000 + "y")
+    desk.table.advance(short, FAILED, error_type="ValueError", error_message="")
+    assert task.info.error_message == "x" * 2000
+    assert short.info.error_message == ""
+
+
+def test_progress_and_cancellation_are_noted(desk: Desk) -> None:
+    """Each for itself, and neither changes the status."""
+    task = desk.task(RUNNING)
+    desk.table.update(task, progress=Progress(1.0))
+    desk.table.update(task, cancel_requested=True)
+    desk.table.update(task, progress=Progress(2.0, 3.0, "more"))
+    assert (task.info.progress, task.info.cancel_requested) == (Progress(2.0, 3.0, "more"), True)
+    assert task.info.status is RUNNING
+    told = task.info
+    desk.table.update(task)
+    assert task.info == told
+
+
+# How many there may be.
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["pending", "running"])
+@pytest.mark.parametrize("end", ENDS)
+def test_unfinished_tasks_are_limited(begun: bool, end: TaskStatus) -> None:
+    """One more than the capacity is refused, naming the option; there is room again when one of them ends."""
+    desk = Desk(capacity=3)
+    tasks = []
+    for _ in range(3):
+        desk.table.check_capacity()
+        tasks.append(desk.task(RUNNING if begun else PENDING))
+    for _ in range(2):
+        with pytest.raises(ServerBusy, match=r"3 tasks are pending or running.*\(max_tasks\)"):
+            desk.table.check_capacity()
+    desk.table.advance(tasks[1], end)
+    desk.table.check_capacity()
+    desk.task()
+    with pytest.raises(ServerBusy):
+        desk.table.check_capacity()
+
+
+def test_finished_tasks_take_no_room() -> None:
+    """Neither while they are remembered nor after."""
+    desk = Desk(capacity=1, result_ttl=10.0)
+    for end in ENDS * 10:
+        desk.table.check_capacity()
+        desk.task(end)
+    desk.clock.time += 10
+    desk.table.expire()
+    desk.table.check_capacity()
+    desk.task()
+    with pytest.raises(ServerBusy):
+        desk.table.check_capacity()
+
+
+# How long they are remembered.
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_finished_task_expires(desk: Desk, end: TaskStatus) -> None:
+    """When its time has passed since its end, once; the wait until then is told."""
+    task = desk.task(RUNNING)
+    desk.clock.time += 1000
+    desk.table.advance(task, end)
+    desk.clock.time += 4
+    assert desk.table.expire() == 6.0
+    desk.clock.time += 5.5
+    assert desk.table.expire() == 0.5
+    assert desk.forgotten == [] and desk.table.get("server-1") is task
+    desk.clock.time += 0.5
+    assert desk.table.expire() is None and desk.forgotten == [task]
+    assert len(desk.table) == 0
+    assert desk.table.expire() is None and desk.forgotten == [task]
+
+
+@pytest.mark.parametrize("status", [PENDING, RUNNING])
+def test_an_unfinished_task_does_not_expire(desk: Desk, status: TaskStatus) -> None:
+    """However long it takes."""
+    task = desk.task(status)
+    desk.clock.time += 1e9
+    assert desk.table.expire() is None
+    assert desk.table.get(task.info.task_id) is task and desk.forgotten == []
+
+
+def test_tasks_expire_in_the_order_they_ended(desk: Desk) -> None:
+    """Not in the order they were made; the next one to go is told."""
+    first, second, third = (desk.task(RUNNING) for _ in range(3))
+    for task in (third, first, second):
+        desk.table.advance(task, COMPLETED)
+        desk.clock.time += 4
+    assert desk.table.expire() == 2.0 and desk.forgotten == [third]
+    desk.clock.time += 6
+    assert desk.table.expire() is None and desk.forgotten == [third, first, second]
+
+
+def test_tasks_that_ended_together_expire_together(desk: Desk) -> None:
+    """One visit of the sweeper is enough."""
+    tasks = [desk.task(end) for end in ENDS]
+    desk.clock.time += 10
+    assert desk.table.expire() is None
+    assert desk.forgotten == tasks
+
+
+def test_a_result_ttl_of_zero_remembers_nothing() -> None:
+    """A task goes with the next visit of the sweeper, and not before."""
+    desk = Desk(result_ttl=0.0)
+    task = desk.task(COMPLETED)
+    assert desk.table.get("server-1") is task
+    assert desk.table.expire() is None and desk.forgotten == [task]
+
+
+def test_the_oldest_give_way() -> None:
+    """More than so many ends are not remembered, however young they are; unfinished tasks do not count."""
+    desk = Desk(remembered=2)
+    unfinished = [desk.task(RUNNING) for _ in range(5)]
+    first, second, third, fourth = (desk.task(RUNNING) for _ in range(4))
+    desk.table.advance(second, COMPLETED)
+    desk.table.advance(first, FAILED)
+    assert desk.forgotten == []
+    desk.table.advance(third, CANCELLED)
+    assert desk.forgotten == [second]
+    desk.table.advance(fourth, COMPLETED)
+    assert desk.forgotten == [second, first]
+    assert list(desk.table) == [*unfinished, third, fourth]
+    assert desk.reason(second.info.task_id) == "expired"
+
+
+def test_an_end_that_is_refused_pushes_nothing_out() -> None:
+    """A task that has ended twice is remembered once."""
+    desk = Desk(remembered=1)
+    task = desk.task(COMPLETED)
+    with pytest.raises(ValueError):
+        desk.table.advance(task, FAILED)
+    assert desk.forgotten == []
+
+
+# Ids.
+
+
+def test_an_id_that_has_expired(desk: Desk) -> None:
+    """It is told from one that never was, and how long tasks are remembered."""
+    task = desk.task(COMPLETED)
+    desk.clock.time += 10
+    desk.table.expire()
+    with pytest.raises(TaskError, match=r"task server-1 has expired: .* for 10 s \(result_ttl\)") as caught:
+        desk.table.get(task.info.task_id)
+    assert caught.value.reason == "expired"
+
+
+def test_an_id_that_is_still_to_come(desk: Desk) -> None:
+    """It is unknown, and is the task's when that is made."""
+    desk.task(COMPLETED)
+    assert desk.reason("server-2") == "unknown"
+    task = desk.task()
+    assert desk.table.get("server-2") is task
+
+
+def test_an_id_of_another_server(desk: Desk) -> None:
+    """It is unknown, though the number is one of this server's; the error says whose ids there are."""
+    desk.task(COMPLETED)
+    with pytest.raises(TaskError, match=r"this server knows no task 'other-1': .* of the server that runs now") as caught:
+        desk.table.get("other-1")
+    assert caught.value.reason == "unknown"
+
+
+@pytest.mark.parametrize(
+    "task_id",
+    [
+        "",
+        "-",
+        "1",
+        "-1",
+        "server",
+        "server-",
+        "server-0",
+        "server--1",
+        "server-+1",
+        "server-1 ",
+        "server-1.0",
+        "server-1-1",
+        "server-²",
+        "server_1",
+        "SERVER-1",
+        "server-one",
+        "server-" + "9" * 10_000,
+        "\udcff",
+        "x" * 100_000,
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_an_id_that_is_garbage(desk: Desk, task_id: str) -> None:
+    """It is unknown, whether this server's tasks have expired or not; a long one is not told whole."""
+    desk.task(COMPLETED)
+    for _ in range(2):
+        with pytest.raises(TaskError, match="this server knows no task") as caught:
+            desk.table.get(task_id)
+        assert caught.value.reason == "unknown"
+        assert len(str(caught.value)) < 300
+        desk.clock.time += 10
+        desk.table.expire()
+
+
+# Pages.
+
+
+def test_pages_in_the_order_of_making(desk: Desk) -> None:
+    """Whatever became of the tasks since; every task is on one page."""
+    ids = [desk.task().info.task_id for _ in range(7)]
+    for number in (6, 2, 4):
+        desk.table.advance(desk.table.get(f"server-{number}"), COMPLETED)
+    assert desk.pages(3) == [ids[:3], ids[3:6], ids[6:]]
+    assert desk.pages(1) == [[task_id] for task_id in ids]
+    assert desk.pages(100) == [ids]
+
+
+def test_a_page_that_ends_at_its_limit(desk: Desk) -> None:
+    """After the last task there is no further page, and never an empty one."""
+    ids = [desk.task().info.task_id for _ in range(4)]
+    assert desk.table.page(None, 0, 4) == ([task.info for task in desk.table], None)
+    assert desk.pages(2) == [ids[:2], ids[2:]]
+    assert desk.table.page(None, 2, 1) == ([desk.table.get("server-3").info], 3)
+    assert desk.table.page(None, 4, 1) == ([], None)
+
+
+def test_pages_of_one_status(desk: Desk) -> None:
+    """Tasks of another one take no place on them, and end none of them early."""
+    for status in [PENDING, RUNNING, COMPLETED, PENDING, FAILED, PENDING, CANCELLED, PENDING, COMPLETED]:
+        desk.task(status)
+    assert desk.pages(2, PENDING) == [["server-1", "server-4"], ["server-6", "server-8"]]
+    assert desk.pages(3, PENDING) == [["server-1", "server-4", "server-6"], ["server-8"]]
+    assert desk.pages(1, COMPLETED) == [["server-3"], ["server-9"]]
+    assert desk.pages(1, RUNNING) == [["server-2"]]
+    assert Desk().pages(1, RUNNING) == Desk().pages(1) == [[]]
+
+
+def test_tasks_that_come_and_go_between_pages(desk: Desk) -> None:
+    """A page begins where the last one ended: nothing comes twice, and nothing that stays is left out."""
+    for _ in range(4):
+        desk.task(COMPLETED)
+    desk.clock.time += 5
+    stay = [desk.task(COMPLETED).info.task_id for _ in range(3)]
+    infos, after = desk.table.page(None, 0, 2)
+    assert ([info.task_id for info in infos], after) == (["server-1", "server-2"], 2)
+    desk.clock.time += 5
+    assert desk.table.expire() == 5.0 and len(desk.forgotten) == 4
+    new = desk.task().info.task_id
+    infos, after = desk.table.page(None, 2, 2)
+    assert ([info.task_id for info in infos], after) == (stay[:2], 6)
+    infos, after = desk.table.page(None, 6, 2)
+    assert ([info.task_id for info in infos], after) == ([stay[2], new], None)
+
+
+def test_counts(desk: Desk) -> None:
+    """Of every status, of those that are remembered; plain strings for whoever reads them."""
+    assert desk.table.counts() == {"pending": 0, "running": 0, "completed": 0, "failed": 0, "cancelled": 0}
+    for status in [PENDING, PENDING, RUNNING, COMPLETED, FAILED, FAILED, CANCELLED]:
+        desk.task(status)
+    assert desk.table.counts() == {"pending": 2, "running": 1, "completed": 1, "failed": 2, "cancelled": 1}
+    assert {type(name) for name in desk.table.counts()} == {str}
+    desk.clock.time += 10
+    desk.table.expire()
+    assert desk.table.counts() == {"pending": 2, "running": 1, "completed": 0, "failed": 0, "cancelled": 0}
+
+
+def test_tasks_may_change_while_they_are_looked_at(desk: Desk) -> None:
+    """As those of a server do that cancels all of them."""
+    desk.table = TaskTable("server", desk.clock, desk.forget, remembered=1)
+    for _ in range(3):
+        desk.task()
+    for task in desk.table:
+        desk.table.advance(task, CANCELLED)
+        desk.task()
+    assert len(desk.table) == 4 and len(desk.forgotten) == 2
+
+
+STATUSES = st.sampled_from(TaskStatus)
+
+
+class TableModel(RuleBasedStateMachine):
+    """The table beside a list of what should be in it. Whatever happens, both agree."""
+
+    @initialize(
+        capacity=st.sampled_from([1, 3, 100]), remembered=st.sampled_from([1, 3, 100]), result_ttl=st.sampled_from([0.0, 20.0])
+    )
+    def start(self, capacity: int, remembered: int, result_ttl: float) -> None:
+        """No tasks."""
+        self.capacity, self.remembered, self.result_ttl = capacity, remembered, result_ttl
+        self.desk = Desk(capacity=capacity, remembered=remembered, result_ttl=result_ttl)
+        #: By id, in the order they were made.
+        self.infos: dict[str, TaskInfo] = {}
+        self.tasks: dict[str, Task[str]] = {}
+        #: In the order they ended.
+        self.ended: list[str] = []
+        self.forgotten: list[str] = []
+        self.pages: list[str] = []
+        self.after: int | None = 0
+
+    def forget(self, count: int) -> None:
+        """The first ones that ended go."""
+        gone, self.ended = self.ended[:count], self.ended[count:]
+        for task_id in gone:
+            del self.infos[task_id]
+        self.forgotten += gone
+
+    @rule(endpoint=st.sampled_from("fg"), cache_key=st.sampled_from([None, "f(1)"]))
+    def add(self, endpoint: str, cache_key: str | None) -> None:
+        """Somebody submits, if there is room."""
+        if len(self.infos) - len(self.ended) >= self.capacity:
+            with pytest.raises(ServerBusy):
+                self.desk.table.check_capacity()
+            return
+        self.desk.table.check_capacity()
+        task = self.desk.table.add(endpoint, cache_key)
+        task_id = f"server-{len(self.tasks) + 1}"
+        self.infos[task_id] = TaskInfo(task_id, endpoint, PENDING, self.desk.clock.time, cache_key=cache_key)
+        self.tasks[task_id] = task
+
+    @precondition(lambda self: self.infos)
+    @rule(number=st.integers(0, 100), status=STATUSES, object_id=st.sampled_from([None, "x"]))
+    def advance(self, number: int, status: TaskStatus, object_id: str | None) -> None:
+        """A run begins, or ends, or something goes wrong in the server."""
+        info = list(self.infos.values())[number % len(self.infos)]
+        task = self.tasks[info.task_id]
+        if (info.status, status) not in ALLOWED:
+            with pytest.raises(ValueError):
+                self.desk.table.advance(task, status, object_id=object_id)
+            return
+        self.desk.table.advance(task, status, object_id=object_id)
+        now = self.desk.clock.time
+        self.infos[info.task_id] = TaskInfo(
+            info.task_id,
+            info.endpoint,
+            status,
+            info.created_at,
+            now if status is RUNNING else info.started_at,
+            now if status in ENDS else None,
+            info.progress,
+            info.cancel_requested,
+            cache_key=info.cache_key,
+            object_id=object_id,
+        )
+        if status in ENDS:
+            self.ended.append(info.task_id)
+            self.forget(len(self.ended) - self.remembered if len(self.ended) > self.remembered else 0)
+
+    @precondition(lambda self: self.infos)
+    @rule(number=st.integers(0, 100), done=st.none() | st.integers(0, 3), asked=st.booleans())
+    def update(self, number: int, done: int | None, asked: bool) -> None:
+        """An endpoint tells how far it is, or somebody asks it to stop."""
+        info = list(self.infos.values())[number % len(self.infos)]
+        progress = Progress(float(done)) if done is not None else None
+        self.desk.table.update(self.tasks[info.task_id], progress=progress, cancel_requested=asked or None)
+        fields = {name: getattr(info, name) for name in info.__struct_fields__}
+        fields |= {"progress": progress or info.progress, "cancel_requested": asked or info.cancel_requested}
+        self.infos[info.task_id] = TaskInfo(**fields)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 20.0]))
+    def tick(self, seconds: float) -> None:
+        """Time passes; nothing else happens."""
+        self.desk.clock.time += seconds
+
+    @rule()
+    def expire(self) -> None:
+        """The sweeper comes by."""
+        ends = [(self.infos[task_id].finished_at or 0.0) + self.result_ttl - self.desk.clock.time for task_id in self.ended]
+        assert self.desk.table.expire() == min((left for left in ends if left > 0), default=None)
+        self.forget(sum(left <= 0 for left in ends))
+
+    @rule(limit=st.integers(1, 3))
+    def read_on(self, limit: int) -> None:
+        """Somebody who lists the tasks asks for the next page, or begins anew."""
+        infos, after = self.desk.table.page(None, self.after or 0, limit)
+        if self.after is None:
+            self.pages = []
+        ids = [info.task_id for info in infos]
+        left = [task_id for task_id in self.infos if int(task_id[7:]) > (self.after or 0)]
+        assert ids == left[:limit]
+        assert after == (int(ids[-1][7:]) if len(left) > limit else None)
+        self.pages += ids
+        self.after = after
+        assert len(self.pages) == len(set(self.pages))
+
+    @invariant()
+    def both_agree(self) -> None:
+        """On what there is and what is told of it."""
+        table = self.desk.table
+        assert [task.info for task in table] == list(self.infos.values())
+        assert len(table) == len(self.infos)
+        assert table.counts() == {**dict.fromkeys(TaskStatus, 0), **Counter(info.status for info in self.infos.values())}
+        assert all(table.get(task_id) is self.tasks[task_id] for task_id in self.infos)
+
+    @invariant()
+    def pages_hold_what_there_is(self) -> None:
+        """In order, of every status, and no page is empty but the only one."""
+        for status in (None, *TaskStatus):
+            expected = [info.task_id for info in self.infos.values() if status in (None, info.status)]
+            pages = self.desk.pages(2, status)
+            assert [task_id for page in pages for task_id in page] == expected
+            assert len(pages) == max((len(expected) + 1) // 2, 1)
+
+    @invariant()
+    def what_is_forgotten_was_told_once(self) -> None:
+        """In the order it went; its id is told from one that never was."""
+        assert [task.info.task_id for task in self.desk.forgotten] == self.forgotten
+        assert len(self.ended) <= self.remembered
+        assert {self.desk.reason(task_id) for task_id in self.forgotten} <= {"expired"}
+        assert self.desk.reason(f"server-{len(self.tasks) + 1}") == "unknown"
+
+
+TestTableModel = TableModel.TestCase
+TestTableModel.settings = settings(stateful_step_count=40)

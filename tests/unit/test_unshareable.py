@@ -1,0 +1,207 @@
+"""What cannot be shared is refused: each kind with the path to it, the reason, and what to do instead."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import logging
+import mmap
+import os
+import socket
+import sqlite3
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.nn.utils import parametrizations
+
+from shared_rpc.codec import publish
+from shared_rpc.errors import CapabilityError
+from tests.kit.subjects import plus_one, quietly
+
+_opened: list[IO[Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Close what a test opened."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+def _open(*arguments: Any, **options: Any) -> Any:
+    _opened.append(open(*arguments, **options))  # noqa: SIM115  closed by the fixture
+    return _opened[-1]
+
+
+def _reading() -> Any:
+    return _open(__file__, encoding="utf-8")
+
+
+def _temporary() -> Any:
+    _opened.append(tempfile.NamedTemporaryFile("w+"))  # noqa: SIM115  closed by the fixture
+    return _opened[-1]
+
+
+def _quiet(make: Callable[[], Any]) -> Any:
+    with quietly():
+        return make()
+
+
+def _alone(make: Callable[[Any], Any]) -> Any:
+    """With a process group of this process alone."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return make(torch.distributed)
+
+
+def _distributed_tensor(distributed: Any) -> torch.Tensor:
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    return distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+def _fully_sharded(distributed: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return nn.Sequential(fully_shard(nn.Linear(2, 2)))
+
+
+def _traced(transform: Callable[..., Any]) -> torch.Tensor:
+    """A tensor that belongs to a transform."""
+    seen: list[torch.Tensor] = []
+    transform(lambda x: (seen.append(x), x.sum())[1])(torch.ones(2))
+    return seen[0]
+
+
+def _fake(make: Callable[[], Any]) -> Any:
+    with FakeTensorMode():
+        return make()
+
+
+def _functional() -> torch.Tensor:
+    with FunctionalTensorMode():
+        return FunctionalTensor.to_functional(torch.ones(2))
+
+
+def _exported() -> Any:
+    return _quiet(lambda: torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),)))
+
+
+def _reads_a_global() -> Any:
+    """A function that travels as code, with what it names."""
+    space = {"file": _reading(), "__name__": "__main__"}
+    return eval("lambda: file.read()", space)
+
+
+def _parametrised_graph() -> nn.Module:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    graph.register_parameter("gain", nn.Parameter(torch.ones(2, 2)))
+    return parametrizations.weight_norm(graph, "gain")
+
+
+def _with_default(thing: Any) -> Callable[..., Any]:
+    return lambda given=thing: given
+
+
+def _closing_over(thing: Any) -> Callable[..., Any]:
+    return lambda *args: thing
+
+
+#: Attributes that cannot be shared, each with the reason and what to do instead.
+ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "text file": (_reading, "", "is a file that this process has open: keep its path"),
+    "binary file": (lambda: _open(__file__, "rb"), "", "is a file that this process has open"),
+    "file to write": (lambda: _open(os.devnull, "w", encoding="utf-8"), "", "is a file that this process has open"),
+    "raw file": (lambda: _open(__file__, "rb", buffering=0), "", "is a file that this process has open"),
+    "temporary file": (_temporary, "", "is a file that this process has open"),
+    "file in a closure": (lambda: _closing_over(_reading()), ".<closure thing>", "is a file that this process has open"),
+    "file in a partial": (lambda: functools.partial(print, file=_reading()), ".keywords['file']", "is a file that"),
+    "file of a bound method": (lambda: _reading().read, "", "is a file that this process has open"),
+    "file in a default": (lambda: _with_default(_reading()), ".__defaults__[0]", "is a file that this process has open"),
+    "file in a global": (_reads_a_global, ".<global file>", "is a file that this process has open"),
+    "iterator of a file": (lambda: {"rows": [enumerate(_reading())]}, "['rows'][0]", "is a file that this process has open"),
+    "memoryview": (lambda: memoryview(bytearray(8)), "", "is a memoryview, of which clients would get a copy: keep bytes"),
+    "socket": (socket.socket, "", "is a socket of this process: keep its address"),
+    "mmap": (lambda: mmap.mmap(-1, 8), "", "is a mapping of this process: keep a tensor over it"),
+    "sqlite": (lambda: sqlite3.connect(":memory:"), "", "is a connection of this process: keep what it is connected to"),
+    "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it where it is used, or leave it out in a __getst"),
+    "thread": (threading.Thread, "._started._cond._lock", "cannot pickle '_thread.lock' object"),
+    "log handler": (logging.StreamHandler, ".lock", "cannot pickle '_thread.RLock' object"),
+    "executor": (lambda: ThreadPoolExecutor(1), "._work_queue", "cannot pickle '_queue.SimpleQueue' object"),
+    "weak reference": (lambda: weakref.ref(nn.Module()), "", "cannot pickle 'weakref.ReferenceType' object"),
+    "context variable": (lambda: contextvars.ContextVar("variable"), "", "cannot pickle '_contextvars.ContextVar' object"),
+    "scripted function": (lambda: _quiet(lambda: torch.jit.script(plus_one)), "", "is TorchScript"),
+    "traced function": (lambda: _quiet(lambda: torch.jit.trace(plus_one, torch.ones(1))), "", "is TorchScript"),
+    "mkldnn module": (
+        lambda: _quiet(lambda: nn.Sequential(importlib.import_module("torch.utils.mkldnn").to_mkldnn(nn.Linear(2, 2).eval()))),
+        ".0",
+        "was converted by torch.utils.mkldnn",
+    ),
+    "exported": (_exported, "", "is an exported program: share the module it was exported from"),
+    "exported module": (lambda: _exported().module(), "._guards_fn", "belongs to an exported program"),
+    "autograd node": (lambda: (torch.ones(1, requires_grad=True) * 2).grad_fn, "", "cannot pickle 'MulBackward0' object"),
+    "stream": (lambda: torch.Stream(device="cpu"), "", "is a stream, which belongs to this process: make it where it is used"),
+    "process group": (lambda: _alone(lambda distributed: distributed.group.WORLD), "", "is a process group of this process"),
+    "DDP": (
+        lambda: _alone(lambda distributed: nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
+        "",
+        "belongs to its process group: share its .module",
+    ),
+    "FSDP": (lambda: _alone(_fully_sharded), ".0", "is sharded by FSDP, and belongs to its process group"),
+    "DTensor": (lambda: _alone(_distributed_tensor), "", "is a DTensor, which belongs to its process group"),
+    "fake tensor": (lambda: _fake(lambda: torch.ones(2)), "", "is a fake tensor, which has no memory"),
+    "fake module": (lambda: _fake(lambda: nn.Linear(2, 2)), ".weight", "is a fake tensor, which has no memory"),
+    "functional tensor": (lambda: torch._to_functional_tensor(torch.ones(2)), "", "is a functional tensor, which ends with"),
+    "functional wrapper": (_functional, "", "is a functional tensor, which ends with what traces it"),
+    "tensor of vmap": (lambda: _traced(torch.vmap), "", "belongs to a transform of torch.func, and ends with it"),
+    "tensor of grad": (lambda: _traced(torch.func.grad), "", "belongs to a transform of torch.func, and ends with it"),
+    "strided nested tensor": (
+        lambda: _quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        "",
+        "is a nested tensor of the strided layout: make it with layout=torch.jagged",
+    ),
+    "parametrised graph": (
+        _parametrised_graph,
+        "",
+        "is parametrised, and its class Sequential has a __reduce__ of its own",
+    ),
+}
+
+
+def _parametrised_graph() -> nn.Module:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    graph.register_parameter("gain", nn.Parameter(torch.ones(2, 2)))
+    return parametrizations.weight_norm(graph, "gain")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_that_cannot_be_shared(name: str) -> None:
+    """The error has the attribute path, the reason, and what to do; nothing is shared as something else."""
+    make, path, reason = ATTRIBUTES[name]
+    value = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    value[1][0].kept = make()
+    with pytest.raises(CapabilityError) as caught:
+        publish(value, "cpu", "read_write", "load")
+    assert f"endpoint 'load': result.1.0.kept{path} " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTRIBUTES if "tensor" in name.lower()])
+def test_tensors_that_cannot_be_shared_alone(name: str) -> None:
+    """The same where such a tensor is the whole result."""
+    make, _, reason = ATTRIBUTES[name]
+    with pytest.raises(CapabilityError, match=r"endpoint 'load': result ") as caught:
+        publish(make(), "cpu", "read_write", "load")
+    assert reason in str(caught.value)
