@@ -1,13 +1,17 @@
-"""Everything a contributor runs: ``python3 -m nox -s lint types tests docs demo``."""
+"""Everything a contributor runs: ``python3 -m nox`` does all that CI does."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests", "docs", "demo"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "demo", "bench"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -16,6 +20,14 @@ CONSTRAINTS = ("-c", "constraints.txt")
 
 #: The versions of Python that are supported.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+#: One environment for all sessions that need torch: to install it takes longer than most of them.
+SHARED = Path(__file__).parent / ".nox" / "shared"
+
+#: What tests take part in `nox -s tests`; those of tests/docs run with what they are about.
+ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "gpu")]
+#: As many tests at once as there are cores, up to a number for which there is memory anywhere.
+PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 
 
 @nox.session
@@ -26,22 +38,28 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """The package strictly, and the public types as a user sees them."""
-    session.install("torch", "-e", ".[test]", "mypy==2.4.1", *CONSTRAINTS)
-    session.run("mypy")
+    _run(session, "mypy")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU; ``nox -s tests -- -m gpu`` for the others."""
-    _test(session)
+    """All tests that need no GPU, but for those of `docs`, `demo` and `bench`; ``nox -s tests -- tests/unit`` for some."""
+    _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
+
+
+@nox.session(venv_backend="none")
+def deep(session: nox.Session) -> None:
+    """Every test there is, with processes that are no forks, and properties that are looked at for long. It takes an hour."""
+    environ = {"SHARED_RPC_TESTS": "fresh", "HYPOTHESIS_PROFILE": "deep"}
+    _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", "--timeout", "600")), **environ)
 
 
 @nox.session(python=False)
 def pythons(session: nox.Session) -> None:
-    """The same on every supported Python that is found here: as ``python3.13`` and so on, which must start."""
+    """The tests on every supported Python that is found here: as ``python3.13`` and so on, which must start."""
     found = [version for version in PYTHONS if _starts(f"python{version}")]
     if not found:
         session.error(f"none of {', '.join(f'python{version}' for version in PYTHONS)} is found: add one to PATH")
@@ -52,21 +70,9 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests_on(session: nox.Session) -> None:
-    """All tests that need no GPU on one Python: ``nox -s tests_on-3.13``."""
-    _test(session)
-
-
-def _test(session: nox.Session) -> None:
+    """The tests on one Python: ``nox -s tests_on-3.13``."""
     session.install("torch", "-e", ".[test,examples]", *CONSTRAINTS)
-    # The peer of the benchmarks. It asks for an old numpy, which it does not use.
-    session.install("--no-deps", "shared-tensor==0.2.16")
-    session.run("pytest", *(session.posargs or ("-m", "not gpu")))
-
-
-def _starts(program: str) -> bool:
-    """Whether a program is there and runs; what a version manager puts in its place may do neither."""
-    path = shutil.which(program)
-    return path is not None and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
+    session.run("pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
 
 
 @nox.session
@@ -78,38 +84,60 @@ def compat(session: nox.Session) -> None:
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """The main job on real weights, the other scenarios, and the verification: each fails if something it claims is false."""
-    session.install("torch", "-e", ".[examples]", *CONSTRAINTS)
-    session.run("python", "examples/semantic_search_demo.py", *session.posargs)
+    """The main job on real weights, the other scenarios, the verification, and the tests of these."""
+    _run(session, "python", "examples/semantic_search_demo.py", *session.posargs)
     for example in ("weight_manager", "prefill_decode", "tensor_parallel", "fastapi_workers"):
-        session.run("python", f"examples/{example}/run.py")
-    session.run("shared-rpc", "verify", "--device", "cpu")
+        _run(session, "python", f"examples/{example}/run.py")
+    _run(session, "shared-rpc", "verify", "--device", "cpu")
+    _test(session, "tests/docs/test_verify.py", *Path("tests/docs").glob("test_example_*.py"))
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """The documentation, every warning an error, into docs/_build/html; and the doctests in it."""
-    session.install("torch", "-e", ".[docs]", *CONSTRAINTS)
+    """The documentation, every warning an error, into docs/_build/html; the doctests in it; and the pages, followed."""
     for builder in ("html", "doctest"):
-        session.run(
-            "sphinx-build",
-            "-n",
-            "-W",
-            "--keep-going",
-            "-q",
-            "-b",
-            builder,
-            "-d",
-            "docs/_build/doctrees",
-            "docs",
-            f"docs/_build/{builder}",
-        )
+        target = ("docs", f"docs/_build/{builder}")
+        _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
+    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "pictures", "deploy")))
 
 
-@nox.session
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """That the benchmarks run, in small; ``nox -s bench -- rpc`` for one of them as it is published."""
+    if session.posargs:
+        _run(session, "python", "-m", "benchmarks", *session.posargs)
+    else:
+        _test(session, "tests/docs/test_benchmarks.py", "tests/docs/test_plots.py")
+
+
+@nox.session(venv_backend="none")
 def pictures(session: nox.Session) -> None:
     """The pictures of the command line in docs/_static/cli, taken anew; ``nox -s pictures -- ls info`` for some."""
-    session.install("torch", "-e", ".", "pyte>=0.8", *CONSTRAINTS)
-    session.run("python", "-m", "docs.pictures", *session.posargs)
+    _run(session, "python", "-m", "docs.pictures", *session.posargs)
+
+
+def _test(session: nox.Session, *which: str | Path) -> None:
+    _run(session, "pytest", *PARALLEL, "-m", "not gpu", *map(str, which))
+
+
+def _run(session: nox.Session, program: str, *arguments: str, **environ: str) -> None:
+    """Run a program of the shared environment, which is made or brought up to date before."""
+    wanted = hashlib.sha256(b"".join(Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))).hexdigest()
+    stamp, python = SHARED / "installed", str(SHARED / "bin" / "python")
+    if not stamp.exists() or stamp.read_text() != f"{sys.version} {wanted}":
+        session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+        install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        session.run(*install, "torch", "-e", ".[test,examples,docs,types]", *CONSTRAINTS, external=True)
+        # The peer of the benchmarks. It asks for an old numpy, which it does not use.
+        session.run(*install, "--no-deps", "shared-tensor==0.2.16", external=True)
+        stamp.write_text(f"{sys.version} {wanted}")
+    path = os.pathsep.join([str(SHARED / "bin"), os.environ["PATH"]])
+    session.run(str(SHARED / "bin" / program), *arguments, external=True, env={"PATH": path, **environ})
+
+
+def _starts(program: str) -> bool:
+    """Whether a program is there and runs; what a version manager puts in its place may do neither."""
+    path = shutil.which(program)
+    return path is not None and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0

@@ -13,13 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from shared_rpc.errors import ConfigurationError
 
 __all__ = ["Job", "WorkerThreads"]
 
-T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -92,27 +91,6 @@ class WorkerThreads:
             return False
         self._waiting.remove(job)
         return True
-
-    async def run(self, work: Callable[[], T], begun: Callable[[], None]) -> T:
-        """:meth:`start` for a coroutine. If it is cancelled, a job that has begun goes on and its result is dropped."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def done(result: T) -> None:
-            if future.done():
-                _discard(result)
-            else:
-                future.set_result(result)
-
-        job = Job(work, begun, done)
-        self.start(job)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # it ended and was cancelled in one turn of the loop
-                _discard(future.result())
-            raise
-        finally:
-            self.withdraw(job)
 
     def _begin(self) -> None:
         while self._waiting and self._begun < self._limit:

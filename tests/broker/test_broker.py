@@ -431,7 +431,7 @@ def test_buffers(app: BrokerApp) -> None:
     """Two clients read and write one."""
     app.start()
     client, other = app.connect(), app.connect()
-    buffer = client.create_buffer((4, 4), dtype="float32", zero=True)
+    buffer = client.create_buffer((4, 4), dtype="float32")
     buffer.value.fill_(6)
     assert other.get_buffer(buffer.object_id).value.sum() == 96
     assert [device["id"] for device in client.list_devices()] == ["cpu"]

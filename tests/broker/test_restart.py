@@ -35,19 +35,11 @@ from shared_rpc.wire.frames import Frame
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.processes import eventually
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
     return broker_app
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """What the asynchronous client does on trio is tested elsewhere; a broker takes seconds to start."""
-    return "asyncio"
 
 
 class Caller:
@@ -191,6 +183,7 @@ def test_a_request_that_was_not_sent(app: BrokerApp, fooled: Callable[[], None])
     assert torch.equal(client.call("echo", x), x)
 
 
+@pytest.mark.asyncio
 async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp, fooled: Callable[[], None]) -> None:
     """The same for the asynchronous client."""
     broker = app.start()
@@ -227,6 +220,7 @@ async def _slow_async(base_path: str, path: str) -> Any:
         return await client.call("slow", path)
 
 
+@pytest.mark.asyncio
 async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """What only asks is asked again of the next broker: nothing is done twice by that."""
     broker = app.start()
@@ -259,6 +253,7 @@ async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futu
     assert [type(answer.result(20)) for answer in asked] == [dict, dict, list]
 
 
+@pytest.mark.asyncio
 async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
     """They are stale, with the reason; what was taken from them stays, and giving them back harms nobody."""
     broker = app.start()
@@ -281,6 +276,7 @@ async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
         assert client.get_server_info()["leases"] == 1
 
 
+@pytest.mark.asyncio
 async def test_leases_when_all_connections_break(app: BrokerApp) -> None:
     """The server lives, and the session has ended with its connections: the next one holds what is out, and no more."""
     app.start()

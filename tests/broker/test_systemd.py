@@ -24,8 +24,6 @@ from tests.kit.brokers import APP, BrokerApp
 from tests.kit.processes import Child, eventually
 from tests.kit.service_manager import ServiceManager
 
-pytestmark = pytest.mark.anyio
-
 #: Before anything else of an app: holds its import up, or makes it fail.
 GATE = """
 import os, time
@@ -35,12 +33,6 @@ while os.path.exists({gate!r}):
 if os.path.exists({gate!r} + "-broken"):
     raise LookupError("no such checkpoint")
 """
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """What the asynchronous client does on trio is tested elsewhere; a broker takes seconds to start."""
-    return "asyncio"
 
 
 @pytest.fixture
@@ -182,6 +174,7 @@ def _memfds(pid: int) -> int:
     return sum("memfd:" in os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.asyncio
 async def test_handles_and_their_leases(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     """A client that meets the next broker takes its leases again: handles stay live, and go back as ever."""
     broker = manager.start()

@@ -521,7 +521,7 @@ def test_the_command_imports_little(place: Place) -> None:
         main()
     """
     for _ in range(2):  # the first one may start a zygote
-        child = python(code)
+        child = python(code, fresh=True)
         loaded = set(child.expect("loaded").split())
         child.close()
     assert "shared_rpc.scripts.command" in loaded

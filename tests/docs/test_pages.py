@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,12 +134,17 @@ def test_every_public_name_has_its_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["instrumentation", "logs", "safetensors", "sharding", "verification"])
 def test_every_public_module_has_its_page(name: str) -> None:
-    """It is named for it, and shows every name, by itself or as a member of the module."""
+    """It is named for it, and shows every class and function, by itself or as a member of the module."""
     page = (DOCS / "reference" / "api" / f"{name}.md").read_text()
     shown = set(re.findall(rf"^\.\. auto\w+:: shared_rpc\.{name}\.(\w+)$", page, re.MULTILINE))
-    names = set(importlib.import_module(f"shared_rpc.{name}").__all__)
-    if f".. automodule:: shared_rpc.{name}\n" not in page:
-        assert names - shown <= set(errors.__all__)
+    module = importlib.import_module(f"shared_rpc.{name}")
+    public = {each for each in module.__all__ if inspect.isclass(value := getattr(module, each)) or inspect.isfunction(value)}
+    if f".. automodule:: shared_rpc.{name}\n" in page:
+        options = dict(re.findall(r"^   :(members|exclude-members):(.*)$", page, re.MULTILINE))
+        members = {each for each in public if getattr(module, each).__doc__}
+        listed, excluded = (set(re.findall(r"\w+", options.get(option, ""))) for option in ("members", "exclude-members"))
+        shown |= (members & listed if listed else members) - excluded if "members" in options else set()
+    assert public - shown <= set(errors.__all__)
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"SharedRPCError", "RemoteTraceback"}))

@@ -163,8 +163,7 @@ def test_more_small_tensors_than_a_pool_has_room_for(client: Client) -> None:
     assert len(client.call("many", 20_000)) == 20_000
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.asyncio
 async def test_cancelled_calls_leave_no_chunks(server: Server) -> None:
     """Whenever they are cancelled, the moment of the reply among others."""
     async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as client:

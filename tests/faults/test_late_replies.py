@@ -170,8 +170,7 @@ async def test_a_reply_that_comes_long_after_its_coroutine_left(
         assert client._channel is channel
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_task_that_is_cancelled_while_it_takes_its_call_back(
     server: Server, begun: threading.Event, go: threading.Event
 ) -> None:
@@ -197,9 +196,8 @@ async def test_a_task_that_is_cancelled_while_it_takes_its_call_back(
 # Calls that were not sent.
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 @pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
     server: Server, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, times: int
 ) -> None:
@@ -230,8 +228,7 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, go: threading.Event) -> None:
     """Its arguments are not taken apart then."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:

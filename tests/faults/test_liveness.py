@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.memory import desk as desk_module
 from shared_rpc.memory import liveness
 from shared_rpc.memory.bound import voucher_of
 from shared_rpc.memory.desk import DESK, fetch
@@ -394,12 +395,14 @@ def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> No
     os.close(other)
 
 
-def test_one_who_says_nothing_holds_the_desk_up_for_a_moment_only(left: tuple[bytes, int]) -> None:
-    """The next one has an answer all the same."""
+def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has an answer all the same: the desk waited for the silent one as long as for anybody, and no longer."""
     token, _ = left
+    monkeypatch.setattr(desk_module, "_ASKING", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect("\0" + DESK.address)
         os.close(fetch(DESK.address, token))
+        assert silent.recv(1) == b""
 
 
 def test_a_desk_that_has_gone_is_told_with_what_may_be_wrong() -> None:

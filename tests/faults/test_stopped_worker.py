@@ -249,7 +249,8 @@ def test_a_worker_is_asked_for_chunks_once() -> None:
     assert len(peer.sent) == 3
 
 
-def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
+@pytest.mark.asyncio
+async def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
     """However many were while it did not read."""
 
     class Deaf:
@@ -262,15 +263,12 @@ def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
             """See :class:`WorkerCommand`."""
             return subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,))
 
-    async def main() -> None:
-        caught_up = asyncio.Event()
-        worker = Worker(cast("WorkerCommand", Deaf()), 0, lambda *_: None, lambda _: None, caught_up.set)
-        worker.send(w.Stop(), payload=bytes(1_000_000))
-        assert worker.congested
-        unread = worker._link._socket.unsent
-        for _ in range(1000):
-            worker.reclaim()
-        assert worker._link._socket.unsent == unread
-        worker.end(0)
-
-    asyncio.run(main())
+    caught_up = asyncio.Event()
+    worker = Worker(cast("WorkerCommand", Deaf()), 0, lambda *_: None, lambda _: None, caught_up.set)
+    worker.send(w.Stop(), payload=bytes(1_000_000))
+    assert worker.congested
+    unread = worker._link._socket.unsent
+    for _ in range(1000):
+        worker.reclaim()
+    assert worker._link._socket.unsent == unread
+    worker.end(0)

@@ -226,7 +226,8 @@ def test_host_memory_needs_no_torch(children: list[Child]) -> None:
         backend.unmap(backend.map(segment.fileno(), segment.info.nbytes, "read_write"), segment.info.nbytes)
         segment.close()
         print("torch loaded:", "torch" in sys.modules)
-        """
+        """,
+        fresh=True,
     )
     children.append(child)
     assert child.expect("torch loaded:") == "torch loaded: False"

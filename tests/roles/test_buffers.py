@@ -734,7 +734,7 @@ BROKER = """
 def test_a_broker_makes_memory_without_torch(base_path: str, children: list[Child], device: str, no_leaks: None) -> None:
     """Making, listing, leasing and handing out needs no torch, and on a GPU no context, which would take memory of its own."""
     path = f"{base_path}-broker.sock"
-    broker = Child("-c", textwrap.dedent(BROKER).replace("DEVICE", repr(device_id(device))), path)
+    broker = Child("-c", textwrap.dedent(BROKER).replace("DEVICE", repr(device_id(device))), path, fresh=True)
     children.append(broker)
     broker.expect("serving")
     with Client(device=device, socket_path=path, connect_timeout=0) as client, Client(device=device, socket_path=path) as other:

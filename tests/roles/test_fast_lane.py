@@ -200,8 +200,7 @@ def test_an_argument_that_is_returned(client: Client, device: str) -> None:
     assert results[0][99] == 99
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_many_at_once(server: Server, device: str) -> None:
     """Calls of one connection share the pools, and get each their own."""
 

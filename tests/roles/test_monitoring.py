@@ -185,7 +185,7 @@ def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Ca
     client.free_buffer(buffer)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_the_async_client_asks_the_same(served: Server) -> None:
     """Each operation, as a coroutine."""
     async with AsyncClient(socket_path=served.socket_path, connect_timeout=0) as client:
@@ -195,12 +195,6 @@ async def test_the_async_client_asks_the_same(served: Server) -> None:
         assert (await client.get_statistics())["load"]["calls"] == 1
         assert await client.invalidate_object(handle.object_id) == 1
         await handle.release()
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """One is enough."""
-    return "asyncio"
 
 
 def test_a_worker_tells_its_device_and_how_often_it_was_started_again(broker_app: BrokerApp) -> None:

@@ -61,7 +61,7 @@ def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
 
 def test_its_terms_in_every_role(provider: Provider) -> None:
     """How often it may be got, and what cannot be asked for."""
-    with provider.create_buffer(16, "int32", zero=True, ttl=60, max_accesses=1) as buffer:
+    with provider.create_buffer(16, "int32", ttl=60, max_accesses=1) as buffer:
         assert buffer.get_object_info()["accesses_left"] == 1
         provider.get_buffer(buffer.object_id).release()
         with pytest.raises(BufferNotFound, match="as often as its max_accesses allows"):
@@ -92,11 +92,11 @@ def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str)
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_memory_of_the_host_beside_a_gpu_in_every_role(provider: Provider) -> None:
     """A GPU's provider has the host's memory too; a GPU may be named as torch names it."""
-    with provider.create_buffer((4,), "float32", "cpu", zero=True) as buffer:
+    with provider.create_buffer((4,), "float32", "cpu") as buffer:
         assert buffer.value.device.type == "cpu"
         provider.free_buffer(buffer)
     for name in ("cuda:0", torch.device("cuda", 0), device_id("cuda:0")):
-        with provider.create_buffer(8, device=name, zero=True) as buffer:
+        with provider.create_buffer(8, device=name) as buffer:
             assert buffer.value.device == torch.device("cuda", 0)
             provider.free_buffer(buffer)
 
@@ -128,14 +128,14 @@ def test_a_server_s_own_buffer_is_its_clients_too(
     """Both sides have the same memory, whoever made it."""
     provider, _ = server
     client = connect(device=device)
-    with provider.create_buffer((8,), "float32", zero=True) as mine, client.get_buffer(mine.object_id) as theirs:
+    with provider.create_buffer((8,), "float32") as mine, client.get_buffer(mine.object_id) as theirs:
         mine.value.fill_(3)
         if device == "cuda":
             torch.cuda.synchronize()
         assert theirs.value.sum().item() == 24
         assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}
         assert client.free_buffer(mine.object_id)
-    with client.create_buffer((8,), "float32", zero=True) as theirs, provider.get_buffer(theirs.object_id) as mine:
+    with client.create_buffer((8,), "float32") as theirs, provider.get_buffer(theirs.object_id) as mine:
         theirs.value.fill_(5)
         if device == "cuda":
             torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from tests.kit.interpreter import Interpreter
 from tests.kit.models import Slotted, State
 from tests.kit.processes import ROOT, Child
 
-LIBRARY_APP = ROOT / "tests" / "library_app.py"
+LIBRARY_APP = ROOT / "tests" / "kit" / "library_app.py"
 
 
 # Libraries.

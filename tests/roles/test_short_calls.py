@@ -232,8 +232,7 @@ def test_a_caller_that_gives_up(client: Client, server: Server, begun: threading
     assert server.info()["running"] == 1
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size", [8, "no number"], ids=["that succeed", "that fail"])
 async def test_a_long_line(server: Server, client: Client, size: Any) -> None:
     """Hundreds of calls that wait for their turn end one after the other, whatever becomes of each."""
@@ -271,7 +270,8 @@ class TestCoroutines:
         """A run that nobody asks of."""
         return Run(frozenset(), lambda progress: None)
 
-    def test_one_that_cancels_itself_and_returns(self, ended: list[Any]) -> None:
+    @pytest.mark.asyncio
+    async def test_one_that_cancels_itself_and_returns(self, ended: list[Any]) -> None:
         """It is cancelled, as a task is that was asked to; whoever started it goes on."""
 
         async def suicidal() -> int:
@@ -280,30 +280,26 @@ class TestCoroutines:
             task.cancel()
             return 1
 
-        async def main() -> None:
-            Coroutines().start("a run", self.run(), [suicidal], ended.append)
-            await asyncio.sleep(0.01)
-
-        asyncio.run(main())
+        Coroutines().start("a run", self.run(), [suicidal], ended.append)
+        await asyncio.sleep(0.01)
         assert len(ended) == 1
 
-    def test_one_that_is_asked_to_stop(self, ended: list[Any]) -> None:
+    @pytest.mark.asyncio
+    async def test_one_that_is_asked_to_stop(self, ended: list[Any]) -> None:
         """Where it awaits."""
 
-        async def main() -> None:
-            coroutines, run = Coroutines(), self.run()
-            coroutines.start("a run", run, [asyncio.Event().wait], ended.append)
-            await asyncio.sleep(0)
-            run.cancelled = True
-            coroutines.cancel("a run")
-            await asyncio.sleep(0.01)
-            coroutines.cancel("a run")
-
-        asyncio.run(main())
+        coroutines, run = Coroutines(), self.run()
+        coroutines.start("a run", run, [asyncio.Event().wait], ended.append)
+        await asyncio.sleep(0)
+        run.cancelled = True
+        coroutines.cancel("a run")
+        await asyncio.sleep(0.01)
+        coroutines.cancel("a run")
         assert isinstance(ended[0], Failure)
         assert ended[0].code == TaskCancelled.code
 
-    def test_what_follows_is_not_in_its_context(self, ended: list[Any]) -> None:
+    @pytest.mark.asyncio
+    async def test_what_follows_is_not_in_its_context(self, ended: list[Any]) -> None:
         """Its run is the current one in it, and nowhere else."""
         seen: list[Run | None] = []
 
@@ -311,38 +307,34 @@ class TestCoroutines:
             seen.append(CURRENT_RUN.get())
             await asyncio.sleep(0)
 
-        async def main() -> None:
-            run = self.run()
-            Coroutines().start("a run", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
-            await asyncio.sleep(0.01)
-            assert seen == [run]
-            assert CURRENT_RUN.get() is None
-
-        asyncio.run(main())
+        run = self.run()
+        Coroutines().start("a run", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
+        await asyncio.sleep(0.01)
+        assert seen == [run]
+        assert CURRENT_RUN.get() is None
         assert ended == [None]
 
-    def test_one_that_starts_the_next(self, ended: list[Any]) -> None:
+    @pytest.mark.asyncio
+    async def test_one_that_starts_the_next(self, ended: list[Any]) -> None:
         """Thousands in a row need no deeper stack than two."""
 
         async def nothing() -> None:
             return
 
-        async def main() -> None:
-            coroutines = Coroutines()
+        coroutines = Coroutines()
 
-            def next_one(outcome: Failure | list[Any]) -> None:
-                ended.append(outcome)
-                if len(ended) < 5000:
-                    coroutines.start(len(ended), self.run(), [nothing], next_one)
+        def next_one(outcome: Failure | list[Any]) -> None:
+            ended.append(outcome)
+            if len(ended) < 5000:
+                coroutines.start(len(ended), self.run(), [nothing], next_one)
 
-            coroutines.start(0, self.run(), [nothing], next_one)
-            for _ in range(10_000):  # turns of the loop
-                await asyncio.sleep(0)
-
-        asyncio.run(main())
+        coroutines.start(0, self.run(), [nothing], next_one)
+        for _ in range(10_000):  # turns of the loop
+            await asyncio.sleep(0)
         assert ended == [[None]] * 5000
 
-    def test_one_that_refuses_to_end(self, ended: list[Any]) -> None:
+    @pytest.mark.asyncio
+    async def test_one_that_refuses_to_end(self, ended: list[Any]) -> None:
         """It is cancelled until it gives in."""
         asked = 0
 
@@ -354,13 +346,10 @@ class TestCoroutines:
                 except asyncio.CancelledError:
                     asked += 1
 
-        async def main() -> None:
-            coroutines = Coroutines()
-            coroutines.start("a run", self.run(), [stubborn], ended.append)
-            await asyncio.sleep(0)
-            await coroutines.finish()
-
-        asyncio.run(main())
+        coroutines = Coroutines()
+        coroutines.start("a run", self.run(), [stubborn], ended.append)
+        await asyncio.sleep(0)
+        await coroutines.finish()
         assert asked == 3
         assert ended == [[None]]
 

@@ -383,22 +383,6 @@ def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, end
     eventually(lambda: result.closed == 1)
 
 
-def test_a_job_that_ends_as_its_wait_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both happened in one turn of the loop."""
-    threads, result = WorkerThreads(1, lambda: None), _Result()
-    take_result = threads._take_result
-
-    async def cancelled_at_the_end() -> None:
-        waiting = asyncio.create_task(threads.run(lambda: result, lambda: None))
-        monkeypatch.setattr(threads, "_take_result", lambda: (take_result(), waiting.cancel()))
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(cancelled_at_the_end())
-    threads.close()
-    assert result.closed == 1
-
-
 def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:
     """Between any two instructions of it, and another one at once, as timeout(1) sends them: who waits, or handles the first
     one, holds no lock that a handler would wait for.

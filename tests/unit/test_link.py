@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from typing import Any
+
+import pytest
 
 from shared_rpc.server.link import Link
 from shared_rpc.wire import worker as w
@@ -12,20 +13,18 @@ from shared_rpc.wire.catalogue import encode_message
 from shared_rpc.wire.frames import encode_frame
 
 
-def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
+@pytest.mark.asyncio
+async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
     """A frame whose descriptors were lost ends the reading, is logged, and is no error of who looks for the process's end."""
     taken: list[object] = []
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        link = Link(ours, lambda message, frame: taken.append(message), lambda: None)
-        with theirs:
-            for message, fds in ((w.Loaded(), 0), (w.Allocated(), 3)):
-                kind, body = encode_message(message)
-                theirs.sendall(b"".join(encode_frame(kind, 0, body, fds=fds)))
-        link.drain()
-        link.close()
-
-    asyncio.run(main())
+    ours, theirs = socket.socketpair()
+    link = Link(ours, lambda message, frame: taken.append(message), lambda: None)
+    with theirs:
+        for message, fds in ((w.Loaded(), 0), (w.Allocated(), 3)):
+            kind, body = encode_message(message)
+            theirs.sendall(b"".join(encode_frame(kind, 0, body, fds=fds)))
+    link.drain()
+    link.close()
     assert [type(message) for message in taken] == [w.Loaded]
     assert "what a process had sent before its end cannot be read" in caplog.text

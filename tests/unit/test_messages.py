@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
@@ -159,23 +159,19 @@ def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -
         decode_message(Frame(kind, 1, body[: data.draw(st.integers(0, len(body) - 1))]))
 
 
-FIELDS = [
-    (kind, index, field.name)
-    for kind in KINDS
-    for index, field in enumerate(msgspec.structs.fields(kind))
-    if field.type is not msgspec.Raw  # which is decoded by whoever reads it
-]
-
-
-@pytest.mark.parametrize(("kind", "index", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, _, name in FIELDS])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(data=st.data())
-def test_a_field_of_another_type_is_refused(kind: type[Message], index: int, name: str, data: st.DataObject) -> None:
+def test_a_field_of_another_type_is_refused(kind: type[Message], data: st.DataObject) -> None:
     """No field is converted: nothing but its own type will do."""
     number, body = encode_message(data.draw(structs(kind)))
-    items = msgspec.msgpack.decode(body)
-    items[index] = msgspec.msgpack.Ext(100, b"")
-    with pytest.raises(ProtocolError, match=rf"a {kind.__name__} message cannot be read: .*at `\$\[{index}\]"):
-        decode_message(Frame(number, 1, msgspec.msgpack.encode(items)))
+    for index, field in enumerate(msgspec.structs.fields(kind)):
+        if field.type is msgspec.Raw:  # which is decoded by whoever reads it
+            continue
+        items = msgspec.msgpack.decode(body)
+        items[index] = msgspec.msgpack.Ext(100, b"")
+        with pytest.raises(ProtocolError, match=rf"a {kind.__name__} message cannot be read: .*at `\$\[{index}\]"):
+            decode_message(Frame(number, 1, msgspec.msgpack.encode(items)))
 
 
 @given(st.integers(0, 255), st.binary(max_size=60))

@@ -208,7 +208,7 @@ def test_a_frame_fits_every_terminal(latest: Snapshot | None, mode: Any) -> None
     view = view_of(latest, selected=f"{6:024x}")
     about = full().objects[5] if mode == "confirm" else None
     troubled = replace(view, trouble="the server at 编码模型/编码模型 went away " * 3)
-    for width, height, one in itertools.product((*range(1, 48), 80, 200), (1, 2, 3, 5, 8, 13, 24, 60), (view, troubled)):
+    for width, height, one in itertools.product((*range(1, 48, 2), 80, 200), (1, 2, 3, 5, 8, 24, 60), (view, troubled)):
         shown = frame(replace(one, state=replace(one.state, mode=mode, about=about)), width, height)
         assert len(shown.lines) == height
         assert all(line.cell_len <= width for line in shown.lines), (width, height)
