@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,26 +43,14 @@ def _missing(page: Page) -> set[str]:
     return {name for name in imported if f"{name}.py" not in page.files and importlib.util.find_spec(name) is None}
 
 
-def _follow(page: Page, folder: Path) -> None:
-    with Walk(page, folder) as walk:
-        walk.follow()
-
-
-@pytest.fixture(scope="module")
-def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[None]]]:
-    """The pages of the tests that were asked for, followed two at a time: each waits for one process after another."""
-    chosen = [item.callspec.params["page"] for item in request.session.items if item.name.startswith("test_a_page_can")]
-    with ThreadPoolExecutor(2) as pool:
-        yield {page.path: pool.submit(_follow, page, tmp_path_factory.mktemp("walk")) for page in chosen if not _missing(page)}
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.path.stem)
-def test_a_page_can_be_followed(page: Page, walks: dict[Path, Future[None]]) -> None:
+def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
     """Its files are written, its commands run by real processes, and they print what it says."""
-    if page.path not in walks:
-        pytest.skip(f"{', '.join(_missing(page))} cannot be imported")
-    walks[page.path].result()
+    if missing := _missing(page):
+        pytest.skip(f"{', '.join(missing)} cannot be imported")
+    with Walk(page, tmp_path) as walk:
+        walk.follow()
 
 
 def test_what_is_said_of_shared_tensor() -> None:
