@@ -50,8 +50,8 @@ MODULES = (
     *("shared_rpc.building", "shared_rpc.in_process", "shared_rpc.exits", "shared_rpc.spawn", "shared_rpc.ticket"),
     *("shared_rpc.memory.memfd", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
 )
-#: Variables with these beginnings are read when a process starts, or when torch is imported.
-_READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "MALLOC_", "LC_", "LANG")
+#: Variables with these beginnings are read when a process starts. (Imports in this process set those of torch's compiler.)
+_READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
 #: These are carried out in a fork.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
 _PR_GET_CHILD_SUBREAPER = 37
