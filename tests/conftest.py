@@ -21,6 +21,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.codec import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.records import Record
+from tests.kit import forks
 from tests.kit.apps import ROLES, App
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
@@ -46,6 +47,12 @@ def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
         start_zygote()
     yield
     stop_zygote()
+
+
+@pytest.fixture
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children are new processes, whatever starts them."""
+    monkeypatch.setattr(forks, "_zygote", None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tests.kit.brokers import BrokerApp, another_worker, is_running, worker_pids
 from tests.kit.processes import PYTHONPATH, Child, eventually
 
 #: Several zygotes, one after the other, import torch each.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("new_processes")]
 
 
 def zygote_of(client: Client) -> dict[str, Any]:

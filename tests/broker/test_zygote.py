@@ -18,7 +18,7 @@ from tests.kit.processes import eventually
 from tests.kit.zygotes import Zygote
 
 #: torch is imported anew in each.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("new_processes")]
 
 
 @pytest.fixture

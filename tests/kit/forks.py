@@ -39,7 +39,13 @@ from shared_rpc.zygote.process import adopting
 from shared_rpc.zygote.safety import unsafe
 from shared_rpc.zygote.title import ROOM, set_title
 
-__all__ = ["Popen", "run", "start_zygote", "stop_zygote"]
+__all__ = ["NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
+
+ROOT = Path(__file__).parent.parent.parent
+#: For processes that are to find this source, and what these tests find where they find it.
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
+NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 #: What is imported before processes begin. Nothing that a test imports for the first time to see what that does.
 MODULES = (
@@ -135,7 +141,7 @@ def start_zygote() -> None:
         return
     ours, theirs = socket.socketpair()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
-    variables["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
+    variables["PYTHONPATH"] = PYTHONPATH
     variables["PYTHONWARNINGS"] = NO_FORK_WARNING
     with theirs:
         _process = subprocess.Popen(
@@ -143,7 +149,6 @@ def start_zygote() -> None:
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             env=variables,
         )
     _zygote = _Zygote(ours, variables)
@@ -158,10 +163,6 @@ def stop_zygote() -> None:
     if _process is not None:
         _process.wait()
         _process = None
-
-
-#: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
-NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 
 class Popen(subprocess.Popen[Any]):
@@ -405,8 +406,8 @@ def main() -> _Born | None:
     parser.add_argument("room")
     options = parser.parse_args()
     die_with_parent(options.parent)
-    own = os.environ["PYTHONPATH"]
-    path = [entry for entry in sys.path if entry not in (own, os.getcwd(), "")]
+    own = {os.getcwd(), "", *os.environ["PYTHONPATH"].split(os.pathsep)}
+    path = [entry for entry in sys.path if entry not in own]
     for name in MODULES:
         with suppress(ModuleNotFoundError):  # of another release
             importlib.import_module(name)

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.kit.forks import NO_FORK_WARNING, Popen
+from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, Popen
 
-ROOT = Path(__file__).parent.parent.parent
-#: For processes that are to find this source, and what these tests find where they find it.
-PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+__all__ = ["PYTHONPATH", "ROOT", "Child", "eventually", "open_fds", "python"]
 
 
 class Child:

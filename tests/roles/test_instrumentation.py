@@ -472,7 +472,7 @@ def tell(event):
 def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
     """It sees calls, and workers that come and go, without torch."""
     (tmp_path / "my_hooks.py").write_text(HOOK)
-    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path)
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path, fresh=True)
     broker_app._children.append(child)
     started = child.expect("event")
     child.expect("serving")
@@ -481,8 +481,9 @@ def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_p
     assert started.startswith("event WorkerStarted(") and f"pid={worker}" in started
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
-    ended, failed = sorted([child.expect("event"), child.expect("event")], reverse=True)
-    assert "WorkerEnded(" in ended and f"pid={worker}" in ended and "crashed=True, signal='SIGKILL'" in ended
+    told = {name: line for line in (child.expect("event") for _ in range(3)) for name in [line.split()[1].partition("(")[0]]}
+    ended, failed = told["WorkerEnded"], told["CallFinished"]
+    assert f"pid={worker}" in ended and "crashed=True, signal='SIGKILL'" in ended
     assert "CallFinished(" in failed and "outcome='failed'" in failed and "error='worker-crashed'" in failed
     another_worker(client, worker)
 

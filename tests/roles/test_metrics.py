@@ -322,14 +322,14 @@ def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp)
     assert len(now.samples["shared_rpc_worker_runs"]) == 1
 
 
-def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp) -> None:
+def test_a_broker_without_metrics_loads_nothing_for_them(broker_app: BrokerApp, tmp_path: Path) -> None:
     """Neither the library nor a hook: nobody listens."""
     (broker_app.file.parent / "look.py").write_text(
         "import sys\n"
         "def tell(event):\n"
         "    print('loaded', *{'prometheus_client', 'torch', 'wsgiref'} & {*sys.modules}, flush=True)\n"
     )
-    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "look:tell", cwd=broker_app.file.parent)
+    child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "look:tell", cwd=tmp_path, fresh=True)
     broker_app._children.append(child)
     assert child.expect("loaded") == "loaded"
 

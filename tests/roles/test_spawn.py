@@ -76,10 +76,12 @@ class Scripts:
         """A file: an app, and other code after it."""
         (self.directory / name).write_text(app + "".join(textwrap.dedent(piece) for piece in pieces))
 
-    def run(self, *words: str, role: str | None = "spawn", cwd: Path | None = None, **variables: str) -> Child:
+    def run(
+        self, *words: str, role: str | None = "spawn", cwd: Path | None = None, fresh: bool = False, **variables: str
+    ) -> Child:
         """A process in that role."""
         environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
-        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory)
+        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory, fresh=fresh)
         self._children.append(child)
         return child
 
@@ -197,7 +199,7 @@ def test_the_server_is_nobodys_child(scripts: Scripts) -> None:
             print("attached", provider.get_runtime_info()["server"]["pid"], flush=True)
             sys.stdin.readline()
     """)
-    child = scripts.run()
+    child = scripts.run(fresh=True)
     server = int(child.expect("attached").split()[1])
     assert Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text() == ""
     assert os.getsid(server) not in (os.getsid(0), os.getsid(child.pid))

@@ -59,7 +59,8 @@ def test_a_watcher_needs_no_torch(go: threading.Event, base_path: str) -> None:
         from shared_rpc import Client
         with Client(device="cpu") as client:
             print("it is", client.watch_task(client.submit("build", 7)).status.value, "torch" in sys.modules)
-        """
+        """,
+        fresh=True,
     )
     assert child.expect("it is") == "it is completed False"
     assert child.close() == (0, "")
