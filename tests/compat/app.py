@@ -11,10 +11,11 @@ import torch
 from shared_rpc import Provider
 from tests.compat.cases import build, cases_of
 from tests.compat.comparing import digest, strided_tensors
-from tests.compat.modes import mode
+from tests.compat.modes import mode, settle
 
 DEVICE = os.environ["COMPAT_DEVICE"]
 provider = Provider(device=DEVICE)
+settle(DEVICE)
 
 
 @provider.share(managed=True)
