@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["CLIENT_MODES", "SERVER_MODES", "mode", "repeatable", "settle"]
 
@@ -33,7 +34,7 @@ def repeatable(device: str) -> Iterator[None]:
         return
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.use_deterministic_algorithms(False)

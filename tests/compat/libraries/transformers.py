@@ -37,11 +37,11 @@ def _generate(model: Any, device: str) -> Any:
     tokens = _tokens(device)
     mask = torch.ones_like(tokens)
     made = [model(tokens).logits]
+    # On a GPU a model with a static cache is compiled by generate(), for a minute each; the check of compiling does without.
+    options = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True}
     with torch.no_grad():
         for cache in ("dynamic", "static"):
-            made.append(
-                model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation=cache)
-            )
+            made.append(model.generate(tokens, attention_mask=mask, cache_implementation=cache, **options))
     return made
 
 
