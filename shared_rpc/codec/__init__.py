@@ -18,6 +18,7 @@ from shared_rpc.codec import (
 )
 from shared_rpc.codec.arguments import decode_arguments, encode_arguments, lower_arguments
 from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.recurrent import keep_in_place
 from shared_rpc.codec.reductions import install
 from shared_rpc.codec.results import Soon, decode_result, publish, publish_back, publish_soon, take_back
 from shared_rpc.codec.skeleton import dump_exception
@@ -42,3 +43,4 @@ keep_untraced(
     *(payload, placement, results, single, skeleton, tensors),
 )
 install()
+keep_in_place()

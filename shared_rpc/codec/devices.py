@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from shared_rpc.codec.hosted import host_tensors
 from shared_rpc.errors import CapabilityError
 
 __all__ = ["check_devices", "wrong_device"]
 
 
 def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
-    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state."""
+    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state.
+
+    What computes on the host by design may stay there.
+    """
     if isinstance(value, torch.Tensor):
         if value.device.type != kind:
             raise CapabilityError(wrong_device(path, value.device, kind))
         return
+    hosted = {id(tensor) for module in value.modules() for tensor in host_tensors(module)}
     for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-        check_devices(tensor, f"{path}.{name}", kind)
+        if id(tensor) not in hosted:
+            check_devices(tensor, f"{path}.{name}", kind)
 
 
 def wrong_device(path: str, device: torch.device, kind: str) -> str:

@@ -11,10 +11,13 @@ import torch
 from shared_rpc import Provider
 from tests.compat.cases import build, cases_of
 from tests.compat.comparing import digest, strided_tensors
-from tests.compat.modes import mode
+from tests.compat.modes import mode, settle
 
 DEVICE = os.environ["COMPAT_DEVICE"]
-provider = Provider(device=DEVICE)
+#: Seconds that another process may take to start, or for what it is asked, on a machine that does much else.
+PATIENCE = 200.0
+provider = Provider(device=DEVICE, server_startup_timeout=PATIENCE)
+settle(DEVICE)
 
 
 @provider.share(managed=True)

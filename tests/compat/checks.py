@@ -20,7 +20,7 @@ from shared_rpc import Handle
 from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
 from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
-from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode
+from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode, repeatable
 from tests.kit.processes import eventually
 
 __all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
@@ -127,8 +127,9 @@ def outputs_there(visit: Visit) -> None:
 def state_dict(visit: Visit) -> None:
     """``state_dict`` has the same keys, order and bits, and goes into the attached model, and into one's own, strictly."""
     visit.same(visit.own.state_dict(), visit.value.state_dict())
-    visit.value.load_state_dict(visit.own.state_dict(), strict=True)
-    visit.build().load_state_dict(visit.value.state_dict(), strict=True)
+    strict = {"strict": True} if visit.is_module else {}
+    visit.value.load_state_dict(visit.own.state_dict(), **strict)
+    visit.build().load_state_dict(visit.value.state_dict(), **strict)
 
 
 def deepcopied(visit: Visit) -> None:
@@ -235,11 +236,28 @@ def half(visit: Visit) -> None:
 
 def trained(visit: Visit) -> None:
     """A head trained on top of the frozen model, and gradients of the whole: the same numbers, in the client's own memory."""
-    learned = [_train(visit, value) for value in (visit.own, visit.value)]
-    visit.same(*learned)
+    _train_alike(visit, visit.value)
+
+
+def _train_alike(visit: Visit, value: Any) -> None:
+    expected, learned = _train(visit, visit.own), _train(visit, value)
+    if differences(expected, learned, visit.case.ignored) and not _repeats(visit, expected):
+        torch.testing.assert_close(learned, expected, rtol=1e-3, atol=1e-4)
+    else:
+        visit.same(expected, learned)
+
+
+def _repeats(visit: Visit, learned: Any) -> bool:
+    """Whether one's own model learns the same bits again, which not every kernel of a GPU allows, see :func:`repeatable`."""
+    return visit.device == "cpu" or not differences(learned, _train(visit, visit.own), visit.case.ignored)
 
 
 def _train(visit: Visit, value: Any) -> Any:
+    with repeatable(visit.device):
+        return _learned(visit, value)
+
+
+def _learned(visit: Visit, value: Any) -> Any:
     assert visit.case.run is not None
     found = []
     flags = [(parameter, parameter.requires_grad) for parameter in value.parameters()]
@@ -276,7 +294,7 @@ def read_only(visit: Visit) -> None:
         if visit.case.run is not None and not visit.case.writes:
             visit.same(visit.run(visit.own), visit.run(handle.value))
             if visit.is_module and any(parameter.requires_grad for parameter in visit.own.parameters()):
-                visit.same(_train(visit, visit.own), _train(visit, handle.value))
+                _train_alike(visit, handle.value)
         try:
             mine = copy.deepcopy(handle.value)
         except Exception:
@@ -301,7 +319,9 @@ import sys
 from tests.compat import app
 from tests.compat.comparing import strided_tensors
 handle = app.read_only(sys.argv[1], sys.argv[2])
-strided_tensors(handle.value)[0][1].data.zero_()
+tensor = strided_tensors(handle.value)[0][1].data
+print("attached", flush=True)
+tensor.zero_()
 if app.DEVICE == "cuda":
     import torch
     torch.cuda.synchronize()
@@ -312,10 +332,14 @@ print("written")
 def read_only_refuses(visit: Visit) -> None:
     """A process that writes all the same ends, and the object is as it was."""
     done = subprocess.run(
-        [sys.executable, "-c", _WRITE, visit.library, visit.name], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _WRITE, visit.library, visit.name],
+        capture_output=True,
+        text=True,
+        timeout=app.PATIENCE,
+        check=False,
     )
-    assert done.returncode != 0, done.stdout
-    assert "written" not in done.stdout
+    assert done.returncode != 0
+    assert done.stdout == "attached\n", done.stderr[-1000:]
     with app.read_only(visit.library, visit.name) as handle:
         visit.same(visit.build(), handle.value)
 
@@ -405,7 +429,7 @@ def sent_to(method: str) -> Callable[[Visit], None]:
         arguments = (visit.value, visit.library, visit.name, visit.device, results)
         child = context.Process(target=_compute, args=arguments)
         child.start()
-        child.join(100)
+        child.join(app.PATIENCE)
         assert child.exitcode == 0, f"ended with {child.exitcode}"
         assert results.get() == expected
         try:
@@ -457,7 +481,7 @@ def released(visit: Visit) -> None:
     left = [path for address, path in addresses.items() if _is_shared(address)]
     with contextlib.suppress(AssertionError):
         # Unmapping is left to another thread.
-        eventually(lambda: not any(map(_is_shared, addresses)))
+        eventually(lambda: not any(map(_is_shared, addresses)), app.PATIENCE)
         left = []
     visit.handle = app.shared(visit.library, visit.name)
     assert not left, f"still mapped: {left[:8]}"
@@ -546,7 +570,7 @@ def outcome(visit: Visit, check: Callable[[Visit], None]) -> tuple[str, str]:
 
 def _fails_alone(visit: Visit, check: Callable[[Visit], None], error: Exception) -> bool:
     """Whether the same check ends in the same error with an object of one's own in the place of the attached one."""
-    if isinstance(error, AssertionError) or _is_ours(error):
+    if _is_ours(error):
         return False
     alone = copy.copy(visit)
     alone.own = visit.build()
@@ -559,13 +583,14 @@ def _fails_alone(visit: Visit, check: Callable[[Visit], None], error: Exception)
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an error came by way of this package."""
-    frame = error.__traceback__
+    """Whether an error came by way of this package, or is a check that does not hold; a library may assert things too."""
+    frame, name = error.__traceback__, ""
     while frame is not None:
-        if frame.tb_frame.f_globals.get("__name__", "").startswith("shared_rpc."):
+        name = frame.tb_frame.f_globals.get("__name__", "")
+        if name.startswith("shared_rpc."):
             return True
         frame = frame.tb_next
-    return False
+    return isinstance(error, AssertionError) and name.startswith("tests.")
 
 
 class _Own:

@@ -240,7 +240,7 @@ class _Comparison:
     def _same_tensor(self, path: str, left: torch.Tensor, right: torch.Tensor) -> bool:
         facts, others = _tensor_facts(left), _tensor_facts(right)
         for name, fact in facts.items():
-            if others.get(name) != fact:
+            if others.get(name) != fact and not self._ignored.search(f"{path} ({name})"):
                 self._tell(f"{path} ({name})", fact, others.get(name))
         if facts["shape"] != others["shape"] or facts["layout"] != others["layout"] or facts["dtype"] != others["dtype"]:
             return False
@@ -266,9 +266,9 @@ class _Comparison:
 
 
 def differences(one: Any, other: Any, ignored: str | None = None) -> list[str]:
-    """Where two objects differ, at most twenty places; an empty list if they are the same bit for bit.
+    r"""Where two objects differ, at most twenty places; an empty list if they are the same bit for bit.
 
-    :param ignored: a pattern for paths that may differ.
+    :param ignored: a pattern for paths that may differ; one with ``\(strides\)`` at its end is for that fact of a tensor.
     """
     return _Comparison(re.compile(f"{_OF_THE_PROCESS}|{ignored}" if ignored else _OF_THE_PROCESS)).run(one, other)
 

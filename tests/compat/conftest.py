@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat.cases import LIBRARIES
+from tests.compat.cases import LIBRARIES, cases_of
 from tests.compat.reports import Reports, tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--device``, ``--require-all``, ``--report``."""
+    """``--device``, ``--at-once``, ``--require-all``, ``--report``."""
     group = parser.getgroup("compat")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the objects are")
+    group.addoption("--at-once", type=int, default=2, help="how many servers are visited at a time, with about a core for each")
     group.addoption("--require-all", action="store_true", help="a library that is missing is a failure, and is not skipped")
     group.addoption("--report", type=Path, help="write what was found to this file, as JSON")
 
 
 @pytest.fixture(scope="session")
 def reports(request: pytest.FixtureRequest) -> Reports:
-    """What each visitor found, made as it is asked for; two visits run at a time."""
+    """What each visitor found, made as it is asked for."""
     made: Reports = request.config.stash[_REPORTS]
     return made
 
@@ -30,10 +31,16 @@ _REPORTS = pytest.StashKey[Reports]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin with the visits that the selected tests need."""
-    wanted = list(dict.fromkeys(item.callspec.params["visit"] for item in session.items if hasattr(item, "callspec")))
+    """Begin with the visits that the selected tests need, of the cases that were selected; of all where none was."""
+    wanted: dict[tuple[str, str], list[str]] = {}
+    for item in session.items if not session.config.option.collectonly else []:
+        if isinstance(item, pytest.Function):
+            names = wanted.setdefault(item.callspec.params["visit"], [])
+            names.extend(name for parameter, name in item.callspec.params.items() if parameter == "case")
     reports = session.config.stash[_REPORTS] = Reports(
-        session.config.getoption("--device"), wanted if not session.config.option.collectonly else []
+        session.config.getoption("--device"),
+        {(library, host): names or list(cases_of(library)) for (library, host), names in wanted.items()},
+        session.config.getoption("--at-once"),
     )
     session.config.add_cleanup(reports.close)
 
@@ -51,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for library, names in missing.items():
         terminalreporter.write_line(f"not run: {library}, because {', '.join(names)} cannot be imported here")
     total = sum(report["seconds"] for report in found.values())
-    terminalreporter.write_line(f"{len(found)} visits took {total:.0f} s together, two at a time, on {reports.device}")
+    terminalreporter.write_line(f"{len(found)} visits took {total:.0f} s together, on {reports.device}")
     path = config.getoption("--report")
     if path is not None:
         path.write_text(json.dumps({" under ".join(visit): report for visit, report in found.items()}, indent=1))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ HOSTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "python app.py": ([sys.executable, APP], {"SHARED_TENSOR_ROLE": "server"}),
     "shared-rpc serve app.py": ([sys.executable, "-m", "shared_rpc.cli", "serve", APP], {}),
 }
-#: Of a visitor of one library, in seconds.
+#: Of a visitor of one library, in seconds; and of a server's end, on a machine that does much else.
 LIMIT = 900.0
+ENDS = 120.0
 
 
 def environment(folder: Path, device: str) -> dict[str, str]:
@@ -47,8 +49,8 @@ def environment(folder: Path, device: str) -> dict[str, str]:
     }
 
 
-def report_of(library: str, host: str, device: str, heavy: bool) -> dict[str, Any]:
-    """Serve a library's cases, and visit them: ``{"cases": …, "seconds": …, "visitor": …, "host": …}``."""
+def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence[str]) -> dict[str, Any]:
+    """Serve a library's cases, and visit those of these names: ``{"cases": …, "seconds": …, "visitor": …, "host": …}``."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compat-") as name:
         folder = Path(name)
@@ -58,21 +60,21 @@ def report_of(library: str, host: str, device: str, heavy: bool) -> dict[str, An
         with open(folder / "server.log", "w+b") as log:
             server = subprocess.Popen(command, env={**environ, **added}, cwd=folder, stdout=log, stderr=log)
             try:
-                visited = _visit(library, host, device, heavy, folder)
+                visited = _visit(library, host, device, heavy, names, folder)
             finally:
                 server.send_signal(signal.SIGINT)
                 try:
-                    ended = server.wait(20)
+                    ended = server.wait(ENDS)
                 except subprocess.TimeoutExpired:
                     server.kill()
-                    ended = f"did not end within 20 s of SIGINT, and was killed: {server.wait()}"  # type: ignore[assignment]
+                    ended = f"did not end within {ENDS} s of SIGINT, and was killed: {server.wait()}"  # type: ignore[assignment]
             log.seek(0)
             words = log.read().decode(errors="replace")
     return {**visited, "ended": ended, "log": words[-4000:], "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _visit(library: str, host: str, device: str, heavy: bool, folder: Path) -> dict[str, Any]:
-    arguments = [library, host, device, "heavy" if heavy else "light"]
+def _visit(library: str, host: str, device: str, heavy: bool, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    arguments = [library, host, device, "heavy" if heavy else "light", *names]
     environ = {**environment(folder / "client", device), "SHARED_TENSOR_ROLE": "client"}
     environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
     with open(folder / "errors", "w+b") as errors:
@@ -96,7 +98,3 @@ def _visit(library: str, host: str, device: str, heavy: bool, folder: Path) -> d
         "cases": {case["case"]: case["checks"] for case in cases},
         "visitor": f"ended with {visitor.returncode}: {words[-3000:]}" if visitor.returncode else "",
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(report_of(*sys.argv[1:4], heavy=sys.argv[4:] == ["heavy"]), indent=1))  # type: ignore[misc]

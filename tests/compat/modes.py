@@ -6,11 +6,38 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["CLIENT_MODES", "SERVER_MODES", "mode"]
+__all__ = ["CLIENT_MODES", "SERVER_MODES", "mode", "repeatable", "settle"]
 
 SERVER_MODES = ("default dtype bfloat16", "default device", "no_grad")
 CLIENT_MODES = ("default dtype bfloat16", "default device meta", "no_grad", "inference_mode", "autocast")
+
+
+def settle(device: str) -> None:
+    """Have this process compute as every other one of these tests does, bit for bit."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.backends.cudnn.deterministic = True
+
+
+@contextlib.contextmanager
+def repeatable(device: str) -> Iterator[None]:
+    """A mode in which training a model twice gives the same bits.
+
+    On a GPU the backward passes of many kernels add in the order in which their threads come. torch has others for most of
+    them, and for the rest a warning; those of fused attention take theirs only where a warning would not do, so that attention
+    is computed in steps here.
+    """
+    if device != "cuda":
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager

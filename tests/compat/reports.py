@@ -1,4 +1,4 @@
-"""Reports of visitors, made two at a time, and the tables of them."""
+"""Reports of visitors, made a few at a time, and the tables of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.compat.cases import requires
+from tests.compat.cases import cases_of, requires
 from tests.compat.hosts import HOSTS, report_of
 
 __all__ = ["Reports", "tables"]
@@ -18,17 +18,27 @@ Visited = tuple[str, str]
 
 
 class Reports:
-    """What visitors report: each visit begins as soon as one of two places is free, in the order in which tests want them."""
+    """What visitors report: each visit begins as soon as there is a place, in the order in which tests want them.
 
-    def __init__(self, device: str, wanted: list[Visited]) -> None:
+    :param wanted: the cases of each visit.
+    :param at_once: how many visits there are at a time.
+    """
+
+    def __init__(self, device: str, wanted: dict[Visited, list[str]], at_once: int) -> None:
         self.device = device
-        self._pool = ThreadPoolExecutor(2)
+        self._pool = ThreadPoolExecutor(at_once)
         self._made: dict[Visited, Future[dict[str, Any]]] = {}
-        for library, host in wanted:
-            if not self.missing(library):
+        for (library, host), names in wanted.items():
+            here = [name for name in names if name in self.cases(library)]
+            # A server that nobody calls may be told to end before it has begun.
+            if here and not self.missing(library):
                 # What takes seconds and does not depend on the host is tried once, with the host that most people use.
                 heavy = host == next(iter(HOSTS))
-                self._made[library, host] = self._pool.submit(report_of, library, host, device, heavy)
+                self._made[library, host] = self._pool.submit(report_of, library, host, device, heavy, here)
+
+    def cases(self, library: str) -> list[str]:
+        """The names of those of a library's cases that it runs on this device."""
+        return [name for name, case in cases_of(library).items() if self.device in case.devices]
 
     def missing(self, library: str) -> list[str]:
         """The modules that a library needs and that are not installed."""

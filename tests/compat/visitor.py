@@ -1,4 +1,4 @@
-"""A client of the app: ``python -m tests.compat.visitor LIBRARY HOST DEVICE HEAVY`` prints what works, as JSON.
+"""A client of the app: ``python -m tests.compat.visitor LIBRARY HOST DEVICE HEAVY CASE…`` prints what works, as JSON.
 
 It prints one line for each case as it ends: ``{"case": …, "checks": {name: [outcome, words, seconds]}}``.
 """
@@ -10,8 +10,6 @@ import json
 import sys
 import time
 from typing import Any
-
-import torch
 
 from shared_rpc.errors import CapabilityError
 from tests.compat import app
@@ -60,16 +58,11 @@ def visit_case(library: str, name: str, case: Case, device: str, host: str, heav
     return checks
 
 
-def main(library: str, host: str, device: str, heavy: str) -> None:
-    """Visit all cases of a library."""
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cuda.matmul.allow_tf32 = False
-    for name, case in cases_of(library).items():
-        if device in case.devices:
-            checks = visit_case(library, name, case, device, host, heavy == "heavy")
-            print(json.dumps({"case": name, "checks": checks}), flush=True)
+def main(library: str, host: str, device: str, heavy: str, *names: str) -> None:
+    """Visit cases of a library."""
+    for name in names:
+        checks = visit_case(library, name, cases_of(library)[name], device, host, heavy == "heavy")
+        print(json.dumps({"case": name, "checks": checks}), flush=True)
     app.provider.close()
 
 

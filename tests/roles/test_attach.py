@@ -241,6 +241,36 @@ def test_modules_compute_the_same(
     assert answer == bits(output if torch.is_tensor(output) else output[0])
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "weight_norm"])
+def test_recurrent_layers_stay_in_shared_memory(
+    device: str, get: Callable[..., Server], elsewhere: Elsewhere, normed: bool
+) -> None:
+    """What torch does to have their weights in one piece on a GPU takes them out of it on neither side."""
+    model = nn.LSTM(4, 4, device=device)
+    if normed:
+        nn.utils.parametrizations.weight_norm(model, "weight_hh_l0")
+    get(model)
+    inputs = torch.ones(1, 1, 4, device=device)
+    for number in (2, 3):
+        elsewhere(
+            """
+            import warnings
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = client.call("get")
+                model.flatten_parameters()
+                model.to(device)(torch.ones(1, 1, 4, device=device))
+                model.weight_ih_l0.data.fill_(number)
+                answer = model.weight_ih_l0.sum().item()  # waits for the GPU
+            """,
+            number=number,
+        )
+        assert model.weight_ih_l0.unique().tolist() == [number]
+        model.flatten_parameters()
+        model.to(device)(inputs)
+
+
 def test_sentence_embeddings(
     device: str, get: Callable[..., Server], elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

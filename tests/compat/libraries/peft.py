@@ -10,6 +10,7 @@ import torch
 
 from tests.compat.cases import Case
 from tests.compat.comparing import digest
+from tests.compat.modes import repeatable
 
 REQUIRES = ("peft", "transformers")
 
@@ -71,11 +72,12 @@ def _private_adapter(attached: Any, own: Any, device: str) -> None:
         model = _with_adapter(base, device, target_modules=["q_proj", "v_proj"]).train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.01)
-        for _ in range(3):
-            loss = model(input_ids=_tokens(device), labels=_tokens(device)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        with repeatable(device):
+            for _ in range(3):
+                loss = model(input_ids=_tokens(device), labels=_tokens(device)).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
         model.eval()
         with torch.no_grad():
             tokens = model.generate(

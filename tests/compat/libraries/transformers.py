@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.compat.cases import Case
+from tests.compat.modes import repeatable
 
 REQUIRES = ("transformers", "tokenizers")
 
@@ -36,11 +37,11 @@ def _generate(model: Any, device: str) -> Any:
     tokens = _tokens(device)
     mask = torch.ones_like(tokens)
     made = [model(tokens).logits]
+    # On a GPU a model with a static cache is compiled by generate(), for a minute each; the check of compiling does without.
+    options = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True}
     with torch.no_grad():
         for cache in ("dynamic", "static"):
-            made.append(
-                model.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation=cache)
-            )
+            made.append(model.generate(tokens, attention_mask=mask, cache_implementation=cache, **options))
     return made
 
 
@@ -296,7 +297,8 @@ def _train_checkpointed(attached: Any, own: Any, device: str) -> None:
     grads = []
     for model in (attached, own):
         model.train()
-        model(_tokens(device), labels=_tokens(device)).loss.backward()
+        with repeatable(device):
+            model(_tokens(device), labels=_tokens(device)).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad(set_to_none=True)
         model.eval()
