@@ -57,7 +57,7 @@ def test_objects_outlive_the_worker_that_built_them(app: BrokerApp) -> None:
 
 def test_a_broker_holds_no_memory_of_its_own_on_the_gpu(app: BrokerApp) -> None:
     """It has neither CUDA nor torch, and the device's memory is that of the objects."""
-    broker = app.start()
+    broker = app.start(fresh=True)
     client = connect(app)
     kept = client.call("weights", 1), client.create_buffer(1 << 20), client.call("plus", torch.ones(10, device="cuda"))
     with open(f"/proc/{broker.pid}/maps", encoding="utf-8") as maps:

@@ -294,7 +294,10 @@ def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> N
 @pytest.mark.parametrize(
     "lower",
     # What is sent waits for the GPU.
-    [pytest.param(encode_arguments, id="sent", marks=pytest.mark.gpu), pytest.param(lower_arguments, id="within a process")],
+    [
+        pytest.param(lambda *call: encode_arguments(*call).close(), id="sent", marks=pytest.mark.gpu),
+        pytest.param(lower_arguments, id="within a process"),
+    ],
 )
 def test_what_computes_on_the_host_as_an_argument(lower: Callable[..., Any]) -> None:
     """An averaged model's count is no mistake there either, and a host tensor beside it is one, in every role."""
