@@ -222,13 +222,13 @@ def told(text):
 class Served:
     """The app, a process that serves it, and a client."""
 
-    def __init__(self, folder: Path, host: str, more: str = "") -> None:
+    def __init__(self, folder: Path, host: str, more: str = "", fresh: bool = False) -> None:
         file = folder / "app.py"
         file.write_text(APP + more)
         path = str(folder / "s")
         role = "server" if host == "script" else ""
         environ = {"SHARED_TENSOR_BASE_PATH": path, "SHARED_TENSOR_ENABLED": "", "SHARED_TENSOR_ROLE": role}
-        self.child = Child(*HOSTS[host], str(file), environ={**environ, "OMP_NUM_THREADS": "1"}, cwd=folder)
+        self.child = Child(*HOSTS[host], str(file), environ=environ, cwd=folder, fresh=fresh)
         self.client = Client(path, device="cpu", timeout=150.0, connect_timeout=60.0)
 
     def ask(self, endpoint: str, *arguments: Any) -> list[Any]:
@@ -257,7 +257,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The app, served in each way; its main code has ended."""
     folder = tmp_path_factory.mktemp(request.param)
     folder.chmod(0o700)
-    served = Served(folder, request.param)
+    served = Served(folder, request.param, fresh=True)
     served.client.ping()
     yield served
     served.close()
