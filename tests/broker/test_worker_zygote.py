@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,43 @@ SAYS = """
 """
 
 
+#: ``shared-rpc serve`` with a broker that makes its zygote as soon as it knows of what, and does not wait two seconds for more.
+SERVE = """
+import os, runpy, sys
+from shared_rpc.broker import zygote
+from shared_rpc.cli import main
+
+def become(program, words):
+    sys.argv[:] = words[2:]
+    runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
+
+zygote._SETTLE = 0.05
+os.execv = become
+main()
+"""
+
+
+class ImpatientApp(BrokerApp):
+    """An app for such a broker."""
+
+    def start(self, *options: str, fresh: bool = True, **environ: str) -> Child:
+        """A broker that serves it, once it does."""
+        child = Child("-c", SERVE, "serve", str(self.file), *options, cwd=self.file.parent, environ=environ, fresh=fresh)
+        self._children.append(child)
+        child.expect("serving")
+        return child
+
+
 @pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
+def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[ImpatientApp]:
     """An app that is not served yet."""
-    return broker_app
+    app = ImpatientApp(tmp_path, base_path, children)
+    app.write()
+    yield app
+    app.close()
 
 
-def test_the_next_worker_is_a_fork(app: BrokerApp) -> None:
+def test_the_next_worker_is_a_fork(app: ImpatientApp) -> None:
     """After a crash and after a reload; the first one is a new process, and tells what to import."""
     app.start()
     client = app.connect()
@@ -76,7 +107,7 @@ def test_the_next_worker_is_a_fork(app: BrokerApp) -> None:
     assert zygote_of(client)["pid"] == zygote
 
 
-def test_a_fork_of_its_own_for_each_worker(app: BrokerApp) -> None:
+def test_a_fork_of_its_own_for_each_worker(app: ImpatientApp) -> None:
     """With random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link."""
     app.write(
         SAYS,
@@ -108,7 +139,7 @@ def test_a_fork_of_its_own_for_each_worker(app: BrokerApp) -> None:
     assert len({first, *(text(client, "facts") for _ in range(6))}) == 7
 
 
-def test_how_a_fork_ended_is_told(app: BrokerApp) -> None:
+def test_how_a_fork_ended_is_told(app: ImpatientApp) -> None:
     """Its signal, and what it wrote last, as those of a new process."""
     app.start()
     client = app.connect()
@@ -119,7 +150,7 @@ def test_how_a_fork_ended_is_told(app: BrokerApp) -> None:
     assert "its last words" in crash.value.stderr  # type: ignore[attr-defined]
 
 
-def test_without(app: BrokerApp) -> None:
+def test_without(app: ImpatientApp) -> None:
     """``--no-preload``: there is none, and every worker is a new process."""
     broker = app.start("--no-preload")
     client = app.connect()
@@ -132,7 +163,7 @@ def test_without(app: BrokerApp) -> None:
 # When something happens to the zygote.
 
 
-def test_a_zygote_that_is_killed(app: BrokerApp) -> None:
+def test_a_zygote_that_is_killed(app: ImpatientApp) -> None:
     """The workers stay, a worker that is needed now is a new process, and there is another zygote."""
     app.start()
     client = app.connect()
@@ -147,7 +178,7 @@ def test_a_zygote_that_is_killed(app: BrokerApp) -> None:
     assert is_fork(replaced(client))
 
 
-def test_a_zygote_that_is_killed_when_it_is_needed(app: BrokerApp) -> None:
+def test_a_zygote_that_is_killed_when_it_is_needed(app: ImpatientApp) -> None:
     """The worker is a new process."""
     app.start()
     client = app.connect()
@@ -158,7 +189,7 @@ def test_a_zygote_that_is_killed_when_it_is_needed(app: BrokerApp) -> None:
     assert not is_fork(another_worker(client, earlier))
 
 
-def test_a_zygote_that_is_stopped(app: BrokerApp) -> None:
+def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     """It is waited for for a moment; it ends, and attaching goes on meanwhile."""
     broker = app.start()
     client = app.connect()
@@ -173,7 +204,7 @@ def test_a_zygote_that_is_stopped(app: BrokerApp) -> None:
     eventually(lambda: not is_running(zygote), what="it has been ended")
 
 
-def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: BrokerApp) -> None:
+def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     """And while it waits for a fork."""
     broker = app.start()
     client = app.connect()
@@ -185,7 +216,7 @@ def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: BrokerApp) -> Non
     eventually(lambda: not is_running(zygote))
 
 
-def test_a_broker_that_is_killed_leaves_nothing(app: BrokerApp) -> None:
+def test_a_broker_that_is_killed_leaves_nothing(app: ImpatientApp) -> None:
     """Neither zygote nor forks, though nobody tells them."""
     broker = app.start("--workers", "2")
     client = app.connect()
@@ -196,7 +227,7 @@ def test_a_broker_that_is_killed_leaves_nothing(app: BrokerApp) -> None:
     eventually(lambda: not any(map(is_running, processes)))
 
 
-def test_several_forks_at_once(app: BrokerApp) -> None:
+def test_several_forks_at_once(app: ImpatientApp) -> None:
     """All workers end together, and all come back."""
     app.start("--workers", "4")
     client = app.connect()
@@ -224,16 +255,12 @@ def site(tmp_path: Path) -> Path:
     return folder
 
 
-def start_with(app: BrokerApp, site: Path, *options: str) -> Child:
+def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
     """A broker that finds the installed packages."""
-    words = ["-m", "shared_rpc.cli", "serve", str(app.file), *options]
-    child = Child(*words, cwd=app.file.parent, environ={"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{site}"})
-    app._children.append(child)
-    child.expect("serving")
-    return child
+    return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
 
 
-def test_a_package_that_starts_a_thread(app: BrokerApp, site: Path) -> None:
+def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
     """It is left out, by name; what else the app imports is not."""
     (site / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -248,7 +275,7 @@ def test_a_package_that_starts_a_thread(app: BrokerApp, site: Path) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_package_that_changes_on_disk(app: BrokerApp, site: Path) -> None:
+def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     """The next worker has what is there now, and then there is another zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
     app.write(SAYS, "import versioned\n@provider.share(cache=False)\ndef version(): return told(versioned.VERSION)")
@@ -263,7 +290,7 @@ def test_a_package_that_changes_on_disk(app: BrokerApp, site: Path) -> None:
     assert text(client, "version") == "22"
 
 
-def test_the_persons_own_modules_are_never_imported(app: BrokerApp, tmp_path: Path) -> None:
+def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path: Path) -> None:
     """A fork reads them as they are now."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
     app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
@@ -277,7 +304,7 @@ def test_the_persons_own_modules_are_never_imported(app: BrokerApp, tmp_path: Pa
     assert text(client, "value") == "22"
 
 
-def test_a_module_of_the_persons_that_hides_an_imported_one(app: BrokerApp, tmp_path: Path) -> None:
+def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, tmp_path: Path) -> None:
     """The file is new beside the app: a worker imports it, as a new process does."""
     app.write(SAYS, "import colorsys\n@provider.share(cache=False)\ndef place(): return told(colorsys.__file__)")
     app.start()
@@ -288,7 +315,7 @@ def test_a_module_of_the_persons_that_hides_an_imported_one(app: BrokerApp, tmp_
     assert text(client, "place") == str(tmp_path / "colorsys.py")
 
 
-def test_imports_that_change(app: BrokerApp, site: Path) -> None:
+def test_imports_that_change(app: ImpatientApp, site: Path) -> None:
     """What the app imports besides since a reload, the next zygote has; what it has ceased to, it has not."""
     for name in ("one", "two"):
         (site / f"{name}.py").write_text(f"def function(): return {name!r}\n")
@@ -322,7 +349,7 @@ def reads(site: Path) -> None:
 
 
 @pytest.mark.usefixtures("reads")
-def test_variables_that_a_package_reads_when_it_is_imported(app: BrokerApp, site: Path) -> None:
+def test_variables_that_a_package_reads_when_it_is_imported(app: ImpatientApp, site: Path) -> None:
     """An app that sets them first has what they say: in forks, when it sets them to something else later, and no more."""
     app.write(SAYS, "os.environ['LEVEL'] = '1'", LEVEL)
     start_with(app, site)
@@ -343,7 +370,7 @@ def test_variables_that_a_package_reads_when_it_is_imported(app: BrokerApp, site
 
 
 @pytest.mark.usefixtures("reads")
-def test_a_variable_that_is_another_one_in_each_process(app: BrokerApp, site: Path) -> None:
+def test_a_variable_that_is_another_one_in_each_process(app: ImpatientApp, site: Path) -> None:
     """What is imported after it is set is left to the workers, after two that began in vain."""
     app.write(SAYS, "os.environ['LEVEL'] = str(os.getpid())", LEVEL)
     start_with(app, site)
@@ -356,7 +383,7 @@ def test_a_variable_that_is_another_one_in_each_process(app: BrokerApp, site: Pa
     assert is_fork(pid)
 
 
-def test_a_fork_that_cannot_load_the_app(app: BrokerApp) -> None:
+def test_a_fork_that_cannot_load_the_app(app: ImpatientApp) -> None:
     """Where a new process can, the app is served by one, and no fork is tried for ever."""
     app.write("""
         if "--forked" in sys.argv:
@@ -371,7 +398,7 @@ def test_a_fork_that_cannot_load_the_app(app: BrokerApp) -> None:
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_devices_of_workers(app: BrokerApp) -> None:
+def test_devices_of_workers(app: ImpatientApp) -> None:
     """Each fork has the one that it was given."""
     app.start("--worker-device", "cpu", "--worker-device", "cpu")
     client = app.connect()

@@ -96,9 +96,14 @@ class Tty:
             return [self._screen.display[row].rstrip() for row in rows if self._screen.buffer[row][0].reverse]
 
     def until(self, *texts: str, seconds: float = 20.0) -> str:
-        """Wait until the screen shows all of these: the screen."""
+        """Wait until the screen shows all of these: the screen. Where lines are broken depends on the length of a path."""
+
+        def shown() -> bool:
+            text = self.text
+            return all(wanted in text or wanted in " ".join(text.split()) for wanted in texts)
+
         try:
-            eventually(lambda: all(text in self.text for text in texts), seconds)
+            eventually(shown, seconds)
         except AssertionError:
             raise AssertionError(f"not all of {texts} were shown, but:\n{self.text}") from None
         return self.text
