@@ -411,8 +411,9 @@ def main() -> _Born | None:
     for name in MODULES:
         with suppress(ModuleNotFoundError):  # of another release
             importlib.import_module(name)
-    for name in [name for name in sys.modules if name.endswith(".__main__")]:
-        del sys.modules[name]  # what is run as a program is not to be there as a module
+    # What is run as a program is not to be there as a module; and nothing of the tests, unless the program imports it.
+    for name in [name for name in sys.modules if name.endswith(".__main__") or name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
     # What was registered with exit(3) before, as static objects of torch's libraries are, is not taken apart in every fork:
     # that would touch, and so copy, all of it, for 0.2 s. See on_exit(3).
     libc = ctypes.CDLL(None)
