@@ -52,7 +52,7 @@ _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
-_SOCKET_PATH_LIMIT = 107
+SOCKET_PATH_LIMIT = 107
 _SOCKET_END = re.compile(r"-(cpu|[0-9a-f]{8})\.sock")
 
 
@@ -151,9 +151,9 @@ def socket_path(base_path: str, tag: str) -> str:
     :raises ConfigurationError: if the path is longer than a Unix socket address can be.
     """
     path = f"{base_path}-{tag}.sock"
-    if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT:
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         raise ConfigurationError(
-            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {_SOCKET_PATH_LIMIT}: "
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {SOCKET_PATH_LIMIT}: "
             f"set a shorter base_path or {_BASE_PATH}"
         )
     return path

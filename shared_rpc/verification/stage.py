@@ -21,7 +21,7 @@ from typing import Any
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.settings import server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, server_environment
 from shared_rpc.verification.clients import ClientFailed, RemoteClient
 from shared_rpc.verification.interrupts import Interrupts
 from shared_rpc.verification.processes import marked
@@ -57,6 +57,23 @@ def within(seconds: float, condition: Callable[[], bool], interrupts: Interrupts
         time.sleep(_PAUSE)
 
 
+#: The longest name that a socket has in the directory.
+_LONGEST = "nursery.new"
+
+
+def _make_directory() -> Path:
+    """A directory for temporary files; where ``TMPDIR`` is too long for a socket's address, one below /tmp.
+
+    :raises CannotRun: if that is too long, too.
+    """
+    for parent in (None, "/tmp"):
+        directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-", dir=parent))
+        if len(os.fsencode(directory / _LONGEST)) <= SOCKET_PATH_LIMIT:
+            return directory
+        directory.rmdir()
+    raise CannotRun(f"the directory for temporary files has too long a name for sockets: {tempfile.gettempdir()}; set TMPDIR")
+
+
 class Stage:
     """A server (a broker and its worker), and client processes. They end with the block, and the directory with them.
 
@@ -77,8 +94,7 @@ class Stage:
 
     def __enter__(self) -> Stage:
         with self.interrupts.held():
-            # A socket address has room for 107 bytes: a short prefix.
-            self.directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-"))
+            self.directory = _make_directory()
             self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
         self.socket_path = str(self.folder / "s.sock")
         self._broker = self._start_server()

@@ -24,6 +24,7 @@ from shared_rpc.verification.interrupts import Interrupted, Interrupts
 from shared_rpc.verification.model import true_size
 from shared_rpc.verification.processes import marked, memory_of, segment_bytes
 from shared_rpc.verification.run import SCHEMA, Report, Silent
+from shared_rpc.verification.stage import _make_directory
 from shared_rpc.verification.verdict import Outcome, Verdict, size
 from tests.kit import verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
@@ -86,13 +87,20 @@ def hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    """A directory whose name leaves room for those of sockets, however long those of pytest are."""
+    with tempfile.TemporaryDirectory(prefix="v-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture
-def start(hangups: None, tmp_path: Path) -> Iterator[Callable[..., Verification]]:
+def start(hangups: None, scratch: Path) -> Iterator[Callable[..., Verification]]:
     """``start(*options)`` runs the command; what still runs at the end is killed."""
     started: list[Verification] = []
 
     def begin(*options: str, stderr: int = subprocess.PIPE, **environ: str) -> Verification:
-        started.append(Verification(tmp_path / f"t{len(started)}", *options, stderr=stderr, **environ))
+        started.append(Verification(Path(tempfile.mkdtemp(dir=scratch)), *options, stderr=stderr, **environ))
         return started[-1]
 
     yield begin
@@ -105,9 +113,9 @@ def start(hangups: None, tmp_path: Path) -> Iterator[Callable[..., Verification]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(scratch: Path) -> dict[str, Any]:
     """What a run of all checks says, in its JSON."""
-    verification = Verification(tmp_path_factory.mktemp("whole") / "t", "--device", "cpu", "--json", *SMALL)
+    verification = Verification(scratch / "whole", "--device", "cpu", "--json", *SMALL)
     code, output, errors = verification.end()
     document: dict[str, Any] = json.loads(output)
     problems = [problem for check in document["checks"] for problem in check["problems"]]
@@ -136,9 +144,10 @@ class Breaker(Silent):
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def failures(scratch: Path) -> dict[str, Outcome]:
     """All checks, each with a subject that breaks its promise."""
-    folder = tmp_path_factory.mktemp("broken")
+    folder = scratch / "broken"
+    folder.mkdir()
     settings = Settings("cpu", workers=2, nbytes=32 << 20, lifetimes=4, cycles=20, subject="tests.kit.verify_subjects:chosen")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
@@ -146,6 +155,18 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     assert list(folder.iterdir()) == []
     assert report.log and not report.passed
     return {outcome.name: outcome for outcome in report.outcomes}
+
+
+@pytest.mark.parametrize(("length", "parent"), [(10, "there"), (90, "/tmp")], ids=["room", "no room"])
+def test_the_directory_has_room_for_sockets(scratch: Path, monkeypatch: pytest.MonkeyPatch, length: int, parent: str) -> None:
+    """That is below TMPDIR, and elsewhere where the name of that is too long; nothing is left there then."""
+    folder = scratch / ("x" * length)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    made = _make_directory()
+    made.rmdir()
+    assert made.parent == (folder if parent == "there" else Path(parent))
+    assert not list(folder.iterdir())
 
 
 def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
