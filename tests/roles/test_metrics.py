@@ -523,7 +523,7 @@ def test_slow_scrapers_disturb_neither_calls_nor_each_other(
         begin = time.monotonic()
         for _ in range(100):
             client.ping()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 8
         for sock in slow:
             try:
                 while sock.recv(1024):
@@ -560,7 +560,7 @@ def test_a_server_that_stops_ends_connections(server: Server, url: str) -> None:
         begin = time.monotonic()
         server.stop()
         assert sock.recv(1) == b""
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 8
 
 
 def test_a_scraper_that_reads_nothing_is_dropped(server: Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ RESULTS = {
 }
 
 ARGUMENTS = {
-    "path": Refusal(lambda: Path("weights"), "argument 'value' is a pathlib.PosixPath"),
+    "path": Refusal(lambda: Path("weights"), f"argument 'value' is a {type(Path()).__module__}.PosixPath"),
     "nested": Refusal(lambda: [1, {"at": {2}}], "argument 'value'[1]['at'] is a builtins.set"),
     "keys": Refusal(lambda: {1: 2}, "argument 'value' has the key 1"),
     "meta": Refusal(lambda: torch.ones(1, device="meta"), "argument 'value' is on the meta device"),

@@ -266,7 +266,7 @@ def test_everybody_who_waits_is_told(
         eventually(lambda: watchers(server) == 30)
         begin = time.monotonic()
         server.stop()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 10
         for wait in waiting:
             with pytest.raises(ConnectionClosed, match=STOPPED):
                 wait.result(timeout=5)
@@ -277,7 +277,7 @@ def test_everybody_who_waits_is_told(
             assert isinstance(answer, m.Error)
             assert answer.code == "connection-closed"
             raw.hear_end()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 20
     assert next(info.status for info in told if info.task_id == running) is TaskStatus.RUNNING
     assert next(info.status for info in told if info.task_id == pending) is TaskStatus.PENDING
     eventually(lambda: not server.busy)
