@@ -18,7 +18,7 @@ TAKEN = ("ls", "info", "objects", "devices", "top")
 
 
 def words(svg: Path) -> set[str]:
-    """What is written in a picture, but for ids, numbers, their units, and words that are cut off: those differ from run to run."""
+    """What is written in a picture, but for ids, numbers, units, and words that are cut off: those differ from run to run."""
     texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
     # An id may be on two lines.
     written = re.sub(r"\b(?:[0-9a-f]*\d[0-9a-f]*|[a-f]{2})\b", " ", " ".join("".join(text.itertext()) for text in texts))
