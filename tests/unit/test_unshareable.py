@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import sqlite3
+import sys
 import tempfile
 import threading
 import weakref
@@ -136,8 +137,11 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "mmap": (lambda: mmap.mmap(-1, 8), "", "is a mapping of this process: keep a tensor over it"),
     "sqlite": (lambda: sqlite3.connect(":memory:"), "", "is a connection of this process: keep what it is connected to"),
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it where it is used, or leave it out in a __getst"),
-    # Up to Python 3.12 its event's lock, from then on its handle.
-    "thread": (threading.Thread, "._", "cannot pickle '_thread."),
+    "thread": (
+        threading.Thread,
+        "._handle" if sys.version_info >= (3, 13) else "._started._cond._lock",
+        "cannot pickle '_thread.",
+    ),
     "log handler": (logging.StreamHandler, ".lock", "cannot pickle '_thread.RLock' object"),
     "executor": (lambda: ThreadPoolExecutor(1), "._work_queue", "cannot pickle '_queue.SimpleQueue' object"),
     "weak reference": (lambda: weakref.ref(nn.Module()), "", "cannot pickle 'weakref.ReferenceType' object"),
