@@ -27,7 +27,7 @@ _OWN = {
 
 #: What torch's own pickling drops: of hooks that it wraps, and of optimisers.
 _DROPPED = {
-    *("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__", "__annotations__", "__type_params__"),
+    *("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__", "__annotations__", "__annotate__", "__type_params__"),
     "_from_public_api",
     "_warned_capturable_if_run_uncaptured",
 }

@@ -139,7 +139,9 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it where it is used, or leave it out in a __getst"),
     "thread": (
         threading.Thread,
-        "._handle" if sys.version_info >= (3, 13) else "._started._cond._lock",
+        {11: "._started._cond._lock", 12: "._started._cond._lock", 13: "._handle"}.get(
+            sys.version_info.minor, "._os_thread_handle"
+        ),
         "cannot pickle '_thread.",
     ),
     "log handler": (logging.StreamHandler, ".lock", "cannot pickle '_thread.RLock' object"),
