@@ -267,10 +267,10 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 class _Serving:
     """A zygote's side: it begins processes until the other end is closed."""
 
-    def __init__(self, sock: socket.socket, path: list[str]) -> None:
+    def __init__(self, sock: socket.socket, path: list[str], mask: set[int]) -> None:
         self._socket = sock
         self._path = path
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._mask = mask
 
     def serve(self) -> _Born | None:
         """Returns in every fork; None at the end."""
@@ -339,8 +339,9 @@ class _Born:
             for fd in (*self._fds, self._folder):
                 os.close(fd)
             set_title([sys.executable, "-m", "tests.kit.forks", "nested"])
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            born = _Serving(theirs, self._path).serve()
+            # What a terminal sends to the group of its parent is not meant for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            born = _Serving(theirs, self._path, self._mask).serve()
             if born is None:
                 os._exit(0)
             born.run()
@@ -423,9 +424,11 @@ def main() -> _Born | None:
     why = unsafe(frozenset(map(int, os.listdir("/proc/self/fd"))))
     assert not why, why
     set_title([sys.executable, "-m", "tests.kit.forks"])
+    # Its forks take it from their variables, as if they had not been told of it.
+    sys.warnoptions.remove(NO_FORK_WARNING)
     gc.collect()
     gc.freeze()
-    return _Serving(connection, path).serve()
+    return _Serving(connection, path, signal.pthread_sigmask(signal.SIG_BLOCK, ())).serve()
 
 
 if __name__ == "__main__":
