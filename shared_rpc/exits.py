@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
 import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from shared_rpc.ending import end_now
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.server import Server
 from shared_rpc.server.signals import wait_for_signal
@@ -20,7 +19,7 @@ from shared_rpc.settings import is_child
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
 
-__all__ = ["close_all", "end_children", "end_now", "end_now_if_busy", "forget", "remember"]
+__all__ = ["close_all", "end_now_if_busy", "forget", "remember"]
 
 #: Those that are not closed: a server's provider must live on when the names of its script are gone.
 _providers: dict[Provider, None] = {}
@@ -86,7 +85,7 @@ def _serve() -> None:
     try:
         if any(provider._serves_at_end() for provider in _providers):
             _check_that_threads_start()
-            wait_for_signal(begin, end=end)
+            wait_for_signal(begin, end=end, last=True)
     except Exception as error:
         close_all()
         print(f"shared_rpc: {error}" if isinstance(error, SharedRPCError) else traceback.format_exc(), file=sys.stderr)
@@ -132,23 +131,3 @@ def end_now_if_busy(servers: Iterable[Server]) -> None:
     """
     if any(server.busy or server.running for server in servers):
         end_now(0)
-
-
-def end_now(code: int) -> NoReturn:
-    """End the process without the interpreter's own end, which would wait for what cannot be waited for.
-
-    From an exit callback there is no other way to set the exit code either. No exit callback runs.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    end_children()
-    os._exit(code)
-
-
-def end_children() -> None:
-    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work for ever, and nobody else knows
-    of them.
-    """
-    for child in multiprocessing.active_children():
-        with suppress(OSError, ValueError):  # it has ended meanwhile, and another thread has said so
-            child.terminate()

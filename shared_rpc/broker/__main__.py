@@ -75,7 +75,7 @@ def main() -> int:
     )
 
     def begin() -> Broker:
-        broker.start()
+        broker.start(asked.wait)
         for path, names in broker.served().items():
             print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
         if exporter is not None:
@@ -83,7 +83,7 @@ def main() -> int:
         return broker
 
     try:
-        wait_for_signal(begin, lambda: _reload(broker), asked, broker.ask_to_stop, broker.stop)
+        wait_for_signal(begin, lambda: _reload(broker), asked, broker.stop, last=True)
     except WorkerCrashed as crash:
         if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
             print(f"shared-rpc: {crash}", file=sys.stderr)

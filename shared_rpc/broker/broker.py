@@ -98,6 +98,7 @@ class Broker:
         self._bound: dict[Worker, set[str]] = {}
         #: Whether its loop ended though nobody asked for that.
         self.failed = False
+        self._asked_to_stop = False
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
         self._ready: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop
@@ -108,16 +109,22 @@ class Broker:
         self._dispatcher: Dispatcher
         self._memory: MemoryRequests
 
-    def start(self) -> None:
+    def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
         """Start the workers, and listen. Returns when the app has been imported, or at once where an earlier broker's
         objects can be attached: what needs a worker waits for one then.
 
+        :param wait: waits for a future in place of its own method; if it returns before that is done, the broker is stopped.
         :raises WorkerCrashed: if it cannot be.
         :raises ConfigurationError: if a socket cannot be had; a live server's pid is named.
+        :raises ConnectionClosed: if it was stopped meanwhile.
         """
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._thread.start()
+        if wait is not None:
+            wait(self._ready)
+            if not self._ready.done():
+                self.ask_to_stop()
         self._ready.result()
 
     def stop(self) -> None:
@@ -130,7 +137,8 @@ class Broker:
 
     def ask_to_stop(self) -> None:
         """:meth:`stop` without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
-        with suppress(RuntimeError, AttributeError):  # the loop has ended, or never began
+        self._asked_to_stop = True
+        with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun, and will look
             self._loop.call_soon_threadsafe(self._scope.cancel)
 
     def reload(self, objects: str = "changed") -> dict[str, Any]:
@@ -170,6 +178,8 @@ class Broker:
         self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
+            if self._asked_to_stop:
+                self._scope.cancel()
             try:
                 self._measuring.start(self._loop.call_soon_threadsafe, lambda: tuple(self._services.values()), self._supervisor)
                 async with anyio.create_task_group() as tasks:

@@ -168,7 +168,7 @@ def _serve_in_process(
                 f"{target} has {len(providers)} providers for one --metrics-port: name one with {target}:name, or leave out "
                 f"--in-process"
             )
-        wait_for_signal(begin)
+        wait_for_signal(begin, last=True)
     finally:
         # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
         close_all()

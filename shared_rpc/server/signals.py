@@ -1,99 +1,211 @@
-"""Serving until somebody asks for the end."""
+"""Serving until somebody asks for the end.
+
+The rule for signals, of every process that serves: *a signal wakes the main thread through a descriptor, and what it asks for
+is done by that thread's wait, never by a handler.*
+
+- The kernel hands a signal to any thread that does not block it. Of two that come together the second one wakes another thread
+  than the first, and whichever runs first takes both; a main thread that waits for a lock is then not interrupted, and CPython
+  runs handlers in the main thread alone. The descriptor of :func:`signal.set_wakeup_fd` is written to in whichever thread has
+  the signal.
+- A handler runs between any two instructions of the main thread, which may hold a lock that the handler would wait for. Starting
+  a thread takes one.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
-import queue
+import select
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from shared_rpc.ending import end_within
 from shared_rpc.errors import ConfigurationError
 
 __all__ = ["End", "wait_for_signal"]
 
+#: Seconds that threads and exit callbacks have when a process that has served is to end.
+_GRACE = 5.0
+
 
 class End:
-    """What somebody asks for who wants a process to end, and the main thread waits for.
-
-    No :class:`threading.Event`: that is locked for a moment by who waits for it and by who sets it, and the handler of a signal
-    that comes in such a moment, in the same thread, would wait for ever.
-    """
+    """A request that this process ends. The main thread waits for it, and sees to signals meanwhile."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._asked = False
+        #: Numbers of signals that have come, until the wait sees to them.
+        self._noted: deque[int] = deque()
+        self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._on_hangup: Callable[[], None] | None = None
 
     def set(self) -> None:
-        """Ask for it: from any thread, and in the handler of a signal, whatever that interrupts."""
-        self._asked.put(None)
+        """Ask for the end; from any thread, but not from the handler of a signal."""
+        self._asked = True
+        self._wake()
 
-    def wait(self) -> None:
-        """Return when somebody has asked for it."""
-        while True:
-            # An untimed wait may hold back the handler on some systems; the period costs nothing.
-            with suppress(queue.Empty):
-                return self._asked.get(timeout=3600)
+    def wait(self, until: Future[Any] | None = None) -> None:
+        """Return when the end has been asked for, or a future is done. In the main thread only."""
+        if until is not None:
+            until.add_done_callback(lambda _: self._wake())
+        ready = select.poll()
+        ready.register(self._reading, select.POLLIN)
+        self._see_to_signals()
+        while not self._asked and (until is None or not until.done()):
+            ready.poll()
+            with suppress(BlockingIOError):
+                os.read(self._reading, 4096)
+            self._see_to_signals()
+
+    def _wake(self) -> None:
+        with self._lock, suppress(BlockingIOError):  # it is full, which wakes as well
+            if not self._closed:
+                os.write(self._writing, b"\0")
+
+    def _see_to_signals(self) -> None:
+        while self._noted:
+            if self._noted.popleft() != signal.SIGHUP:
+                self._asked = True
+            elif self._on_hangup is not None and not self._asked:
+                threading.Thread(target=self._on_hangup, daemon=True).start()
+
+    @contextmanager
+    def _receiving(self, on_hangup: Callable[[], None] | None) -> Iterator[None]:
+        """Have signals come here while the block runs."""
+        self._on_hangup = on_hangup
+        # What else is written to the descriptor, by the handlers of the app, wakes the main thread to no purpose but them.
+        before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            try:
+                signal.set_wakeup_fd(before)
+            except (OSError, ValueError):  # it has been closed since
+                signal.set_wakeup_fd(-1)
+            self.close()
+
+    def _note(self, number: int, _: object) -> None:
+        self._noted.append(number)
+
+    def close(self) -> None:
+        """Close the descriptors. :meth:`set` does nothing from then on."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reading)
+                os.close(self._writing)
 
 
 def wait_for_signal(
     begin: Callable[[], object],
     on_hangup: Callable[[], None] | None = None,
     asked: End | None = None,
-    give_up: Callable[[], object] | None = None,
     end: Callable[[], object] | None = None,
+    *,
+    last: bool = False,
 ) -> None:
     """Return when this process gets SIGINT or SIGTERM. In the main thread only.
 
     :param on_hangup: called in a thread of its own for every SIGHUP; by default that ends the process.
     :param asked: ends the wait too, when another thread asks for it.
-    :param give_up: called with SIGINT and SIGTERM; for a ``begin`` that takes long, to have it end early. It must not wait.
     :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
-        its first moment on. If it returns None, there is nothing to wait for.
+        its first moment on. If it returns None, there is nothing to wait for. What takes long in it is to be waited for by
+        ``asked.wait()``.
     :param end: called when the wait is over, or ``begin`` has failed, while another signal still does nothing: who presses
         Ctrl-C twice does not interrupt the end.
+    :param last: whether the process ends after this, unless there was nothing to wait for. Then signals do nothing any more,
+        and threads or exit callbacks that would hold it up are ended with it after some seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
-    ended = asked or End()
-
-    def ask(*_: object) -> None:
-        ended.set()
-        if give_up is not None:
-            give_up()
-
-    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), ask)
-    if on_hangup is not None:
-        handlers[signal.SIGHUP] = lambda *_: threading.Thread(target=on_hangup, daemon=True).start()
-    with _handlers(handlers):
+    asked = asked or End()
+    numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if on_hangup is not None else [])
+    code = 1
+    with asked._receiving(on_hangup):
         try:
-            if begin() is not None:
-                ended.wait()
+            _take(numbers, asked)
+            try:
+                if begin() is not None:
+                    asked.wait()
+                else:
+                    last = False
+                code = 0
+            finally:
+                if end is not None:
+                    end()
         finally:
-            if end is not None:
-                end()
+            if last:
+                _let_nothing_disturb(code)
+            else:
+                _take_back()
 
 
 #: What handlers of ours stand in place of, until they are taken back.
 _earlier: dict[int, Any] = {}
+#: Whom signals are for, while somebody waits for them.
+_receiver: End | None = None
+#: Whether this process is about to end.
+_ending = False
 
 
-@contextmanager
-def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
-    try:
-        for number, handler in handlers.items():
-            _earlier[number] = signal.getsignal(number)
-            signal.signal(number, handler)
-        yield
-    finally:
-        _take_back()
+def _take(numbers: Iterable[int], receiver: End) -> None:
+    global _receiver  # noqa: PLW0603
+    _receiver = receiver
+    for number in numbers:
+        _earlier[number] = signal.getsignal(number)
+        signal.signal(number, receiver._note)
 
 
 def _take_back() -> None:
+    global _receiver  # noqa: PLW0603
     for number in tuple(_earlier):
-        signal.signal(number, _earlier.pop(number))
+        earlier = _earlier.pop(number)
+        # Python does not know what a native library had set.
+        signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
+    _receiver = None
 
 
-# A child that an endpoint forks waits for nothing here: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
-os.register_at_fork(after_in_child=_take_back)
+def _let_nothing_disturb(code: int) -> None:
+    """The process ends: Ctrl-C must not interrupt that, nor may anything in it last for ever."""
+    global _ending  # noqa: PLW0603
+    for number in _earlier:
+        signal.signal(number, _nothing)
+    _ending = True
+    end_within(_GRACE, code, "asked to end" if code == 0 else "failed")
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing. Processes that exit callbacks start do not inherit that, as they would SIG_IGN."""
+
+
+def _ignore_from_now_on() -> None:
+    """The interpreter gives signals back their defaults when it is torn down, unless they are ignored."""
+    if _ending:
+        for number in _earlier:
+            signal.signal(number, signal.SIG_IGN)
+
+
+# What is registered first is called last.
+atexit.register(_ignore_from_now_on)
+
+
+def _after_fork() -> None:
+    """A child that an endpoint forks waits for nothing here: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
+    Its signals are not its parent's.
+    """
+    global _ending  # noqa: PLW0603
+    _ending = False
+    if _receiver is not None:
+        signal.set_wakeup_fd(-1)
+        _receiver._lock = threading.Lock()
+        _receiver.close()
+    _take_back()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -16,8 +16,8 @@ import anyio
 import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
+from shared_rpc.ending import end_now, end_within
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SharedRPCError, to_wire
-from shared_rpc.exits import end_children, end_now
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -136,7 +136,7 @@ class WorkerHost:
             end_now(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        _end_within(_GRACE, code)
+        end_within(_GRACE, code)
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
@@ -149,7 +149,7 @@ class WorkerHost:
 
     def abandon(self) -> None:
         """The app failed to load; what is raised then ends the process, with its traceback."""
-        _end_within(_GRACE, 1)
+        end_within(_GRACE, 1)
 
     def _here(self) -> bool:
         return threading.current_thread() is self._thread
@@ -327,18 +327,6 @@ def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
     MAPPINGS.drain()
     segment = backend_for(device).create(nbytes)
     return w.Allocated(segment.info), segment
-
-
-def _end_within(seconds: float, code: int) -> None:
-    """End the process by then, if it has not ended by itself. The interpreter does not wait for the timer."""
-
-    def end() -> None:
-        end_children()
-        os._exit(code)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
 
 
 def _nothing() -> None:

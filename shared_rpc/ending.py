@@ -1,0 +1,60 @@
+"""The end of this process where it does not come by itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+__all__ = ["end_children", "end_now", "end_within"]
+
+
+def end_now(code: int) -> NoReturn:
+    """End the process without the interpreter's own end, which would wait for what cannot be waited for.
+
+    From an exit callback there is no other way to set the exit code either. No exit callback runs.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it is None, closed, or a pipe that nobody reads
+            stream.flush()
+    end_children()
+    os._exit(code)
+
+
+def end_children() -> None:
+    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work for ever, and nobody else knows
+    of them.
+    """
+    for child in multiprocessing.active_children():
+        with suppress(OSError, ValueError):  # it has ended meanwhile, and another thread has said so
+            child.terminate()
+
+
+def end_within(seconds: float, code: int, why: str = "") -> None:
+    """End the process by then, if it has not ended by itself. The interpreter does not wait for that.
+
+    :param why: what the process should end for. Where it is given, standard error names what has kept the process.
+    """
+
+    def end() -> None:
+        if why:
+            with suppress(OSError):  # not by sys.stderr: whoever hangs may have its lock
+                os.write(2, f"shared_rpc: {why}, and {_hindrance()} for {seconds:g} s: ends without\n".encode(errors="replace"))
+        end_children()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _hindrance() -> str:
+    """Name what the interpreter waits for when it ends: threads first, then exit callbacks."""
+    main, own = threading.main_thread(), threading.current_thread()
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in (main, own)]
+    if not names:
+        return "exit callbacks (atexit) have not returned"
+    return f"the thread{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))} (not daemon) went on"
