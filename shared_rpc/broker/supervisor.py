@@ -81,7 +81,10 @@ class Supervisor:
         #: Workers one after the other that did not live long.
         self._short_lives = 0
         self._stopped_until = 0.0
+        #: Those that somebody waits for until they have loaded the app.
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
+        #: Whether any worker has ever loaded the app.
+        self._serves = False
         self._reloading = anyio.Lock()
         #: The number of the latest reload asked for, and of the latest that was done or refused, and then why.
         self._asked = self._answered = 0
@@ -99,16 +102,26 @@ class Supervisor:
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.
 
+        A worker that fails to when another one has is one that crashed, and is started again: the broker serves by then.
+
         :param spawn: where restarts wait for their time.
-        :param wait: False to return at once: a worker that fails to import it is then one that crashed, and is started again.
-        :raises WorkerCrashed: if one fails to.
+        :param wait: False to return at once: whichever worker fails to import it is then one that crashed.
+        :raises WorkerCrashed: if one fails to before any has.
+        :raises ConfigurationError: if one refuses to serve the app.
         """
         self._spawn = spawn
         async with self._reloading:
             loaded = []
             for number in range(self._count):
-                self.workers.append(await self._new(number))
-                loaded.append(self._loaded[self.workers[-1]])
+                try:
+                    self.workers.append(await self._new(number))
+                except WorkerCrashed as crash:
+                    if not self._serves:
+                        raise
+                    self._not_started(crash)
+                    spawn(self._restart, number)
+                else:
+                    loaded.append(self._loaded[self.workers[-1]])
             if wait:
                 await _all_done(loaded)
             for worker in self.workers:
@@ -150,7 +163,7 @@ class Supervisor:
             # Shared by another thread, it may come before the provider does.
             worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         elif isinstance(message, w.Loaded):
-            worker.loaded = True
+            worker.loaded = self._serves = True
             self._zygote.learn(message.imports, worker.forked)
             if worker.state == "starting":  # else it was replaced meanwhile
                 worker.state = "ready"
@@ -191,8 +204,8 @@ class Supervisor:
         crash = await anyio.to_thread.run_sync(worker.crash)
         if worker.forked:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
-        #: Else somebody waits for it to load the app, and is told.
-        crashed = worker in self.workers and worker not in self._loaded
+        #: Else somebody waits for it to load the app, and is told why it does not.
+        crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
@@ -212,10 +225,22 @@ class Supervisor:
             self.crashes += 1
             self._count_crash(crash, time.monotonic() - worker.started)
         self._watcher.lost(worker, crash)
-        self._settle(worker, worker.refusal or crash)
+        self._settle(worker, None if crashed else worker.refusal or crash)
         self._watcher.changed()
         if crashed:
             await self._restart(worker.number)
+
+    def _does_without(self, worker: Worker) -> bool:
+        """Return whether the broker begins without a worker that has ended: another one has loaded the app, and may be at work.
+        What is wrong with the configuration is told at once all the same.
+        """
+        return self._serves and not isinstance(worker.refusal, ConfigurationError)
+
+    def _not_started(self, crash: WorkerCrashed) -> None:
+        """Note that no process could begin, which is to be tried again."""
+        _log.error("%s", crash)
+        self._count_crash(crash, 0.0)
+        self._watcher.changed()
 
     def _count_crash(self, crash: WorkerCrashed, lived: float) -> None:
         now = time.monotonic()
@@ -238,9 +263,7 @@ class Supervisor:
             try:
                 new = await self._new(number)
             except WorkerCrashed as crash:
-                _log.error("%s", crash)
-                self._count_crash(crash, 0.0)
-                self._watcher.changed()
+                self._not_started(crash)
             else:
                 self._settle(new, None)  # nobody waits for it
                 if number in {worker.number for worker in self.workers}:  # a reload came first

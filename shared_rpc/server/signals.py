@@ -7,8 +7,8 @@ is done by that thread's wait, never by a handler.*
   than the first, and whichever runs first takes both; a main thread that waits for a lock is then not interrupted, and CPython
   runs handlers in the main thread alone. The descriptor of :func:`signal.set_wakeup_fd` is written to in whichever thread has
   the signal.
-- A handler runs between any two instructions of the main thread, which may hold a lock that the handler would wait for. Starting
-  a thread takes one.
+- A handler runs between any two instructions of the main thread, which may hold a lock that the handler would wait for.
+  Starting a thread takes one.
 """
 
 from __future__ import annotations

@@ -432,6 +432,39 @@ def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: lis
     assert client.call("model", 9).weight[0, 0] == 9
 
 
+@pytest.mark.parametrize("how", ["killed", "fails"])
+def test_a_worker_that_ends_while_it_loads_beside_one_that_serves(
+    app: BrokerApp, tmp_path: Path, children: list[Child], how: str
+) -> None:
+    """It is one that crashed, and is started again: the broker keeps what it holds."""
+    app.write(f"""
+        try:
+            os.close(os.open({str(tmp_path / "first")!r}, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            if not os.path.exists({str(tmp_path / "again")!r}):
+                wait({str(tmp_path / "go")!r})
+                open({str(tmp_path / "again")!r}, "w").close()
+                raise RuntimeError("the second one does not load")
+    """)
+    broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--workers", "2", cwd=tmp_path)
+    children.append(broker)
+    eventually(begun(tmp_path / "go"), 40.0)
+    client = app.connect(connect_timeout=40.0)
+    model = client.call("model")
+    (second,) = (int(path.name.rpartition("-")[2]) for path in tmp_path.glob("go-begun-*"))
+    if how == "killed":
+        (tmp_path / "again").touch()
+        os.kill(second, signal.SIGKILL)
+    else:
+        (tmp_path / "go").touch()
+    broker.expect("serving")
+    eventually(lambda: [worker["state"] for worker in client.get_server_info()["workers"]] == ["ready"] * 2, 40.0)
+    with torch.no_grad():
+        client.call("model").weight[0, 0] = 5
+    assert model.weight[0, 0] == 5
+    assert sum(worker["restarts"] for worker in client.get_server_info()["workers"]) == 1
+
+
 def test_a_broker_that_is_asked_to_stop_while_it_loads(app: BrokerApp, tmp_path: Path, children: list[Child]) -> None:
     """It does not wait for the app, which may take minutes, or for ever."""
     app.write(f"wait({str(tmp_path / 'never')!r})")

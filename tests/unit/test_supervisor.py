@@ -13,7 +13,7 @@ from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.zygote import Begun, WorkerZygote
-from shared_rpc.errors import WorkerCrashed
+from shared_rpc.errors import ConfigurationError, WorkerCrashed
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
@@ -75,7 +75,8 @@ class Stage:
     def __init__(self, count: int) -> None:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self.supervisor = Supervisor(WorkerCommand("app"), count, self, WorkerZygote(WorkerCommand("app")))
+        self.zygote = WorkerZygote(WorkerCommand("app"))
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self, self.zygote)
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""
@@ -112,6 +113,80 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutin
         await story(stage)
 
     return lambda story, count=1: asyncio.run(asyncio.wait_for(begin(story, count), 20))
+
+
+@pytest.fixture
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[Stage, asyncio.Task[None]], Coroutine[Any, Any, None]]], None]:
+    """Runs a story with a supervisor of two workers that load the app, and its start."""
+
+    async def begin(story: Callable[[Stage, asyncio.Task[None]], Coroutine[Any, Any, None]]) -> None:
+        stage = Stage(2)
+        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
+        starting = asyncio.create_task(stage.supervisor.start(stage.spawn))  # type: ignore[arg-type]
+        await stage.made(2)
+        await story(stage, starting)
+
+    return lambda story: asyncio.run(asyncio.wait_for(begin(story), 20))
+
+
+def test_a_worker_that_ends_before_any_has_loaded(start: Callable[..., None]) -> None:
+    """The app cannot be served: whoever starts it is told at once, though another worker still tries."""
+
+    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
+        stage.workers[1].kill("its code is broken")
+        with pytest.raises(WorkerCrashed, match="worker 1 has ended"):
+            await starting
+
+    start(story)
+
+
+def test_a_worker_that_ends_when_another_one_has_loaded(start: Callable[..., None]) -> None:
+    """It is started again, and the start is done; also if the one that had loaded has ended before."""
+
+    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
+        stage.workers[0].load()
+        stage.workers[0].kill("")
+        stage.workers[1].kill("")
+        await starting
+        await turns(lambda: len(stage.supervisor.workers) == 2)
+        assert (stage.supervisor.crashes, stage.supervisor.restarts) == (2, {0: 1, 1: 1})
+
+    start(story)
+
+
+def test_a_worker_that_refuses_when_another_one_has_loaded(start: Callable[..., None]) -> None:
+    """What is wrong with the configuration is told where the broker is started, and not tried again and again."""
+
+    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
+        stage.workers[0].load()
+        stage.workers[1].refusal = ConfigurationError("there is no cuda:9")
+        stage.workers[1].kill("")
+        with pytest.raises(ConfigurationError, match="there is no cuda:9"):
+            await starting
+
+    start(story)
+
+
+def test_a_process_that_cannot_begin_when_another_one_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, as after a crash."""
+
+    async def story() -> None:
+        stage, full = Stage(2), [OSError(24, "Too many open files")]
+
+        async def begin(number: int) -> None:
+            if number == 1:  # the first one has loaded meanwhile
+                stage.workers[0].load()
+                if full:
+                    raise full.pop()
+
+        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
+        monkeypatch.setattr(stage.zygote, "begin", begin)
+        await stage.supervisor.start(stage.spawn)  # type: ignore[arg-type]
+        await turns(lambda: len(stage.supervisor.workers) == 2)
+
+    asyncio.run(asyncio.wait_for(story(), 20))
 
 
 def test_a_reload_that_was_done_is_no_failure_of_a_later_one(run: Callable[..., None]) -> None:
