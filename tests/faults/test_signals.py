@@ -1,0 +1,193 @@
+"""A server that is asked to end by signals ends: whichever thread takes them, however many come, whatever holds it up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import errors
+from tests.kit.brokers import BrokerApp, begun
+from tests.kit.forks import start_zygote, stop_zygote
+from tests.kit.processes import Child, eventually
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+#: Of each kind; a thousand in all.
+STORMS = 250 if DEEP else 5
+KINDS = ("server role", "in-process", "broker", "broker that loads")
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet, with an endpoint whose thread is sent a signal."""
+    broker_app.write("""
+        import signal, threading
+
+        @provider.share(cache=False)
+        def take(number):
+            signal.pthread_kill(threading.get_ident(), number)
+    """)
+    return broker_app
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children are forks, whatever the environment says: how they begin is not what is looked at."""
+    if os.environ.get("SHARED_RPC_TESTS") != "fresh":
+        yield
+        return
+    monkeypatch.delenv("SHARED_RPC_TESTS")
+    start_zygote()
+    yield
+    stop_zygote()
+
+
+def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Child:
+    """A process that serves, or is about to."""
+    if kind == "server role":
+        server = Child(str(app.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=app.file.parent)
+        children.append(server)
+        server.expect_error("serving")
+        return server
+    if kind != "broker that loads":
+        return app.start(*options, *(["--in-process"] if kind == "in-process" else []))
+    broker = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
+    children.append(broker)
+    eventually(begun(app.file.parent / "never"), 40.0)
+    return broker
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], forks: None) -> None:
+    """One to three at random moments, half of them at once: every server ends, and says that all is well."""
+    if kind == "broker that loads":
+        app.write(f"wait({str(app.file.parent / 'never')!r})")
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    numbers = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if kind.startswith("broker") else [])
+    for _ in range(STORMS):
+        server = begin(kind, app, children)
+        # Who reloads goes on: one of them asks for the end.
+        storm = [chance.choice(numbers) for _ in range(chance.randint(0, 2))] + [chance.choice(numbers[:2])]
+        chance.shuffle(storm)
+        waits = [chance.choice([0.0, chance.uniform(0, 0.3)])] + [
+            chance.choice([0.0, 0.0, chance.uniform(0, 0.1)]) for _ in storm
+        ]
+        for number, seconds in zip(storm, waits, strict=False):
+            time.sleep(seconds)
+            with suppress(ProcessLookupError):
+                server.process.send_signal(number)
+        code, said = server.close()
+        assert (code, "Traceback" in said) == (0, False), f"{storm}, {waits}: {code}, {said}"
+        children.remove(server)
+        for path in app.file.parent.glob("never-*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("kind", ["server role", "in-process"])
+def test_a_signal_that_another_thread_takes(kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]) -> None:
+    """Of two that come at once another thread takes one, or both; nothing interrupts the main thread's wait then."""
+    server = begin(kind, app, children)
+    client = app.connect()
+    with suppress(errors.ConnectionClosed):
+        client.call("take", int(number))
+    code, said = server.close()
+    assert (code, "Traceback" in said) == (0, False)
+
+
+def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path: Path) -> None:
+    """Its loop's, for instance."""
+    (tmp_path / "hooks.py").write_text(
+        "import signal, threading\n"
+        "from shared_rpc.instrumentation import CallStarted\n"
+        "def hook(event):\n"
+        "    if isinstance(event, CallStarted):\n"
+        "        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"
+    )
+    broker = app.start("--hook", "hooks:hook")
+    with suppress(errors.ConnectionClosed, errors.WorkerCrashed):
+        app.connect().call("plain")
+    assert broker.close()[0] == 0
+
+
+# The end itself.
+
+#: What leaves a thread that is no daemon behind, or an exit callback, and what each of them does.
+LEAVES = {
+    "thread": "import threading; threading.Thread(target={what}, name='saves logs').start()\n",
+    "callback": "import atexit; atexit.register({what})\n",
+}
+LAST_WORDS = {
+    "thread": "shared_rpc: asked to end, and the thread 'saves logs' (not daemon) went on for 0.5 s: ends without",
+    "callback": "shared_rpc: asked to end, and exit callbacks (atexit) have not returned for 0.5 s: ends without",
+}
+
+
+def leave(app: BrokerApp, kind: str, which: str, code: str) -> list[str]:
+    """Have a server's process leave behind what runs ``code``, its function ``left``; the options that it needs for that."""
+    code += LEAVES[which].format(what="left")
+    if kind != "broker":
+        app.write(code)
+        return []
+    (app.file.parent / "hooks.py").write_text(f"{code}\ndef hook(event):\n    pass\n")
+    return ["--hook", "hooks:hook"]
+
+
+@pytest.mark.parametrize("which", LEAVES)
+@pytest.mark.parametrize("kind", ["server role", "in-process", "broker"])
+def test_what_does_not_end_is_ended(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
+    """After a grace, and one line says what it was."""
+    options = leave(
+        app,
+        kind,
+        which,
+        """
+import shared_rpc.server.signals, threading
+shared_rpc.server.signals._GRACE = 0.5
+def left():
+    threading.Event().wait()
+""",
+    )
+    server = begin(kind, app, children, *options)
+    server.process.send_signal(signal.SIGTERM)
+    code, said = server.close()
+    assert (code, said.splitlines()[-1:]) == (0, [LAST_WORDS[which]])
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("which", LEAVES)
+@pytest.mark.parametrize("kind", ["server role", "in-process", "broker"])
+def test_ctrl_c_at_the_end(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
+    """It is asked for already, and nothing that the interpreter does for it is interrupted."""
+    options = leave(
+        app,
+        kind,
+        which,
+        f"""
+import os, signal, time
+def left():
+    path = {app.base_path + "-cpu.sock"!r}
+    while not os.path.exists(path) and {which == "thread"}:
+        time.sleep(0.01)
+    while os.path.exists(path):
+        time.sleep(0.01)
+    for number in [signal.SIGINT, signal.SIGTERM] * 20:
+        os.kill(os.getpid(), number)
+        time.sleep(0.02)
+    print("left", flush=True)
+""",
+    )
+    server = begin(kind, app, children, *options)
+    server.process.send_signal(signal.SIGINT)
+    server.expect("left")
+    code, said = server.close()
+    assert (code, "Traceback" in said) == (0, False), said
