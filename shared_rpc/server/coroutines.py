@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from shared_rpc.errors import SharedRPCError, TaskCancelled
 from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.server.forks import one_process
 from shared_rpc.server.outcomes import Failure
 
 __all__ = ["Coroutines"]
@@ -30,7 +32,7 @@ class Coroutines:
         #: Whether a start is under way: what ends at once may start another run.
         self._starting = False
 
-    def start(self, name: object, run: Run, begin: list[Callable[[], Awaitable[Any]]], ended: Ended) -> None:
+    def start(self, name: object, endpoint: str, run: Run, begin: list[Callable[[], Awaitable[Any]]], ended: Ended) -> None:
         """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns. Nothing that it raises is raised.
 
         :param begin: what to await, with its arguments; it is taken out.
@@ -39,7 +41,7 @@ class Coroutines:
         """
         value: list[Any] = []
         # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
-        work = _awaited(begin.pop(), run, value)
+        work = _awaited(begin.pop(), endpoint, run, value)
         loop = asyncio.get_running_loop()
         if self._starting:
             self._watch(name, loop.create_task(work), value, ended)
@@ -92,11 +94,11 @@ def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | 
     return task.result() or value
 
 
-async def _awaited(begin: Callable[[], Awaitable[Any]], run: Run, value: list[Any]) -> Failure | None:
+async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: Run, value: list[Any]) -> Failure | None:
     """Whatever the endpoint raises, as a value. SystemExit would end the loop, and every waiter would hang."""
     CURRENT_RUN.set(run)
     try:
-        value.append(await begin())
+        value.append(await one_process(begin(), endpoint, os.getpid()))
     except SharedRPCError as error:
         return Failure.of(error)
     except asyncio.CancelledError as error:

@@ -18,6 +18,7 @@ from shared_rpc.records import Arguments, Record
 from shared_rpc.running import CURRENT_RUN, Run
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.executor import Invocation
+from shared_rpc.server.forks import end_if_forked
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
@@ -191,7 +192,7 @@ class InProcessExecutor:
         loaded.live = None
         del args, kwargs
         self._prepare()
-        self._coroutines.start(invocation, run, begin, returned)
+        self._coroutines.start(invocation, endpoint.spec.name, run, begin, returned)
 
     def _deliver(
         self,
@@ -274,10 +275,15 @@ class InProcessExecutor:
     def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
         args, kwargs = load(invocation)
         token = CURRENT_RUN.set(run)
+        pid = os.getpid()
         try:
             value = [endpoint.function(*args, **kwargs)]
+        except BaseException as error:
+            end_if_forked(pid, error)
+            raise
         finally:
             CURRENT_RUN.reset(token)
+        end_if_forked(pid)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
         return self._publisher.publish(endpoint, invocation, value)

@@ -280,7 +280,7 @@ class TestCoroutines:
             task.cancel()
             return 1
 
-        Coroutines().start("a run", self.run(), [suicidal], ended.append)
+        Coroutines().start("a run", "endpoint", self.run(), [suicidal], ended.append)
         await asyncio.sleep(0.01)
         assert len(ended) == 1
 
@@ -289,7 +289,7 @@ class TestCoroutines:
         """Where it awaits."""
 
         coroutines, run = Coroutines(), self.run()
-        coroutines.start("a run", run, [asyncio.Event().wait], ended.append)
+        coroutines.start("a run", "endpoint", run, [asyncio.Event().wait], ended.append)
         await asyncio.sleep(0)
         run.cancelled = True
         coroutines.cancel("a run")
@@ -308,7 +308,7 @@ class TestCoroutines:
             await asyncio.sleep(0)
 
         run = self.run()
-        Coroutines().start("a run", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
+        Coroutines().start("a run", "endpoint", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
         await asyncio.sleep(0.01)
         assert seen == [run]
         assert CURRENT_RUN.get() is None
@@ -326,9 +326,9 @@ class TestCoroutines:
         def next_one(outcome: Failure | list[Any]) -> None:
             ended.append(outcome)
             if len(ended) < 5000:
-                coroutines.start(len(ended), self.run(), [nothing], next_one)
+                coroutines.start(len(ended), "endpoint", self.run(), [nothing], next_one)
 
-        coroutines.start(0, self.run(), [nothing], next_one)
+        coroutines.start(0, "endpoint", self.run(), [nothing], next_one)
         for _ in range(10_000):  # turns of the loop
             await asyncio.sleep(0)
         assert ended == [[None]] * 5000
@@ -347,7 +347,7 @@ class TestCoroutines:
                     asked += 1
 
         coroutines = Coroutines()
-        coroutines.start("a run", self.run(), [stubborn], ended.append)
+        coroutines.start("a run", "endpoint", self.run(), [stubborn], ended.append)
         await asyncio.sleep(0)
         await coroutines.finish()
         assert asked == 3

@@ -1,0 +1,115 @@
+"""Processes that an endpoint forks.
+
+The rule: *in such a process the end of the endpoint is the end of the process*. Below the endpoint's frame there is nothing to
+go back to: a thread that would wait for the next job for ever, or an event loop whose descriptors are its parent's, and whose
+wake-ups it would take. Processes of :mod:`multiprocessing`, and those that call ``os._exit()``, do not come so far.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import types
+from collections.abc import Awaitable, Coroutine, Generator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from shared_rpc.running import CURRENT_RUN
+
+__all__ = ["end_if_forked", "one_process"]
+
+
+def end_if_forked(pid: int, error: BaseException | None = None) -> None:
+    """End this process if it is another one than the endpoint began in, as the interpreter would at the end of a program.
+
+    :param pid: the process that the endpoint began in.
+    :param error: what the endpoint raised.
+    """
+    if os.getpid() != pid:
+        _end(error)
+
+
+@types.coroutine
+def one_process(begun: Awaitable[Any], name: str, pid: int) -> Generator[Any, Any, Any]:
+    """Await an endpoint's coroutine. In a process that it forks it cannot be resumed: that has no event loop.
+
+    :param name: the endpoint's.
+    :param pid: the process that it began in.
+    """
+    work = begun if isinstance(begun, Coroutine) else _awaited(begun)
+    thrown: list[BaseException] = []
+    while True:
+        try:
+            wanted = work.throw(thrown.pop()) if thrown else work.send(None)
+        except StopIteration as done:
+            end_if_forked(pid)
+            return done.value
+        except BaseException as error:
+            end_if_forked(pid, error)
+            raise
+        if os.getpid() != pid:
+            _end(
+                f"shared_rpc: a process (pid {os.getpid()}) that the endpoint {name!r} forked awaits something of the event "
+                f"loop of its parent (pid {pid}), and ends: use asyncio.run() in it, or fork in a def endpoint"
+            )
+        try:
+            yield wanted
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as error:
+            thrown.append(error)
+        # A loop that resumes a coroutine sends it nothing: its futures are asked for their results.
+
+
+async def _awaited(begun: Awaitable[Any]) -> Any:
+    return await begun
+
+
+def _end(error: BaseException | str | None) -> NoReturn:
+    code = 1
+    try:
+        code = _tell(error)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        # Private, and what the child processes of multiprocessing call too: 3.8 to 3.14 have it.
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # it is None, closed, or a pipe that nobody reads
+                stream.flush()
+        os._exit(code)
+
+
+def _tell(error: BaseException | str | None) -> int:
+    """Print what a process ends with, as the interpreter does; its exit code."""
+    code: object = error.code if isinstance(error, SystemExit) else error
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    if isinstance(code, BaseException):
+        # Without the frame that has called the endpoint.
+        trace = code.__traceback__.tb_next if code.__traceback__ is not None else None
+        sys.excepthook(type(code), code.with_traceback(trace), trace)
+    else:
+        print(code, file=sys.stderr)
+    return 1
+
+
+def _after_fork() -> None:
+    run = CURRENT_RUN.get()
+    if run is not None:
+        # Exit callbacks are for the process that registered them: those of multiprocessing would end its pools, for one.
+        atexit._clear()
+        run.report = _nobody_asks
+
+
+def _nobody_asks(_: object) -> None:
+    """Take progress of a process that is not the server."""
+
+
+os.register_at_fork(after_in_child=_after_fork)
