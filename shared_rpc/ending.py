@@ -40,8 +40,8 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
     """
 
     def end() -> None:
-        if why:
-            with suppress(OSError):  # not by sys.stderr: whoever hangs may have its lock
+        if why and sys.__stderr__ is not None:
+            with suppress(OSError):  # not by the stream: whoever hangs may have its lock
                 os.write(2, f"shared_rpc: {why}, and {_hindrance()} for {seconds:g} s: ends without\n".encode(errors="replace"))
         end_children()
         os._exit(code)

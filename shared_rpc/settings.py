@@ -30,6 +30,7 @@ __all__ = [
     "Role",
     "ScriptSettings",
     "change_environment",
+    "checked_socket_path",
     "environment",
     "is_child",
     "is_socket_of",
@@ -148,9 +149,23 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
 def socket_path(base_path: str, tag: str) -> str:
     """``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
 
-    :raises ConfigurationError: if the path is longer than a Unix socket address can be.
+    :raises ConfigurationError: if it cannot be the path of a server's socket.
     """
-    path = f"{base_path}-{tag}.sock"
+    return checked_socket_path(f"{base_path}-{tag}.sock")
+
+
+def checked_socket_path(path: str) -> str:
+    """Return a path if a server can have its socket there.
+
+    :raises ConfigurationError: if it is longer than a Unix socket address can be, or no UTF-8, which what a server tells of
+        itself has to be.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"the socket path {os.fsencode(path)!r} is not UTF-8: set another base_path or {_BASE_PATH}"
+        ) from None
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         raise ConfigurationError(
             f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {SOCKET_PATH_LIMIT}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -14,6 +15,22 @@ def main() -> None:
         from shared_rpc.scripts.command import run_directly
 
         run_directly(sys.argv[2:])
+    _have_standard_streams()
     from shared_rpc.cli.app import main as commands
 
     commands()
+
+
+def _have_standard_streams() -> None:
+    """Open ``/dev/null`` in place of standard streams that are closed, as after ``>&-``: what is opened next would else have
+    their numbers, and get what is written to them, here and in what this process becomes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+            os.set_inheritable(number, True)
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115

@@ -17,7 +17,7 @@ import msgspec
 
 from shared_rpc.amounts import check_quotas, quotas_of
 from shared_rpc.ending import end_now, end_within
-from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SharedRPCError, to_wire
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
@@ -29,6 +29,7 @@ from shared_rpc.server.link import Link
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.wire import worker as w
+from shared_rpc.wire.catalogue import encode_message
 from shared_rpc.wire.frames import Frame
 from shared_rpc.wire.messages import Message
 from shared_rpc.wire.specs import EndpointSpec
@@ -123,8 +124,12 @@ class WorkerHost:
         return bool(self._hosted)
 
     def loaded(self, imports: w.Imports | None = None) -> None:
-        """The app has been imported."""
-        self._tell(w.Loaded(imports))
+        """Tell the broker that the app has been imported."""
+        try:
+            self._tell(w.Loaded(imports))
+        except ProtocolError as error:  # a file's name need not be text
+            _log.warning("the broker is not told what the app imports, and workers are no forks: %s", error)
+            self._tell(w.Loaded())
 
     def wait(self) -> None:
         """Until the broker hangs up."""
@@ -155,6 +160,11 @@ class WorkerHost:
         return threading.current_thread() is self._thread
 
     def _tell(self, message: Message, number: int = 0) -> None:
+        """Have the loop send a message.
+
+        :raises ProtocolError: if it cannot be written, which on the loop nobody would hear of.
+        """
+        encode_message(message)
         with suppress(RuntimeError):  # the loop is closed: the process is about to end
             self._loop.call_soon_threadsafe(self._link.send, message, number)
 

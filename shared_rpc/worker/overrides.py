@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared_rpc.memory.devices import device_id, device_tag
-from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.settings import checked_socket_path, resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -28,7 +28,12 @@ class Overrides:
     listen_device: str | None = None
 
     def socket_of(self, provider: Provider) -> str | None:
-        """Where the broker listens for a provider; None for where its own device says."""
-        if self.socket is not None or self.listen_device is None:
-            return self.socket
+        """Where the broker listens for a provider; None for where its own device says.
+
+        :raises ConfigurationError: if no socket can be there.
+        """
+        if self.socket is not None:
+            return checked_socket_path(self.socket)
+        if self.listen_device is None:
+            return None
         return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.listen_device)))

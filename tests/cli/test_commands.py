@@ -550,6 +550,57 @@ def test_an_app_that_lacks_a_module(app: Callable[..., Path], base_path: str, tm
     assert ran.errors.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_library'"
 
 
+@pytest.mark.parametrize("kind", [[], ["--in-process"]], ids=["broker", "in-process"])
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_serving_without_standard_streams(
+    app: Callable[..., Path],
+    connect: Callable[..., Client],
+    children: list[Child],
+    tmp_path: Path,
+    kind: list[str],
+    closed: str,
+) -> None:
+    """``>&-`` in a shell closes them: nothing else gets their numbers, nor what is written to them."""
+    app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
+    code = (
+        "import os, sys; [os.close(int(n)) for n in sys.argv.pop(1)]; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    child = Child("-c", code, closed, *MODULE, "serve", "app.py", *kind, cwd=tmp_path, fresh=True)
+    children.append(child)
+    pid = connect(connect_timeout=40.0).get_server_info()["pid"]
+    for number in closed:
+        assert os.readlink(f"/proc/{pid}/fd/{number}") == os.devnull
+    child.process.terminate()
+    assert child.close()[0] == 0
+
+
+@pytest.mark.parametrize("kind", [[], ["--in-process"]], ids=["broker", "in-process"])
+@pytest.mark.parametrize("option", ["--base-path", "--socket", ""])
+def test_a_path_that_is_no_text(app: Callable[..., Path], tmp_path: Path, kind: list[str], option: str) -> None:
+    """A server could not tell where it is: it says so, and ends."""
+    app("provider.share('endpoint')(lambda: 0)")
+    path = os.fsdecode(bytes(tmp_path / "caf") + b"\xe9")
+    environ = {} if option else {"SHARED_TENSOR_BASE_PATH": path}
+    ran = cli("serve", "app.py", *kind, *([option, path] if option else []), environ=environ, cwd=tmp_path)
+    assert ran.complaint.startswith(f"the socket path b'{tmp_path}/caf\\xe9")
+    assert "is not UTF-8: set another base_path or SHARED_TENSOR_BASE_PATH" in ran.complaint
+
+
+@pytest.mark.parametrize("kind", [[], ["--in-process"]], ids=["broker", "in-process"])
+def test_an_app_in_a_folder_whose_name_is_no_text(
+    start: Callable[..., Child], tmp_path: Path, kind: list[str], connect: Callable[..., Client]
+) -> None:
+    """It is served like any other."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    (folder / "app.py").write_text("import beside\nfrom shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
+    server = start("serve", str(folder / "app.py"), *kind)
+    server.expect("serving")
+    server.process.terminate()
+    assert server.close()[0] == 0
+
+
 def test_serving_twice(app: Callable[..., Path], start: Callable[..., Child], base_path: str, tmp_path: Path) -> None:
     """The second server at a path is told who has it."""
     app()

@@ -244,6 +244,8 @@ def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) 
     early = {name for name in {*variables, *imported_with} if name.startswith(_READ_EARLY) and name not in _CARRIED_OUT}
     if any(variables.get(name, imported_with.get(name)) != imported_with.get(name) for name in early):
         return None
+    if any("\udc80" <= letter <= "\udcff" for text in (*words, *variables.values()) for letter in text):
+        return None  # the request is text
     return unbuffered, words
 
 
