@@ -30,7 +30,7 @@ __all__ = [
     "Role",
     "ScriptSettings",
     "change_environment",
-    "checked_socket_path",
+    "checked_path",
     "environment",
     "is_child",
     "is_socket_of",
@@ -149,16 +149,21 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
 def socket_path(base_path: str, tag: str) -> str:
     """``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
 
-    :raises ConfigurationError: if it cannot be the path of a server's socket.
+    :raises ConfigurationError: if the path is longer than a Unix socket address can be, or no UTF-8.
     """
-    return checked_socket_path(f"{base_path}-{tag}.sock")
+    path = checked_path(f"{base_path}-{tag}.sock")
+    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+        raise ConfigurationError(
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {SOCKET_PATH_LIMIT}: "
+            f"set a shorter base_path or {_BASE_PATH}"
+        )
+    return path
 
 
-def checked_socket_path(path: str) -> str:
-    """Return a path if a server can have its socket there.
+def checked_path(path: str) -> str:
+    """Return the path of a socket if it is UTF-8, as all is that a server tells of itself.
 
-    :raises ConfigurationError: if it is longer than a Unix socket address can be, or no UTF-8, which what a server tells of
-        itself has to be.
+    :raises ConfigurationError: if it is not.
     """
     try:
         path.encode()
@@ -166,11 +171,6 @@ def checked_socket_path(path: str) -> str:
         raise ConfigurationError(
             f"the socket path {os.fsencode(path)!r} is not UTF-8: set another base_path or {_BASE_PATH}"
         ) from None
-    if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
-        raise ConfigurationError(
-            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {SOCKET_PATH_LIMIT}: "
-            f"set a shorter base_path or {_BASE_PATH}"
-        )
     return path
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.own_files import open_own
 from shared_rpc.peers import Peer, peer_of
-from shared_rpc.settings import checked_socket_path
+from shared_rpc.settings import checked_path
 
 __all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]
 
@@ -30,9 +30,9 @@ def bind_socket(path: str) -> socket.socket:
     """A listening, non-blocking socket at ``path``.
 
     :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
-        somebody else or is open to others, or if it is no socket; and for a path that no socket can have.
+        somebody else or is open to others, or if it is no socket; and for a path that is not UTF-8.
     """
-    checked_socket_path(path)
+    checked_path(path)
     check_directory(os.path.dirname(path))
     try:
         with _locked(f"{path}.lock"):

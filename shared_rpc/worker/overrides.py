@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared_rpc.memory.devices import device_id, device_tag
-from shared_rpc.settings import checked_socket_path, resolve_base_path, socket_path
+from shared_rpc.settings import checked_path, resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -30,10 +30,10 @@ class Overrides:
     def socket_of(self, provider: Provider) -> str | None:
         """Where the broker listens for a provider; None for where its own device says.
 
-        :raises ConfigurationError: if no socket can be there.
+        :raises ConfigurationError: for a path that is not UTF-8, or too long.
         """
         if self.socket is not None:
-            return checked_socket_path(self.socket)
+            return checked_path(self.socket)
         if self.listen_device is None:
             return None
         return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.listen_device)))
