@@ -130,7 +130,7 @@ class InProcessGenerations:
 
     def revision_page(self, object_id: str) -> Page:
         """See :class:`shared_rpc.handle.Issuer`."""
-        page, memory = self._engine.ask(lambda core: core.revisions.page(object_id, local=True))
+        page, memory = self._engine.ask(lambda core: core.revision_page(object_id, local=True))
         return Page(page, memory, object_id)
 
 

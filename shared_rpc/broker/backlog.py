@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import ServerBusy
 from shared_rpc.server.executor import Invocation
+from shared_rpc.store.descriptors import open_limit
 
 if TYPE_CHECKING:
     from shared_rpc.broker.relay import Relayed
@@ -21,13 +21,13 @@ _RUNS, _NBYTES = 10_000, 1 << 30
 class Backlog:
     """Runs that no worker has been sent, oldest first. What is taken out leaves nothing behind: its arguments are all there is.
 
-    Of the descriptors that this process may have, waiting arguments take at most a half: attaching needs some too.
+    Of the descriptors that this process may have, waiting arguments take at most a quarter: objects and clients need some too.
     """
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
         #: With what each took of the limits when it came: its arguments may have been let go since.
         self._runs: dict[Invocation, tuple[Relayed, dict[str, int]]] = {}
-        self._limits = {"calls": runs, "bytes": nbytes, "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2}
+        self._limits = {"calls": runs, "bytes": nbytes, "descriptors": open_limit() // 4}
         self._held = dict.fromkeys(self._limits, 0)
 
     def check(self, run: Relayed, why: str) -> None:

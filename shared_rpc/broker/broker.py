@@ -35,6 +35,7 @@ from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.outcomes import Failure
+from shared_rpc.store.descriptors import Descriptors
 from shared_rpc.store.objects import usage_of
 from shared_rpc.wire import worker as w
 from shared_rpc.wire.frames import Frame
@@ -90,6 +91,7 @@ class Broker:
         self._max_connections = max_connections
         self._uids = {os.geteuid(), *allow_uids}
         self._idle_exit = idle_exit
+        self._descriptors = Descriptors()
         self._on_end = on_end
         self._services: dict[str, Service] = {}
         self._keeping = Keeping(inherited or Inherited())
@@ -229,6 +231,7 @@ class Broker:
             memory=RelayedMemory(self._memory, message.devices),
             mechanism=message.mechanism,
             server_id=server_id,
+            descriptors=self._descriptors,
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client

@@ -6,10 +6,12 @@ removes by name alone::
     service-<digest of the key>-<revision>   what a worker said of a provider, and the server's id
     object-<object id>-<revision>            a record without its memory: of a cached result, or of a buffer with its terms
     segment-<segment id>                     memory, once for all the objects that lie in it
+    page-<object id>                         the page of an object's revision, where it has one
 
 The first two are sealed memfds with MessagePack in them, after a line that names the format. Of each the highest revision
 counts: a new one is stored before the old one is removed. An object is there when its own entry is and those of its segments
-are; they are stored before it and removed after it, so that a broker which is killed in between leaves nothing half.
+and its page are; they are stored before it and removed after it, so that a broker which is killed in between leaves nothing
+half. Without its page an object is not restored: processes that have the page would not see what others write.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.memory.revisions import restored_page
 from shared_rpc.memory.segments import BOUND, Segment, SegmentInfo
 from shared_rpc.records import Record
 from shared_rpc.store.buffers import Terms
@@ -40,7 +43,7 @@ _log = logging.getLogger("shared_rpc.broker")
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: What an entry begins with. The number goes up with every change of what follows.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 2\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 3\n"
 #: Bytes of an entry; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -72,6 +75,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     nbytes: int
     device: str
     private_nbytes: int
+    has_page: bool = False
     expires_at: float | None = None
     accesses_left: int | None = None
 
@@ -115,10 +119,12 @@ class Persistence:
         #: Objects in each segment that is stored, and the segments of each object.
         self._users: defaultdict[str, set[str]] = defaultdict(set)
         self._segments: dict[str, list[str]] = {}
+        #: Objects whose pages are stored.
+        self._pages: set[str] = set()
 
     def __len__(self) -> int:
         """How many descriptors are stored, if the manager has taken all."""
-        return len(self._names) + len(self._users)
+        return len(self._names) + len(self._users) + len(self._pages)
 
     def close(self) -> None:
         """The broker ends: what is stored stays."""
@@ -152,6 +158,9 @@ class Persistence:
                 self._notifier.store(f"segment-{segment.info.id}", segment.fileno())
             self._users[segment.info.id].add(stored.object_id)
         self._segments[stored.object_id] = [segment.info.id for segment in record.segments]
+        if stored.page is not None and stored.object_id not in self._pages:
+            self._notifier.store(f"page-{stored.object_id}", stored.page.fileno())
+            self._pages.add(stored.object_id)
         entry = _Object(
             key,
             stored.object_id,
@@ -169,6 +178,7 @@ class Persistence:
             record.nbytes,
             record.device,
             record.private_nbytes,
+            stored.page is not None,
             terms.expires_at if terms is not None else None,
             terms.accesses_left if terms is not None else None,
         )
@@ -179,6 +189,9 @@ class Persistence:
         if self._closed:
             return
         self._remove(object_id)
+        if object_id in self._pages:
+            self._pages.discard(object_id)
+            self._notifier.remove(f"page-{object_id}")
         for segment_id in self._segments.pop(object_id, ()):
             users = self._users.get(segment_id, set())
             users.discard(object_id)
@@ -208,13 +221,14 @@ class Persistence:
     def restore(self, passed: Iterable[Passed]) -> list[RestoredService]:
         """What an earlier broker stored. What cannot be read is logged and removed, and nothing else suffers by it."""
         segments: dict[str, int] = {}
+        pages: dict[str, int] = {}
         services: dict[str, RestoredService] = {}
         objects: list[tuple[Passed, _Object]] = []
         seen: set[str] = set()
         for entry in sorted(passed, key=lambda entry: _revision_of(entry.name), reverse=True):
             kind, _, rest = entry.name.partition("-")
-            if kind == "segment":
-                if segments.setdefault(rest, entry.fd) != entry.fd:
+            if kind in ("segment", "page"):
+                if (segments if kind == "segment" else pages).setdefault(rest, entry.fd) != entry.fd:
                     os.close(entry.fd)
                 continue
             try:
@@ -236,22 +250,32 @@ class Persistence:
                 os.close(entry.fd)
         for entry, found in sorted(objects, key=lambda pair: pair[1].created_at):
             try:
-                self._restore(entry, found, services, segments)
+                self._restore(entry, found, services, segments, pages)
             except (ValueError, OSError) as error:
                 self._throw_away(entry.name, error)
-        for segment_id, fd in segments.items():
-            os.close(fd)
-            if segment_id not in self._users:
-                self._notifier.remove(f"segment-{segment_id}")
+        for kind, found_fds, users in (("segment", segments, self._users), ("page", pages, self._pages)):
+            for name, fd in found_fds.items():
+                os.close(fd)
+                if name not in users:
+                    self._notifier.remove(f"{kind}-{name}")
         return list(services.values())
 
-    def _restore(self, entry: Passed, found: _Object, services: dict[str, RestoredService], segments: dict[str, int]) -> None:
+    def _restore(
+        self,
+        entry: Passed,
+        found: _Object,
+        services: dict[str, RestoredService],
+        segments: dict[str, int],
+        pages: dict[str, int],
+    ) -> None:
         service = services.get(found.key)
         if service is None:
             raise ValueError(f"its provider {found.key!r} is not there")
         missing = [info.id for info in found.segments if info.id not in segments]
         if missing:
             raise ValueError(f"its segments {', '.join(missing)} are not there")
+        if found.has_page and found.object_id not in pages:
+            raise ValueError("the page of its revision is not there")
         record = Record(
             found.skeleton,
             found.table,
@@ -274,6 +298,9 @@ class Persistence:
             kind=found.kind,
             stale=found.kind == "result" and found.code != code_of(specs.get(found.endpoint)),
         )
+        if found.has_page:
+            stored.page = restored_page(os.dup(pages[found.object_id]))
+            self._pages.add(found.object_id)
         terms = Terms(found.expires_at, found.accesses_left) if found.kind == "buffer" else None
         service.objects.append(RestoredObject(stored, terms))
         self._names[found.object_id] = entry.name

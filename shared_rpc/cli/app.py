@@ -99,6 +99,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
+    shown["descriptors"] = "{used} of {limit} for objects, the process may have {available}".format_map(facts["descriptors"])
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
     if "zygote" in facts:
         shown["zygote"] = _zygote(facts["zygote"])

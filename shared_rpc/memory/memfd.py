@@ -43,7 +43,10 @@ class MemfdBackend:
         """New zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
         size = -(-nbytes // self.granularity) * self.granularity
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
-        segment = Segment(info, os.memfd_create(f"shared-rpc-{info.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            segment = Segment(info, os.memfd_create(f"shared-rpc-{info.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        except OSError as error:
+            raise CapabilityError(f"cannot make a host segment of {size} bytes in pid {os.getpid()}: {error}") from error
         try:
             os.ftruncate(segment.fileno(), size)
             fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)

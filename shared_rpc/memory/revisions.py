@@ -31,9 +31,9 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExcee
 from shared_rpc.memory import futex
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.memfd import HOST
-from shared_rpc.memory.segments import Segment, SegmentInfo, backend_for
+from shared_rpc.memory.segments import Segment, SegmentInfo, backend_for, new_segment_id
 
-__all__ = ["SLICE", "Page", "Update", "new_page", "read_only"]
+__all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -48,6 +48,11 @@ def new_page() -> Segment:
     """A page of revision 0, which the caller owns."""
     futex.supported()
     return HOST.create(HOST.granularity)
+
+
+def restored_page(fd: int) -> Segment:
+    """A page that :func:`new_page` made in another process, by a descriptor that belongs to it now."""
+    return Segment(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
 
 
 def read_only(page: Segment) -> Segment:

@@ -46,17 +46,34 @@ def new_segment_id() -> str:
     return secrets.token_hex(8)
 
 
+class _Descriptor:
+    """An open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
+    point at which a finaliser, a signal handler or another thread may run.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 class Segment:
     """A :class:`SegmentInfo` and the file descriptor that keeps its memory alive.
 
-    The object owns the descriptor and closes it in :meth:`close`; one that is dropped unclosed warns.
+    The object owns the descriptor, together with its duplicates: the last of them that is closed closes it. One that is
+    dropped unclosed warns.
+
+    :param fd: the descriptor; -1 for a segment without one.
     """
 
-    __slots__ = ("__weakref__", "_fd", "info")
+    __slots__ = ("__weakref__", "_descriptor", "info")
 
     def __init__(self, info: SegmentInfo, fd: int) -> None:
         self.info = info
-        self._fd = fd
+        self._descriptor = _Descriptor(fd) if fd >= 0 else None
         if info.mechanism in BOUND:
             _bound.add(self)
 
@@ -65,25 +82,32 @@ class Segment:
 
         :raises ValueError: if it is closed.
         """
-        if self._fd < 0:
+        return self._owned().number
+
+    def _owned(self) -> _Descriptor:
+        descriptor = self._descriptor
+        if descriptor is None:
             raise ValueError(f"segment {self.info.id} is closed")
-        return self._fd
+        return descriptor
 
     @property
     def closed(self) -> bool:
         """Whether the descriptor was closed or given away."""
-        return self._fd < 0
+        return self._descriptor is None
 
     def duplicate(self, access: Access | None = None) -> Segment:
-        """Another owner of the same memory, with its own (close-on-exec) descriptor."""
+        """Another owner of the same memory, by the same descriptor: those that a process may have are few.
+
+        :raises ValueError: if it is closed.
+        """
         info = self.info if access is None else msgspec.structs.replace(self.info, access=access)
-        return Segment(info, os.dup(self.fileno()))
+        other = Segment(info, -1)
+        other._descriptor = self._owned()
+        return other
 
     def close(self) -> None:
-        """Close the descriptor; closing twice is harmless."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the descriptor, unless a duplicate needs it; closing twice is harmless."""
+        self._descriptor = None
 
     def __enter__(self) -> Segment:
         return self
@@ -92,13 +116,11 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        fd = self._fd
-        self.close()
-        if fd >= 0:
-            warnings.warn(f"segment {self.info.id} was dropped with its fd {fd} open", ResourceWarning, stacklevel=2)
+        if not self.closed:
+            warnings.warn(f"segment {self.info.id} was dropped with its fd {self.fileno()} open", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"Segment({self.info!r}, fd={self._fd})"
+        return f"Segment({self.info!r}, {'closed' if self.closed else f'fd={self.fileno()}'})"
 
 
 #: For a forked child to close: its copies of these descriptors would keep the memory for as long as it lives.

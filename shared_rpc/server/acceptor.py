@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -124,19 +125,28 @@ class Acceptor:
                 except OSError as error:
                     # Out of descriptors, or the client went away at once: neither must end the server.
                     _log.error("cannot accept a connection: %s", error)
-                    await anyio.sleep(0.05)
+                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._core.quotas.relieve():
+                        await anyio.sleep(0.05)
                     continue
                 self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         peer = peer_of(sock)
+        scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
         connection = Connection(sock, peer, self._core, self._sessions, self.facts, self._connections.discard)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))
         elif len(self._connections) >= self._max_connections:
             connection.refuse(ServerBusy(f"the server has its {self._max_connections} connections (max_connections)"))
+        elif scarce and self._connections:
+            connection.refuse(
+                ServerBusy(
+                    f"the server (pid {os.getpid()}) has nearly all of its {self._core.objects.descriptors.available()} file "
+                    f"descriptors open: {len(self._connections)} connections, and {self._core.quotas.descriptor_users()}"
+                )
+            )
         else:
             self.admitted += 1
             self._connections.add(connection)

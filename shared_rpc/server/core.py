@@ -19,18 +19,20 @@ from shared_rpc.endpoints import Registry, check_chain, key_of
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
+from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.revisions import Revisions
+from shared_rpc.server.revisions import page_of
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.sweeper import Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable, Terms
+from shared_rpc.store.descriptors import Descriptors
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import OBJECT_ID, ObjectStore, StoredObject
 from shared_rpc.store.quotas import Quotas
@@ -59,6 +61,7 @@ class Core:
     :param quotas: see :class:`Quotas`.
     :param memory: where buffers are made; by default in this process.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
+    :param descriptors: those of the process; by default no other server of it has objects.
     :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
     """
 
@@ -76,6 +79,7 @@ class Core:
         memory: DeviceMemory | None = None,
         mechanism: dict[str, Any] | None = None,
         server_id: str | None = None,
+        descriptors: Descriptors | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
@@ -86,12 +90,11 @@ class Core:
         self._told = Listeners(self.server_id)
         self._sweeper = Sweeper(now)
         self.leases = LeaseTable(self._told.given, self._told.ended)
-        self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes, on_add=self._told.added)
+        self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes, self._told.added, descriptors)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
         buffers = BufferTable(self.objects, self.leases, now)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._sweeper.look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
-        self.revisions = Revisions(self.objects)
         self.runs = Runs(
             executor,
             self.objects,
@@ -338,6 +341,10 @@ class Core:
                         pass
                 self.objects.unlist(stored)
 
+    def revision_page(self, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
+        """See :func:`shared_rpc.server.revisions.page_of`."""
+        return page_of(self.objects, self.quotas, object_id, local=local)
+
     def object_info(self, object_id: str) -> dict[str, Any]:
         """The facts about an object.
 
@@ -371,6 +378,7 @@ class Core:
             "objects": len(self.objects),
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
+            "descriptors": self.objects.descriptors.facts(),
             "leases": len(self.leases),
             "pools": self.lanes.facts(),
             "running": len(self.runs.calls),
@@ -403,9 +411,8 @@ class Core:
 
     def _dropped(self, stored: StoredObject) -> None:
         stored.live = None
-        self.revisions.forget(stored.object_id)
+        stored.close()
         if stored.record.segments:
-            stored.record.close()
             self._executor.reclaim()
         self._told.freed(stored)
 

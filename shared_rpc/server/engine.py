@@ -216,8 +216,7 @@ class Engine:
         self._posting = threading.Lock()
         self._ended = True
         for stored in self.core.objects:
-            stored.record.close()
-        self.core.revisions.close()
+            stored.close()
 
 
 class PendingCall:

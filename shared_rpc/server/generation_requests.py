@@ -76,7 +76,7 @@ class GenerationRequests:
         self._reply(frame.request_id, m.FactsList(self._core.retire(message.target)))
 
     def _get_revision(self, frame: Frame, message: g.GetRevision) -> None:
-        page, memory = self._core.revisions.page(message.object_id, local=False)
+        page, memory = self._core.revision_page(message.object_id, local=False)
         with page:
             self._reply(frame.request_id, g.RevisionPage(page.info, memory), fds=(page.fileno(),))
 

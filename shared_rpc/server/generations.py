@@ -11,6 +11,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter, tell
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.store.tasks import TASK_SESSION
 from shared_rpc.wire.generations import Generation
 from shared_rpc.wire.specs import EndpointSpec
 
@@ -189,7 +190,7 @@ class Generations:
         ]
         for stored in superseded:
             for session in self._leases.holders(stored.object_id):
-                if session.startswith("task "):
+                if session.startswith(TASK_SESSION):
                     self._release(session, [stored.object_id])
         self._reclaim()
         return [stored for stored in superseded if self._objects.get(stored.object_id) is not None]

@@ -58,6 +58,9 @@ class Reading:
     #: By id; those of several servers may be the same.
     segments: dict[str, SegmentInfo] = field(default_factory=dict)
     devices: set[str] = field(default_factory=set)
+    #: Of the process, which all its servers share: those that objects have, and may have.
+    descriptors: int = 0
+    descriptors_limit: int = 0
     tasks: Counter[str] = field(default_factory=Counter)
     task_changes: Counter[str] = field(default_factory=Counter)
     #: Whatever has no label.
@@ -72,6 +75,7 @@ class Reading:
         _merge(self.builds, other.builds)
         self.segments |= other.segments
         self.devices |= other.devices
+        self.descriptors, self.descriptors_limit = other.descriptors, other.descriptors_limit
         for name in (
             *("failed_builds", "running", "queued", "errors", "objects"),
             *("tasks", "task_changes", "plain", "totals"),
@@ -98,6 +102,7 @@ def read(core: Core, acceptor: Acceptor, meter: Meter) -> Reading:
     reading.objects.update({"result": len(core.objects) - len(core.buffers.table), "buffer": len(core.buffers.table)})
     reading.segments = core.objects.segments()
     reading.devices = {core.device}
+    reading.descriptors, reading.descriptors_limit = core.objects.descriptors.used, core.objects.descriptors.limit
     reading.tasks.update(core.tasks.table.counts())
     reading.task_changes.update(meter.task_changes)
     pools = core.lanes.facts()
@@ -154,6 +159,9 @@ def _of_memory(reading: Reading) -> Iterator[Metric]:
     yield _gauge("objects", "Results and buffers that are kept.", ("kind",), _one(reading.objects))
     memory = dict.fromkeys(reading.devices, 0) | usage_of(reading.segments)
     yield _gauge("object_bytes", "Memory of all objects.", ("device",), _one(memory))
+    yield _gauge("object_descriptors", "File descriptors that objects have.", (), [((), reading.descriptors)])
+    limit = reading.descriptors_limit
+    yield _gauge("object_descriptors_limit", "File descriptors that objects may have.", (), [((), limit)])
     yield _total("objects_published", "Objects that came.", reading)
     yield _total("objects_freed", "Objects that went.", reading)
     yield _plain("pool_bytes", "Memory of the pools for short results.", reading)

@@ -22,6 +22,7 @@ from shared_rpc.server.statistics import Statistics
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.store.tasks import TASK_SESSION
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import Progress, TaskInfo
 
@@ -384,7 +385,7 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
 def _facts(flight: Flight[Waiter], epoch: float) -> dict[str, Any]:
     """:param epoch: the Unix time at which the monotonic clock was at zero."""
     progress = flight.progress
-    tasks = [waiter.session.removeprefix("task ") for waiter in flight.waiters if waiter.keeps]
+    tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in flight.waiters if waiter.keeps]
     return {
         "endpoint": flight.endpoint,
         "cache_key": flight.key or flight.former_key,

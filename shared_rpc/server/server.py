@@ -23,6 +23,7 @@ from shared_rpc.server.meter import Meter
 from shared_rpc.server.metrics import read
 from shared_rpc.server.signals import wait_for_signal
 from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.store.descriptors import Descriptors, mapped_limit
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -147,6 +148,7 @@ class Server:
             result_ttl=self._result_ttl,
             quotas=resolve_quotas(self._quotas, device),
             mechanism=mechanism,
+            descriptors=Descriptors(mapped=mapped_limit()),
         )
         exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None

@@ -12,7 +12,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore
-from shared_rpc.store.tasks import Task, TaskTable
+from shared_rpc.store.tasks import TASK_SESSION, Task, TaskTable
 from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.wire.tasks import Progress, TaskStatus
 
@@ -108,7 +108,7 @@ class Tasks:
                 self._leases.grant(waiter.session, claimed)
             tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
             self._release(waiter.session, claimed)
-            self._release(f"task {task_id}", claimed)
+            self._release(f"{TASK_SESSION}{task_id}", claimed)
             return
         task = self.table.get(task_id)
         if not task.finished:

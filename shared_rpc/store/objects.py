@@ -1,8 +1,8 @@
 """Published objects: which exist, which are found by key, and when they go.
 
 An object stays while a session holds a lease on it or the cache lists it. The cache lets go of it by
-invalidation, when its ``idle_ttl`` passes without a lease or an access, or when the ``max_bytes`` budget needs room:
-then the least recently used objects without a lease go first. Leased objects are never evicted, so the budget may
+invalidation, when its ``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors needs
+room: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
 be exceeded by what clients hold.
 
 Raw buffers are objects too. They are listed without a key, which the cache does not touch: :mod:`shared_rpc.store.buffers`.
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import Record
+from shared_rpc.store.descriptors import Descriptors
 from shared_rpc.store.leases import LeaseTable
 
 __all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher", "usage_of"]
@@ -55,11 +56,19 @@ class StoredObject:
     stale: bool = False
     #: The id of the object that was current for its key just before it was, ``""`` if none was.
     previous_id: str = ""
+    #: The page of its revision, see :mod:`shared_rpc.memory.revisions`; None until somebody asks for it.
+    page: Segment | None = None
 
     @property
     def current(self) -> bool:
         """Whether nothing has taken its place: the cache lists it, or never would."""
         return self.listed or self.cache_key is None
+
+    def close(self) -> None:
+        """Close the descriptors of its memory and of its page."""
+        self.record.close()
+        if self.page is not None:
+            self.page.close()
 
     def facts(self, server_id: str, leases: int) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
@@ -105,6 +114,7 @@ class ObjectStore:
     :param max_bytes: budget for the memory of all objects, None for none.
     :param on_drop: called once with every object that goes, after the store has forgotten it.
     :param on_add: called once with every object that comes.
+    :param descriptors: those of the process; by default nobody else has any.
     """
 
     def __init__(
@@ -114,7 +124,9 @@ class ObjectStore:
         on_drop: Callable[[StoredObject], None],
         max_bytes: int | None = None,
         on_add: Callable[[StoredObject], None] | None = None,
+        descriptors: Descriptors | None = None,
     ) -> None:
+        self.descriptors = descriptors or Descriptors()
         self._leases = leases
         self._now = now
         self._on_drop = on_drop
@@ -124,15 +136,17 @@ class ObjectStore:
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
         #: Builds by key; of keys that are long out of use the count begins again.
         self._generations: OrderedDict[str, int] = OrderedDict()
-        #: By id. Objects may share segments, each with a descriptor of its own.
+        #: By id. Objects may share segments, by one descriptor.
         self._segments: dict[str, list[Segment]] = {}
+        #: Their bytes, by device.
+        self._nbytes: Counter[str] = Counter()
         #: None for nobody. At the end of the server it is not told that all objects go.
         self.watcher: Watcher | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all segments, each counted once."""
-        return sum(copies[0].info.nbytes for copies in self._segments.values())
+        return self._nbytes.total()
 
     def segments(self) -> dict[str, SegmentInfo]:
         """All segments, by id."""
@@ -149,7 +163,7 @@ class ObjectStore:
 
     def used(self, device: str) -> int:
         """Bytes of the segments on a device, each counted once."""
-        return sum(copies[0].info.nbytes for copies in self._segments.values() if copies[0].info.device == device)
+        return self._nbytes[device]
 
     def segment(self, segment_id: str) -> Segment | None:
         """A segment that an object lies in, still owned by that object."""
@@ -203,8 +217,8 @@ class ObjectStore:
 
     def _enter(self, stored: StoredObject, *, listed: bool = True) -> None:
         self._objects[stored.object_id] = stored
-        for segment in stored.record.segments:
-            self._segments.setdefault(segment.info.id, []).append(segment)
+        stored.record.segments = tuple(map(self._share, stored.record.segments))
+        self.descriptors.used += stored.page is not None
         if stored.cache_key is not None and listed:
             earlier = self._by_key.get(stored.cache_key)
             if earlier is not None:
@@ -214,6 +228,25 @@ class ObjectStore:
             self._by_key[stored.cache_key] = stored
         if self._on_add is not None:
             self._on_add(stored)
+
+    def _share(self, segment: Segment) -> Segment:
+        """The segment, by the descriptor that is there if another object lies in it."""
+        copies = self._segments.setdefault(segment.info.id, [])
+        if copies:
+            with segment:
+                segment = copies[0].duplicate(segment.info.access)
+        else:
+            self.descriptors.used += 1
+            self._nbytes[segment.info.device] += segment.info.nbytes
+        copies.append(segment)
+        return segment
+
+    def add_page(self, stored: StoredObject, page: Segment) -> None:
+        """An object has a page of revisions from now on, which belongs to it."""
+        stored.page = page
+        self.descriptors.used += 1
+        if stored.listed and self.watcher is not None:
+            self.watcher.listed(stored)
 
     def add_buffer(self, record: Record) -> StoredObject:
         """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
@@ -270,29 +303,26 @@ class ObjectStore:
             self.unlist(stored)
         return len(matching)
 
-    def make_room(self, device: str, allowed: int) -> bool:
-        """Evict cached objects without a lease, the least recently used first, until at most ``allowed`` bytes of a device are
-        used. False, and nothing is evicted, where that is not enough.
+    def make_room(self, amount: int, size: Callable[[SegmentInfo], int]) -> bool:
+        """Evict cached objects without a lease, the least recently used first, until segments are gone that ``amount`` is the
+        size of. False, and nothing is evicted, where all of them are not enough.
+
+        :param size: what counts of a segment; 0 for one of which nothing does.
         """
-        idle = [
-            stored
-            for stored in self._by_key.values()
-            if not self._leases.held(stored.object_id)
-            and any(segment.info.device == device for segment in stored.record.segments)
-        ]
-        idle_ids = {stored.object_id for stored in idle}
-        kept = {
-            segment.info.id: segment.info.nbytes
-            for stored in self._objects.values()
-            if stored.object_id not in idle_ids
-            for segment in stored.record.segments
-            if segment.info.device == device
-        }
-        if sum(kept.values()) > allowed:
-            return False
-        for stored in idle:
-            if self.used(device) <= allowed:
+        evicted: list[StoredObject] = []
+        users: Counter[str] = Counter()
+        for stored in self._by_key.values() if amount > 0 else ():
+            counted = {segment.info.id: size(segment.info) for segment in stored.record.segments}
+            if self._leases.held(stored.object_id) or not any(counted.values()):
+                continue
+            evicted.append(stored)
+            users.update(segment.info.id for segment in stored.record.segments)
+            amount -= sum(gain for name, gain in counted.items() if users[name] == len(self._segments[name]))
+            if amount <= 0:
                 break
+        if amount > 0:
+            return False
+        for stored in evicted:
             self.unlist(stored)
         return True
 
@@ -316,13 +346,13 @@ class ObjectStore:
             self._drop(stored)
 
     def _keep_to_budget(self) -> None:
-        if self._max_bytes is None:
+        if self._max_bytes is None or self.nbytes <= self._max_bytes:
             return
         for stored in list(self._by_key.values()):
-            if self.nbytes <= self._max_bytes:
-                return
             if not self._leases.held(stored.object_id):
                 self.unlist(stored)
+                if self.nbytes <= self._max_bytes:
+                    return
 
     def unlist(self, stored: StoredObject) -> None:
         """Let go of an object: it stays with those who hold it, and goes with the last of them."""
@@ -339,11 +369,14 @@ class ObjectStore:
 
     def _drop(self, stored: StoredObject) -> None:
         del self._objects[stored.object_id]
+        self.descriptors.used -= stored.page is not None
         for segment in stored.record.segments:
             copies = self._segments[segment.info.id]
             copies.remove(segment)
             if not copies:
                 del self._segments[segment.info.id]
+                self.descriptors.used -= 1
+                self._nbytes[segment.info.device] -= segment.info.nbytes
         self._on_drop(stored)
 
     def __iter__(self) -> Iterator[StoredObject]:

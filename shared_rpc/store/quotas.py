@@ -1,4 +1,4 @@
-"""How much memory of each device a server's objects may take, results and buffers together."""
+"""How much memory of each device, and how many descriptors, a server's objects may take, results and buffers together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from shared_rpc.errors import CapabilityError, ServerBusy
 from shared_rpc.records import Record
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore
+from shared_rpc.store.tasks import TASK_SESSION
 
 __all__ = ["Quotas"]
 
@@ -53,29 +54,34 @@ class Quotas:
 
         :param total: what the device has: the limit where no quota is set.
         :raises CapabilityError: if there can never be so much.
-        :raises ServerBusy: if there is not so much now.
+        :raises ServerBusy: if there is not so much now, or no descriptor for it.
         """
+        self.require_descriptors(1)
         quota = self._limits.get(device)
         if quota is not None and quota <= total:
             self._require(device, nbytes, quota, _QUOTA)
         else:
             self._require(device, nbytes, total, _ALL)
         self._promised[device] += nbytes
+        self._objects.descriptors.used += 1
 
     def redeem(self, device: str, nbytes: int) -> None:
         """The memory was made, and is an object's now, or it was not."""
         self._promised[device] -= nbytes
+        self._objects.descriptors.used -= 1
 
     def admit(self, record: Record) -> None:
         """Before a record is kept whose memory was made already.
 
         :raises CapabilityError: if it is larger than a quota.
-        :raises ServerBusy: if there is no room for it now.
+        :raises ServerBusy: if there is no room for it now, or no descriptor.
         """
+        infos = {segment.info.id: segment.info for segment in record.segments}.values()
+        unknown = [info for info in infos if self._objects.segment(info.id) is None]
+        self.require_descriptors(len(unknown))
         new: Counter[str] = Counter()
-        for info in {segment.info.id: segment.info for segment in record.segments}.values():
-            if self._objects.segment(info.id) is None:
-                new[info.device] += info.nbytes
+        for info in unknown:
+            new[info.device] += info.nbytes
         for device, nbytes in new.items():
             if device in self._limits:
                 self._require(device, nbytes, self._limits[device], _QUOTA)
@@ -87,11 +93,49 @@ class Quotas:
             )
         if nbytes == 0 or self.used(device) + nbytes <= limit:
             return
-        if not self._objects.make_room(device, limit - nbytes - self._promised[device]):
+        excess = self.used(device) + nbytes - limit
+        if not self._objects.make_room(excess, lambda info: info.nbytes if info.device == device else 0):
             raise ServerBusy(
                 f"{nbytes} bytes on {device} are asked for, {what} is {limit}, and {self.used(device)} are in use: "
                 f"{self._users(device)}. Release handles, free buffers, or ask for less"
             )
+
+    def relieve(self) -> bool:
+        """Have some cached objects that nobody holds give their descriptors back; False if there are none."""
+        return any(self._objects.make_room(count, lambda info: 1) for count in (64, 8, 1))
+
+    def require_descriptors(self, count: int) -> None:
+        """See that objects may have so many descriptors more; cached objects that nobody holds make room.
+
+        :raises ServerBusy: if they may not.
+        """
+        kept = self._objects.descriptors
+        excess = kept.used + count - kept.limit
+        if count == 0 or excess <= 0 or self._objects.make_room(excess, lambda info: 1):
+            return
+        raise ServerBusy(
+            f"what is to be kept needs {count} more file descriptors, and of the {kept.limit} that objects may have in this "
+            f"process, half of its limit, {kept.used} are in use: {self.descriptor_users()}. Release handles, fetch results of "
+            f"tasks, free buffers, or raise the limit (ulimit -n, LimitNOFILE= of a service)"
+        )
+
+    def descriptor_users(self) -> str:
+        """Who has them, for people."""
+        counts: Counter[str] = Counter()
+        clients: Counter[str] = Counter()
+        for stored in self._objects:
+            holders = self._leases.holders(stored.object_id)
+            held = [session for session in holders if not session.startswith(TASK_SESSION)]
+            clients.update(held)
+            if held:
+                counts["objects that clients hold"] += 1
+            elif holders:
+                counts["results of tasks that nobody has fetched"] += 1
+            elif stored.kind == "buffer":
+                counts["buffers that nobody holds"] += 1
+        texts = [f"{count} by {what}" for what, count in counts.most_common()]
+        texts += [f"pid {self.pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
+        return ", ".join(texts) or "by objects of other servers of this process, and by pages of revisions"
 
     def _users(self, device: str) -> str:
         # By id: objects made over a buffer lie in its segment.

@@ -21,7 +21,7 @@ import msgspec
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
-__all__ = ["TRANSITIONS", "Task", "TaskTable"]
+__all__ = ["TASK_SESSION", "TRANSITIONS", "Task", "TaskTable"]
 
 W = TypeVar("W")
 
@@ -33,6 +33,9 @@ TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.FAILED: frozenset(),
     TaskStatus.CANCELLED: frozenset(),
 }
+
+#: What the names begin with of the sessions that hold results of tasks.
+TASK_SESSION = "task "
 
 #: Characters of an error's message that a status shows; the error itself is told whole.
 _SHOWN = 2000
@@ -67,7 +70,7 @@ class Task(Generic[W]):
     @property
     def session(self) -> str:
         """The session that holds the result until somebody fetches it."""
-        return f"task {self.info.task_id}"
+        return f"{TASK_SESSION}{self.info.task_id}"
 
 
 class TaskTable(Generic[W]):

@@ -739,7 +739,7 @@ def test_a_flood(server: Server, good: Client, children: list[Child], code: str)
 
 
 def test_descriptors_run_out(base_path: str, connect: Callable[..., Client], children: list[Child]) -> None:
-    """A server at its limit of open files lives, and serves again when some are free."""
+    """A server at its limit of open files lives, tells who comes why, and serves again when some are free."""
     child = python(
         """
         import logging, resource, sys
@@ -758,9 +758,8 @@ def test_descriptors_run_out(base_path: str, connect: Callable[..., Client], chi
     fd = sealed_memory()
     with ExitStack() as stack:
         first = stack.enter_context(Raw(path))
-        for _ in range(100):
-            stack.enter_context(Raw(path, hello=False))
-        child.expect("cannot accept a connection")
+        others = [stack.enter_context(Raw(path, hello=False)) for _ in range(100)]
+        assert "nearly all of its 64 file descriptors open" in refused(others[-1]).text
         first.say(m.Ping(), fds=[fd] * 30)
         assert "file descriptors were lost on the way" in refused(first).text
     os.close(fd)

@@ -162,7 +162,7 @@ def test_more_calls_than_may_wait_fail_at_once(app: BrokerApp, stop: Callable[[]
     """With an error that names the worker. Attaching goes on, and so do those that waited, when the worker reads again."""
     code = """
         import resource, runpy
-        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
         runpy.run_module("shared_rpc.broker", run_name="__main__")
     """
     broker = Child("-c", textwrap.dedent(code), str(app.file))
@@ -202,7 +202,7 @@ def run(*, nbytes: int = 0, segments: int = 0) -> Relayed:
 @pytest.mark.parametrize("unit", ["calls", "bytes", "descriptors"])
 def test_what_may_wait(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, bytes and descriptors each have a limit, and what waits no more counts no more."""
-    monkeypatch.setattr(backlog_module.resource, "getrlimit", lambda _: (8, 8))
+    monkeypatch.setattr(backlog_module, "open_limit", lambda: 16)
     backlog = Backlog(runs=4 if unit == "calls" else 100, nbytes=400)
     size = {"bytes": {"nbytes": 100}, "descriptors": {"segments": 1}}.get(unit, {})
     runs = [run(**size) for _ in range(4)]

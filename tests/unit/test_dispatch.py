@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -106,9 +107,7 @@ def ran() -> Callable[..., tuple[w.Ran, list[int]]]:
 
     def make(chunks: list[int], returned: list[int]) -> tuple[w.Ran, list[int]]:
         with HOST.create(4096) as segment:
-            fd = segment.duplicate()
-        info = fd.info
-        number, fd._fd = fd.fileno(), -1
+            info, number = segment.info, os.dup(segment.fileno())
         return w.Ran(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0), [number]
 
     return make

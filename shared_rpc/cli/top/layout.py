@@ -126,6 +126,7 @@ def _totals(view: View, snapshot: Snapshot, width: int) -> Text:
     hits = sum(rate.hits for rate in view.rates.values())
     errors = server["failures"]
     builds, clients = builds_of(snapshot), clients_of(snapshot, view.pid)
+    descriptors = server["descriptors"]
     waiting = server["tasks"]["pending"] + server["tasks"]["running"]
     pieces = [
         Text(f"{size(server['nbytes'])} in {_several(server['objects'], 'object')}", "bold"),
@@ -136,6 +137,10 @@ def _totals(view: View, snapshot: Snapshot, width: int) -> Text:
         Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
         Text(_several(len(builds), "build")),
         Text(_several(waiting, "task")),
+        Text(
+            "{used} of {limit} descriptors".format_map(descriptors),
+            "red" if descriptors["used"] >= descriptors["limit"] else "",
+        ),
     ]
     return joined(pieces, width)
 

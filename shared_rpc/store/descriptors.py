@@ -1,0 +1,61 @@
+"""How many file descriptors the objects of a process may have.
+
+A process has a limited number of them, and needs some for whoever connects, for workers, and for the memory of calls under
+way. What is kept, which is one for each segment and for each page of revisions, gets a share, and is kept to it as to bytes.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Descriptors", "mapped_limit", "open_limit"]
+
+#: One in so many of the descriptors, and of the mappings, that a process may have are for what is kept.
+_SHARE = 2
+#: One in so many of the descriptors are for workers, and for the memory of calls, before more clients are let in.
+_RESERVE = 16
+
+
+def open_limit() -> int:
+    """How many descriptors this process may have open now (RLIMIT_NOFILE, the soft one)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else sys.maxsize
+
+
+def mapped_limit() -> int:
+    """How many mappings a process may have (vm.max_map_count)."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 65530  # the kernel's default
+
+
+class Descriptors:
+    """The descriptors of objects, of all servers of this process together. On one event loop.
+
+    :param available: how many descriptors the process may have now; it can be changed while it runs.
+    :param mapped: how many mappings it may have, where it maps what it keeps.
+    """
+
+    def __init__(self, available: Callable[[], int] = open_limit, mapped: int | None = None) -> None:
+        self.available = available
+        self._mapped = mapped
+        #: Those that objects have, or are promised.
+        self.used = 0
+
+    @property
+    def limit(self) -> int:
+        """How many objects may have."""
+        return min(self.available(), self._mapped or sys.maxsize) // _SHARE
+
+    def are_scarce(self, newest: int) -> bool:
+        """Whether few are left, by the number of one that was opened just now: the kernel gives the lowest that is free."""
+        available = self.available()
+        return newest >= available - available // _RESERVE
+
+    def facts(self) -> dict[str, int]:
+        """What ``get_server_info`` tells: how many objects have, how many they may have, and the process altogether."""
+        return {"used": self.used, "limit": self.limit, "available": self.available()}

@@ -1,0 +1,159 @@
+"""Descriptors are kept like bytes: what is cached gives way, what is held is refused by name, and the server is reached."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shared_rpc import Client, errors
+from tests.kit.brokers import BrokerApp, another_worker, fds_of, worker_pids
+from tests.kit.processes import Child, eventually
+from tests.kit.repetitions import repetitions
+
+#: Descriptors that a server may have in these tests, and those that its objects may have of them.
+LIMIT, SHARE = 256, 128
+
+ENDPOINTS = """
+@provider.share
+def cached(n):
+    return torch.full((8,), float(n))
+
+@provider.share(managed=True, cache=False)
+def kept(n):
+    return torch.full((8,), float(n))
+"""
+
+LIMITED = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+"""
+
+
+@pytest.fixture(params=["server", "broker"])
+def served(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list[Child]) -> Child:
+    """The endpoints, served by a process with few descriptors."""
+    broker_app.write(ENDPOINTS)
+    if request.param == "broker":
+        code = f"{LIMITED}\nimport runpy\nrunpy.run_module('shared_rpc.broker', run_name='__main__')"
+        child = Child("-c", textwrap.dedent(code), str(broker_app.file), has_workers=True)
+    else:
+        broker_app.file.write_text(f"{LIMITED}\n{broker_app.file.read_text()}\nprovider.execution_mode\nprint('serving')\n")
+        child = Child(str(broker_app.file), environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(child)
+    child.expect("serving")
+    return child
+
+
+@pytest.fixture
+def client(served: Child, broker_app: BrokerApp) -> Iterator[Client]:
+    """A client of it."""
+    with broker_app.connect() as client:
+        yield client
+
+
+def test_more_cached_results_than_descriptors(served: Child, client: Client, broker_app: BrokerApp) -> None:
+    """All are served, the oldest are evicted, and others can connect at any time."""
+    for n in range(3 * LIMIT):
+        assert client.call("cached", n)[0] == n
+        if n % LIMIT == LIMIT - 1:
+            with broker_app.connect() as another:
+                assert another.call("cached", n)[0] == n
+    info = client.get_server_info()
+    assert info["descriptors"] == {"used": SHARE, "limit": SHARE, "available": LIMIT}
+    assert SHARE - 1 <= info["objects"] <= SHARE
+    assert fds_of(served.process.pid) < LIMIT - 32
+    builds = info["builds"]
+    assert client.call("cached", 3 * LIMIT - 1)[0] == 3 * LIMIT - 1
+    assert client.get_server_info()["builds"] == builds
+
+
+def test_more_held_results_than_descriptors(client: Client) -> None:
+    """The refusal says who holds them; when some are given back it goes on."""
+    handles = [client.call("kept", n) for n in range(SHARE)]
+    with pytest.raises(errors.ServerBusy) as caught:
+        client.call("kept", SHARE)
+    assert f"pid {os.getpid()} holds the most, {SHARE}" in str(caught.value)
+    assert f"of the {SHARE} that objects may have" in str(caught.value)
+    client.release_many(handles[:10])
+    assert [float(client.call("kept", n).value[0]) for n in range(10)] == [float(n) for n in range(10)]
+
+
+def test_more_unfetched_results_than_descriptors(client: Client) -> None:
+    """The task fails, and says what it lacked; who fetches makes room."""
+    tasks = [client.submit("kept", n) for n in range(SHARE)]
+    eventually(lambda: client.get_server_info()["tasks"]["completed"] == SHARE, 30.0)
+    with pytest.raises(errors.ServerBusy, match=rf"{SHARE} by results of tasks that nobody has fetched"):
+        client.wait_for_task(client.submit("kept", 0))
+    client.release(client.get_task_result(tasks[0]))
+    assert client.wait_for_task(client.submit("kept", 5)).value[0] == 5
+
+
+def test_cached_results_make_room_for_held_ones(client: Client) -> None:
+    """Whatever is cached, a client gets what it asks to hold."""
+    for n in range(SHARE + 10):
+        client.call("cached", n)
+    handles = [client.call("kept", n) for n in range(SHARE // 2)]
+    assert [float(handle.value[0]) for handle in handles] == [float(n) for n in range(SHARE // 2)]
+
+
+def test_buffers_count(client: Client) -> None:
+    """A buffer takes one as well, and cached results make room for it."""
+    for n in range(SHARE + 10):
+        client.call("cached", n)
+    buffers = [client.create_buffer((8,)) for _ in range(SHARE)]
+    with pytest.raises(errors.ServerBusy, match=f"holds the most, {SHARE}"):
+        client.create_buffer((8,))
+    assert len({buffer.object_id for buffer in buffers}) == SHARE
+
+
+@pytest.mark.parametrize("served", ["broker"], indirect=True)
+def test_a_worker_that_dies_with_all_in_use(client: Client) -> None:
+    """The next one can be started."""
+    for n in range(2 * SHARE):
+        client.call("cached", n)
+    (pid,) = worker_pids(client)
+    os.kill(pid, signal.SIGKILL)
+    another_worker(client, pid)
+    assert client.call("cached", 10_000)[0] == 10_000
+
+
+def test_more_clients_than_descriptors(served: Child, client: Client, connect: Callable[..., Client]) -> None:
+    """Those who come too late are told why, and those who are there are served; so are others, when some have left."""
+    for n in range(SHARE):
+        client.call("cached", n)
+    others: list[Client] = []
+    refused: errors.ServerBusy | None = None
+    while refused is None:
+        others.append(connect(socket_path=client.socket_path))
+        try:
+            others[-1].ping()
+        except errors.ServerBusy as error:
+            refused = error
+        assert len(others) < LIMIT
+    assert f"nearly all of its {LIMIT} file descriptors open: {len(others)} connections" in str(refused)
+    assert len(others) > LIMIT - SHARE  # cached results made room
+    assert client.call("cached", 1)[0] == 1
+    for other in others:
+        other.close()
+    eventually(lambda: client.get_server_info()["connections"] == 1)
+    with connect(socket_path=client.socket_path) as late:
+        assert late.call("cached", 2)[0] == 2
+
+
+def test_many_more(broker_app: BrokerApp, children: list[Child]) -> None:
+    """As many as an application makes in a day, on the descriptors that a shell gives."""
+    broker_app.write(ENDPOINTS)
+    source = broker_app.file.read_text()
+    broker_app.file.write_text(f"{LIMITED.replace(str(LIMIT), '4096')}\n{source}\nprovider.execution_mode\nprint('serving')\n")
+    child = Child(str(broker_app.file), environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(child)
+    child.expect("serving")
+    with broker_app.connect() as client:
+        for n in range(repetitions(5_000, 100_000)):
+            assert torch.equal(client.call("cached", n), torch.full((8,), float(n)))
+        assert client.get_server_info()["descriptors"]["used"] == 2048
