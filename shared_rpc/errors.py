@@ -160,7 +160,8 @@ class EndpointNotFound(SharedRPCError, LookupError):
 class BufferNotFound(SharedRPCError, LookupError):
     """The server hands out no buffer of that id, or not any more. Those who hold it keep it.
 
-    ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``) or ``"exhausted"`` (its ``max_accesses``).
+    ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``), ``"exhausted"`` (its ``max_accesses``) or
+    ``"released"`` (its last lease has ended).
     """
 
     code = "buffer-not-found"

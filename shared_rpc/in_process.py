@@ -147,10 +147,11 @@ class InProcessRuntime(InProcessGenerations):
         zero: bool = False,
         ttl: float | None = None,
         max_accesses: int | None = None,
+        keep: bool = False,
     ) -> Handle[torch.Tensor]:
         """See :meth:`Client.create_buffer`."""
         chosen = device_id(str(device)) if device is not None else ""
-        message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses)
+        message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
         pending = self._await_buffer("create_buffer", lambda buffers, waiter: buffers.create(waiter, message))
         try:
             with self._wanted(pending) as future:

@@ -84,13 +84,14 @@ class Operations(ABC):
         zero: bool = False,
         ttl: float | None = None,
         max_accesses: int | None = None,
+        keep: bool = False,
     ) -> Handle[torch.Tensor]:
         """New shared memory that belongs to no endpoint; see :meth:`Client.create_buffer`.
 
         In the local role nobody else can get it; in the server role the server's clients can.
         """
         return self._runtime().buffers.create_buffer(
-            shape_or_nbytes, dtype, device, zero=zero, ttl=ttl, max_accesses=max_accesses
+            shape_or_nbytes, dtype, device, zero=zero, ttl=ttl, max_accesses=max_accesses, keep=keep
         )
 
     def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:

@@ -75,6 +75,7 @@ class BufferCalls(Protocol):
         zero: bool = False,
         ttl: float | None = None,
         max_accesses: int | None = None,
+        keep: bool = False,
     ) -> Handle[torch.Tensor]:
         """See :meth:`Client.create_buffer`."""
 

@@ -78,6 +78,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     has_page: bool = False
     expires_at: float | None = None
     accesses_left: int | None = None
+    kept: bool = True
 
 
 @dataclass
@@ -181,6 +182,7 @@ class Persistence:
             stored.page is not None,
             terms.expires_at if terms is not None else None,
             terms.accesses_left if terms is not None else None,
+            terms.kept if terms is not None else True,
         )
         self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
 
@@ -301,7 +303,7 @@ class Persistence:
         if found.has_page:
             stored.page = restored_page(os.dup(pages[found.object_id]))
             self._pages.add(found.object_id)
-        terms = Terms(found.expires_at, found.accesses_left) if found.kind == "buffer" else None
+        terms = Terms(found.expires_at, found.accesses_left, found.kept) if found.kind == "buffer" else None
         service.objects.append(RestoredObject(stored, terms))
         self._names[found.object_id] = entry.name
         self._segments[found.object_id] = [info.id for info in found.segments]

@@ -157,9 +157,10 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         zero: bool = False,
         ttl: float | None = None,
         max_accesses: int | None = None,
+        keep: bool = False,
     ) -> AsyncHandle[torch.Tensor]:
         """See :meth:`Client.create_buffer`."""
-        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, self._values)
+        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, keep, self._values)
         return self._hand(await self._run(operation))  # type: ignore[no-any-return]
 
     async def get_buffer(self, buffer_id: str) -> AsyncHandle[torch.Tensor]:

@@ -23,6 +23,7 @@ def create(
     zero: bool,
     ttl: float | None,
     max_accesses: int | None,
+    keep: bool,
     values: MutableMapping[str, Any],
 ) -> Operation[tuple[m.Result, Any]]:
     """Make a buffer: ``(message, tensor)``. Where the tensor cannot be made, the buffer is freed.
@@ -33,7 +34,7 @@ def create(
     if device is not None:
         # This process's own index of a GPU means nothing to the server.
         chosen = yield Work(lambda: device_id(str(device)))
-    message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses)
+    message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
     result = result_of("create_buffer", (yield Request(message, "create_buffer")))
     try:
         return (yield from valued(result, values))
@@ -61,7 +62,13 @@ def list_devices() -> Operation[list[dict[str, Any]]]:
 
 
 def request_of(
-    shape_or_nbytes: int | Sequence[int], dtype: object, device: str, zero: bool, ttl: float | None, max_accesses: int | None
+    shape_or_nbytes: int | Sequence[int],
+    dtype: object,
+    device: str,
+    zero: bool,
+    ttl: float | None,
+    max_accesses: int | None,
+    keep: bool,
 ) -> m.CreateBuffer:
     """What is asked of whoever makes memory.
 
@@ -70,7 +77,7 @@ def request_of(
     """
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
     Extent.of(shape, name)  # here no size is too large for a message
-    return m.CreateBuffer(shape, name, device, zero, ttl, max_accesses)
+    return m.CreateBuffer(shape, name, device, zero, ttl, max_accesses, keep)
 
 
 def _shape(shape_or_nbytes: Any) -> int | list[int]:

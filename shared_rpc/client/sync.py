@@ -190,11 +190,13 @@ class Client(Refreshing, Monitoring):
         zero: bool = False,
         ttl: float | None = None,
         max_accesses: int | None = None,
+        keep: bool = False,
     ) -> Handle[torch.Tensor]:
         """New shared memory that belongs to no endpoint, to be read and written by all who have its id.
 
         The handle's ``value`` is a contiguous tensor over it, and its ``object_id`` what :meth:`get_buffer` takes, in any
-        process. Without a ``ttl`` the buffer stays until :meth:`free_buffer`, though nobody holds it, or until the server ends.
+        process. Others can get it while somebody holds it: it ends with its last handle, so a process that is killed leaves
+        nothing behind. Who hands the id on and ends says for how long it is to be there by ``ttl``, or ``keep=True``.
         It counts against the server's ``max_bytes``, and is never evicted.
 
         :param shape_or_nbytes: a tuple is a shape; an int is always a number of bytes, whatever the dtype, and must be a whole
@@ -203,13 +205,14 @@ class Client(Refreshing, Monitoring):
         :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as this process counts, or a GPU's UUID; None for the server's
             own. A GPU's server has all GPUs that it sees, and the host's memory; see :meth:`list_devices`.
         :param zero: whether the memory must be zeros; its content is not specified otherwise.
-        :param ttl: seconds after which nobody gets it any more. It never ends under those who hold it.
+        :param ttl: seconds for which others can get it, whether or not somebody holds it. It never ends under those who do.
         :param max_accesses: how many times it may be got; this call does not count.
-        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be.
+        :param keep: whether it is there though nobody holds it, until :meth:`free_buffer` or the end of the server.
+        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be, or ``ttl`` and ``keep``.
         :raises CapabilityError: if the server has no such device, or the device never so much memory.
         :raises ServerBusy: if the device has not so much memory left now, or its quota does not.
         """
-        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, self._values)
+        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, keep, self._values)
         return self._hand(self._run(operation))  # type: ignore[no-any-return]
 
     def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:

@@ -54,7 +54,7 @@ class Buffers:
         """Make a buffer that the waiter's session holds. The waiter is told exactly once, perhaps before this returns."""
         try:
             extent = Extent.of(message.shape, message.dtype)
-            _check_terms(message.ttl, message.max_accesses)
+            _check_terms(message.ttl, message.max_accesses, message.keep)
         except SharedRPCError as error:
             tell(waiter, Failure.of(error))
             return
@@ -77,7 +77,7 @@ class Buffers:
 
         def keep(made: Produced) -> None:
             assert made.record is not None, "a buffer has a record"
-            stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses)
+            stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses, keep=message.keep)
             if message.ttl is not None:
                 self._look_within(message.ttl)
             tell(waiter, Delivery(stored.record, None, stored, True))
@@ -213,7 +213,9 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
     return resolved
 
 
-def _check_terms(ttl: float | None, max_accesses: int | None) -> None:
+def _check_terms(ttl: float | None, max_accesses: int | None, keep: bool) -> None:
+    if keep and ttl is not None:
+        raise ConfigurationError(f"keep=True keeps a buffer until it is freed, and ttl={ttl!r} for so many seconds: use one")
     if ttl is not None and not 0 < ttl <= _LONGEST:
         raise ConfigurationError(f"ttl={ttl!r}: use seconds, more than 0 and less than a century, or None for no end")
     if max_accesses is not None and max_accesses < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.sweeper import Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.store.buffers import BufferTable, Terms
+from shared_rpc.store.clock import Clock
 from shared_rpc.store.descriptors import Descriptors
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import OBJECT_ID, ObjectStore, StoredObject
@@ -80,7 +80,7 @@ class Core:
         mechanism: dict[str, Any] | None = None,
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
-        now: Callable[[], float] = time.time,
+        clock: Clock | None = None,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
         self.device = device
@@ -88,11 +88,12 @@ class Core:
         self.registry = registry
         self.lanes = lanes
         self._told = Listeners(self.server_id)
-        self._sweeper = Sweeper(now)
+        self._clock = clock = clock or Clock()
+        self._sweeper = Sweeper(clock)
         self.leases = LeaseTable(self._told.given, self._told.ended)
-        self.objects = ObjectStore(self.leases, now, self._dropped, max_bytes, self._told.added, descriptors)
+        self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._told.added, descriptors)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
-        buffers = BufferTable(self.objects, self.leases, now)
+        buffers = BufferTable(self.objects, self.leases, clock)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._sweeper.look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.runs = Runs(
@@ -105,14 +106,14 @@ class Core:
             self.server_id,
         )
         # Nobody counts so fast: ids of an earlier server's tasks never come again.
-        first = int(now() * 1e6) if server_id is not None else 1
+        first = int(clock.now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(
-            self.server_id, now, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
+            self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._sweeper.look_within(result_ttl)
         )
-        self.started_at = now()
+        self.started_at = clock.unix(clock.now())
         self._executor = executor
         self.stopped = False
         #: What a client's wish for new code means, where endpoints run in processes that can be replaced: see :class:`Reload`.
@@ -270,6 +271,7 @@ class Core:
         held = [object_id for object_id, stored in found if stored is not None and stored.managed]
         for object_id in held:
             self.leases.grant(session, object_id)
+            self.buffers.table.held(object_id)
         return held
 
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -360,7 +362,7 @@ class Core:
 
     def facts(self, stored: StoredObject) -> dict[str, Any]:
         """``get_object_info``'s dict."""
-        facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)))
+        facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
         bound = lifetime(stored.record.segments)
         if bound:
             facts["lifetime"] = bound
@@ -397,6 +399,8 @@ class Core:
         return spec, key
 
     def _settle(self, *object_ids: str) -> None:
+        for object_id in object_ids:
+            self.buffers.table.settle(object_id)
         self.objects.settle(*object_ids)
         for object_id in object_ids:
             stored = self.objects.get(object_id)

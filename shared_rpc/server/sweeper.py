@@ -6,24 +6,29 @@ from collections.abc import Callable
 
 import anyio
 
+from shared_rpc.store.clock import Clock
+
 __all__ = ["Sweeper"]
+
+#: Seconds after which it looks again where something will expire.
+_LONGEST = 60.0
 
 
 class Sweeper:
     """On one event loop.
 
-    :param now: the clock of those who expire.
+    :param clock: that of those who expire.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         #: When it looks next, on that clock.
         self._looks_at = float("inf")
         self._wake: anyio.Event | None = None
 
     def look_within(self, seconds: float) -> None:
         """Something may expire then; it sleeps no longer than that."""
-        if self._wake is not None and self._now() + seconds < self._looks_at:
+        if self._wake is not None and self._clock.now() + seconds < self._looks_at:
             self._wake.set()
 
     async def run(self, *expire: Callable[[], float | None]) -> None:
@@ -34,6 +39,7 @@ class Sweeper:
         while True:
             self._wake = awake = anyio.Event()
             pause = min((pause for drop in expire if (pause := drop()) is not None), default=float("inf"))
-            self._looks_at = self._now() + pause
-            with anyio.move_on_after(pause):
+            self._looks_at = self._clock.now() + pause
+            # A loop's clock stands still while the host sleeps.
+            with anyio.move_on_after(min(pause, _LONGEST) if pause < float("inf") else pause):
                 await awake.wait()

@@ -2,19 +2,20 @@
 
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
 object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
-passed, or when it was handed out ``max_accesses`` times, whichever comes first. Listed or not, it stays with those who
-hold it; memory goes with the end of the listing or with the last lease, whichever comes last.
+passed, when it was handed out ``max_accesses`` times, or with its last lease where it has neither a ``ttl`` nor is to be
+kept, whichever comes first. Listed or not, it stays with those who hold it; memory goes with the end of the listing or with
+the last lease, whichever comes last.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_rpc.errors import BufferNotFound, ServerBusy
 from shared_rpc.records import Record
+from shared_rpc.store.clock import Clock
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
 
@@ -23,34 +24,41 @@ __all__ = ["BufferTable", "Terms"]
 #: Buffers that are listed no more, and of which it is remembered why.
 _REMEMBERED = 10_000
 
+#: Seconds for which those who held a buffer may take their leases again, after the server was started anew.
+_CLAIMED_WITHIN = 3600.0
+
 #: What became of a buffer, for the person who asks for it.
 _REASONS = {
     "unknown": "this server has no such buffer",
     "freed": "it was freed",
     "expired": "its ttl has passed",
     "exhausted": "it was handed out as often as its max_accesses allows",
+    "released": "all who held it gave it back or have ended, and it was made without ttl= or keep=True",
 }
 
 
 @dataclass
 class Terms:
-    """How long a buffer is listed: until a time in Unix seconds, for so many more accesses."""
+    """How long a buffer is listed: until a moment of the store's clock, for so many more accesses, and while it is held.
+
+    ``kept``: it is listed though nobody holds it.
+    """
 
     expires_at: float | None
     accesses_left: int | None
+    kept: bool = True
 
 
 class BufferTable:
     """The buffers among the objects of a server.
 
-    :param now: the clock, in Unix seconds.
     :param capacity: how many buffers there may be, listed or held: each costs the server a descriptor.
     """
 
-    def __init__(self, objects: ObjectStore, leases: LeaseTable, now: Callable[[], float], *, capacity: int = 10_000) -> None:
+    def __init__(self, objects: ObjectStore, leases: LeaseTable, clock: Clock, *, capacity: int = 10_000) -> None:
         self._objects = objects
         self._leases = leases
-        self._now = now
+        self._clock = clock
         self._capacity = capacity
         #: Of those that are listed.
         self._terms: dict[str, Terms] = {}
@@ -64,22 +72,44 @@ class BufferTable:
         if len(self) + coming >= self._capacity:
             raise ServerBusy(f"the server has {self._capacity} buffers, as many as it takes: free or release some")
 
-    def add(self, session: str, record: Record, ttl: float | None, max_accesses: int | None) -> StoredObject:
+    def add(
+        self, session: str, record: Record, ttl: float | None, max_accesses: int | None, *, keep: bool = False
+    ) -> StoredObject:
         """List a new buffer, which its maker holds.
 
-        :param ttl: seconds from now on.
+        :param ttl: seconds from now on, for which it is listed though nobody holds it.
         :param max_accesses: at least one; that of its maker is none.
+        :param keep: whether it is listed though nobody holds it, until it is freed.
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
-        self._terms[stored.object_id] = Terms(self._now() + ttl if ttl is not None else None, max_accesses)
+        self._terms[stored.object_id] = Terms(
+            self._clock.now() + ttl if ttl is not None else None, max_accesses, keep or ttl is not None
+        )
         self._tell(stored)
         return stored
 
     def restore(self, stored: StoredObject, terms: Terms) -> None:
-        """List a buffer that an earlier server listed, on what is left of its terms."""
+        """List a buffer that an earlier server listed, on what is left of its terms.
+
+        Those who held it have not taken their leases again yet; they have a while for it.
+        """
         self._objects.restore(stored)
+        if not terms.kept:
+            terms = replace(terms, expires_at=self._clock.now() + _CLAIMED_WITHIN)
         self._terms[stored.object_id] = terms
+
+    def held(self, object_id: str) -> None:
+        """Somebody has taken a lease again."""
+        terms = self._terms.get(object_id)
+        if terms is not None and not terms.kept:
+            terms.expires_at = None
+
+    def settle(self, object_id: str) -> None:
+        """After a lease has ended: unlist what is listed for those who hold it alone."""
+        terms = self._terms.get(object_id)
+        if terms is not None and not terms.kept and not self._leases.held(object_id):
+            self._unlist(object_id, "released")
 
     def terms(self, object_id: str) -> Terms:
         """Those of a buffer that is listed."""
@@ -99,7 +129,8 @@ class BufferTable:
             reason = self._reasons.get(object_id, "unknown")
             raise BufferNotFound(f"buffer {object_id[:100]} is not to be had: {_REASONS[reason]}", reason=reason)
         self._leases.grant(session, object_id)
-        stored.last_accessed_at = self._now()
+        self.held(object_id)
+        stored.last_accessed_at = self._clock.now()
         if terms.accesses_left is not None:
             terms.accesses_left -= 1
             if terms.accesses_left == 0:
@@ -117,7 +148,7 @@ class BufferTable:
 
     def expire(self) -> float | None:
         """Unlist those whose time has passed; the seconds until the next one's has, None for never."""
-        now = self._now()
+        now = self._clock.now()
         ends = {object_id: terms.expires_at for object_id, terms in self._terms.items() if terms.expires_at is not None}
         for object_id in [object_id for object_id, end in ends.items() if end <= now]:
             del ends[object_id]
@@ -133,17 +164,18 @@ class BufferTable:
         if terms is None:
             state = self._reasons.get(object_id, "unknown")
             return {"kind": "buffer", "state": state, "expires_at": None, "accesses_left": None}
+        expires_at = self._clock.unix(terms.expires_at) if terms.expires_at is not None else None
         return {
             "kind": "buffer",
             "state": "listed",
-            "expires_at": terms.expires_at,
+            "expires_at": expires_at,
             "accesses_left": terms.accesses_left,
         }
 
     def _current(self, object_id: str) -> Terms | None:
         """The terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
         terms = self._terms.get(object_id)
-        if terms is None or terms.expires_at is None or terms.expires_at > self._now():
+        if terms is None or terms.expires_at is None or terms.expires_at > self._clock.now():
             return terms
         self._unlist(object_id, "expired")
         return None

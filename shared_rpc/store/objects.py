@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import Record
+from shared_rpc.store.clock import Clock
 from shared_rpc.store.descriptors import Descriptors
 from shared_rpc.store.leases import LeaseTable
 
@@ -33,7 +34,8 @@ _KNOWN_KEYS = 1 << 14
 
 @dataclass(eq=False)
 class StoredObject:
-    """One object. Times are Unix seconds; ``live`` belongs to whoever made it and is not looked at here.
+    """One object. ``created_at`` is in Unix seconds, for people, and ``last_accessed_at`` on the store's :class:`Clock`;
+    ``live`` belongs to whoever made it and is not looked at here.
 
     ``kind`` tells the result of an endpoint from a raw buffer, which has neither endpoint nor key.
     """
@@ -70,7 +72,7 @@ class StoredObject:
         if self.page is not None:
             self.page.close()
 
-    def facts(self, server_id: str, leases: int) -> dict[str, Any]:
+    def facts(self, server_id: str, leases: int, clock: Clock) -> dict[str, Any]:
         """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
         return {
             "object_id": self.object_id,
@@ -84,7 +86,7 @@ class StoredObject:
             "current": self.current,
             "leases": leases,
             "created_at": self.created_at,
-            "last_accessed_at": self.last_accessed_at,
+            "last_accessed_at": clock.unix(self.last_accessed_at),
             "stale": self.stale,
         }
 
@@ -110,7 +112,6 @@ class Watcher(Protocol):
 class ObjectStore:
     """All objects of a server.
 
-    :param now: the clock, in Unix seconds.
     :param max_bytes: budget for the memory of all objects, None for none.
     :param on_drop: called once with every object that goes, after the store has forgotten it.
     :param on_add: called once with every object that comes.
@@ -120,7 +121,7 @@ class ObjectStore:
     def __init__(
         self,
         leases: LeaseTable,
-        now: Callable[[], float],
+        clock: Clock,
         on_drop: Callable[[StoredObject], None],
         max_bytes: int | None = None,
         on_add: Callable[[StoredObject], None] | None = None,
@@ -128,7 +129,7 @@ class ObjectStore:
     ) -> None:
         self.descriptors = descriptors or Descriptors()
         self._leases = leases
-        self._now = now
+        self._clock = clock
         self._on_drop = on_drop
         self._on_add = on_add
         self._max_bytes = max_bytes
@@ -188,7 +189,7 @@ class ObjectStore:
 
         :param listed: False for an object of a key that was out of date before it was made.
         """
-        now = self._now()
+        now = self._clock.now()
         stored = StoredObject(
             object_id=secrets.token_hex(12),
             endpoint=endpoint,
@@ -196,7 +197,7 @@ class ObjectStore:
             record=record,
             generation=self._count_build(key) if key is not None else 1,
             idle_ttl=idle_ttl,
-            created_at=now,
+            created_at=self._clock.unix(now),
             last_accessed_at=now,
             live=live,
             managed=managed,
@@ -209,7 +210,7 @@ class ObjectStore:
 
     def restore(self, stored: StoredObject) -> None:
         """Take an object in that an earlier server listed, as it was; the time in between was no idle time."""
-        stored.last_accessed_at = self._now()
+        stored.last_accessed_at = self._clock.now()
         if stored.cache_key is not None:
             self._generations[stored.cache_key] = stored.generation
         stored.listed = True
@@ -274,7 +275,7 @@ class ObjectStore:
         stored = self._by_key.get(key)
         if stored is not None:
             self._by_key.move_to_end(key)
-            stored.last_accessed_at = self._now()
+            stored.last_accessed_at = self._clock.now()
         return stored
 
     def get(self, object_id: str) -> StoredObject | None:
@@ -290,7 +291,7 @@ class ObjectStore:
             stored = self._objects.get(object_id)
             if stored is not None:
                 # The time a session held it was no idle time.
-                stored.last_accessed_at = self._now()
+                stored.last_accessed_at = self._clock.now()
                 if stored.listed and stored.cache_key is not None:
                     self._by_key.move_to_end(stored.cache_key)
                 self._drop_if_unkept(stored)
@@ -328,7 +329,7 @@ class ObjectStore:
 
     def expire(self) -> float | None:
         """Unlist what has been idle for its ``idle_ttl``; the seconds until the next one may be, None for never."""
-        now = self._now()
+        now = self._clock.now()
         remaining = [
             (stored.last_accessed_at + stored.idle_ttl - now, stored)
             for stored in self._by_key.values()

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shared_rpc.errors import ServerBusy, TaskError
+from shared_rpc.store.clock import Clock
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
 __all__ = ["TASK_SESSION", "TRANSITIONS", "Task", "TaskTable"]
@@ -47,7 +48,7 @@ class Task(Generic[W]):
     :param kept: whether its result waits to be fetched; False for the task behind a call, whose caller gets it at once.
     """
 
-    __slots__ = ("failure", "info", "kept", "number", "run", "watchers")
+    __slots__ = ("ended_at", "failure", "info", "kept", "number", "run", "watchers")
 
     #: What waits for the task's run, None once that has ended; opaque here, as is ``failure``, how it ended where that was
     #: not well.
@@ -58,6 +59,8 @@ class Task(Generic[W]):
         self.info = info
         self.number = number
         self.kept = kept
+        #: When it ended, on the table's clock.
+        self.ended_at = 0.0
         self.watchers: list[W] = []
         self.run = None
         self.failure = None
@@ -77,7 +80,6 @@ class TaskTable(Generic[W]):
     """All tasks of a server; ``W`` is what stands for a watcher.
 
     :param issuer: what the ids of these tasks begin with, the server's id.
-    :param now: the clock, in Unix seconds.
     :param on_forget: called with every finished task that is forgotten.
     :param result_ttl: seconds a finished task is remembered.
     :param capacity: how many tasks may be unfinished.
@@ -88,7 +90,7 @@ class TaskTable(Generic[W]):
     def __init__(
         self,
         issuer: str,
-        now: Callable[[], float],
+        clock: Clock,
         on_forget: Callable[[Task[W]], None],
         *,
         result_ttl: float = 3600.0,
@@ -97,7 +99,7 @@ class TaskTable(Generic[W]):
         first: int = 1,
     ) -> None:
         self.issuer = issuer
-        self._now = now
+        self._clock = clock
         self._on_forget = on_forget
         self._result_ttl = result_ttl
         self._capacity = capacity
@@ -127,7 +129,7 @@ class TaskTable(Generic[W]):
             task_id=f"{self.issuer}-{self._issued}",
             endpoint=endpoint,
             status=TaskStatus.PENDING,
-            created_at=self._now(),
+            created_at=self._clock.unix(self._clock.now()),
             cache_key=cache_key,
         )
         task = self._tasks[info.task_id] = Task(info, self._issued, kept)
@@ -141,11 +143,12 @@ class TaskTable(Generic[W]):
         """
         if status not in TRANSITIONS[task.info.status]:
             raise ValueError(f"task {task.info.task_id} cannot go from {task.info.status} to {status}")
-        now = self._now()
+        now = self._clock.now()
         if status is TaskStatus.RUNNING:
-            facts["started_at"] = now
+            facts["started_at"] = self._clock.unix(now)
         if status.finished:
-            facts["finished_at"] = now
+            facts["finished_at"] = self._clock.unix(now)
+            task.ended_at = now
             self._finished[task.info.task_id] = task
         if facts.get("error_message"):
             facts["error_message"] = facts["error_message"][:_SHOWN]
@@ -190,10 +193,10 @@ class TaskTable(Generic[W]):
 
     def expire(self) -> float | None:
         """Forget what ended ``result_ttl`` ago; the seconds until the next one may be, None for never."""
-        now = self._now()
+        now = self._clock.now()
         while self._finished:
             task = next(iter(self._finished.values()))
-            left = (task.info.finished_at or now) + self._result_ttl - now
+            left = task.ended_at + self._result_ttl - now
             if left > 0:
                 return left
             self._forget(task)

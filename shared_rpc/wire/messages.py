@@ -264,7 +264,8 @@ class CreateBuffer(Message):
     """Ask for the :class:`Result` of a new buffer: one tensor, in a segment of its own.
 
     ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
-    ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit.
+    ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit. ``keep``: it is there
+    though nobody holds it, as with a ``ttl``.
     """
 
     shape: int | list[int]
@@ -273,6 +274,7 @@ class CreateBuffer(Message):
     zero: bool = False
     ttl: float | None = None
     max_accesses: int | None = None
+    keep: bool = False
 
 
 class GetBuffer(Message):

@@ -295,6 +295,51 @@ def test_an_object_that_is_replaced(app: BrokerApp, manager: ServiceManager) -> 
         assert handle.generation == 3
 
 
+def test_revisions_across_restarts(app: BrokerApp, manager: ServiceManager) -> None:
+    """Handles of before and after have one page over one memory: one writes at a time, and each sees what the other wrote."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    before = client.call("held")
+    with client.update(before) as value:
+        value.fill_(1.0)
+    for _ in range(2):
+        broker.kill()
+        broker = manager.start()
+        other = app.connect(connect_timeout=20)
+        after = other.call("held")
+        assert (after.object_id, after.revision) == (before.object_id, before.revision)
+        with client.update(before) as value:
+            value.add_(1.0)
+            with pytest.raises(errors.ConfigurationError, match="would wait for itself"), other.update(after):
+                pass
+        assert after.wait_revision(before.revision, timeout=10) == before.revision
+        assert after.read_consistent(lambda value: float(value.sum())) == float(before.value.sum())
+        with other.update(after) as value:
+            value.add_(1.0)
+        assert before.revision == after.revision
+    assert (before.revision, float(before.value[0])) == (10, 5.0)
+    assert len(manager.names("page-")) == 1
+    client.invalidate_endpoint_cache("held")
+    manager.expect(lambda: not manager.names("page-"))
+
+
+def test_an_object_without_its_page(app: BrokerApp, manager: ServiceManager) -> None:
+    """It is not restored: processes that have the page would not see what others write."""
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    before = client.call("held")
+    assert before.revision == 0
+    manager.expect(lambda: len(manager.names("page-")) == 1)
+    broker.kill()
+    manager._take({"FDSTOREREMOVE": "1", "FDNAME": manager.names("page-")[0]}, [])
+    broker = manager.start()
+    broker.expect_error("the page of its revision is not there")
+    with pytest.raises(errors.StaleHandleError):
+        client.ensure_handle_live(before)
+    after = client.call("held")
+    assert after.object_id != before.object_id and after.revision == 0
+
+
 def test_memory_that_objects_share(app: BrokerApp, manager: ServiceManager) -> None:
     """A segment is stored once, and stays until the last object that lies in it is dropped."""
     app.write("""
@@ -375,7 +420,7 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
     data = os.pread(manager.fd(broken), 1 << 20, 0)
     seal = how != "not sealed"
     if how == "another version":
-        data = data.replace(b"object 2\n", b"object 3\n", 1)
+        data = data.replace(b"object 3\n", b"object 4\n", 1)
     elif how == "cut off":
         data = data[:-10]
     elif how == "no provider":

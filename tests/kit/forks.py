@@ -426,6 +426,8 @@ def main() -> _Born | None:
     why = unsafe(frozenset(map(int, os.listdir("/proc/self/fd"))))
     assert not why, why
     set_title([sys.executable, "-m", "tests.kit.forks"])
+    # What runs the tests may ignore it, as nohup does.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Its forks take it from their variables, as if they had not been told of it.
     sys.warnoptions.remove(NO_FORK_WARNING)
     gc.collect()

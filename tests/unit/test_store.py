@@ -13,20 +13,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import EMPTY_TABLE, Record
+from shared_rpc.store import clock
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
 
 
-class Clock:
+class Clock(clock.Clock):
     """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:
         self.time = 1000.0
 
-    def __call__(self) -> float:
-        """Unix seconds."""
+    def now(self) -> float:
+        """Seconds since something."""
         return self.time
+
+    def unix(self, moment: float) -> float:
+        """It was started with the host."""
+        return moment
 
 
 def record_of(*segments: str, nbytes: int = 100) -> Record:
@@ -407,7 +412,7 @@ def test_the_end_drops_everything_once(shelf: Shelf) -> None:
 def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
     """Every key that users rely on, in plain values."""
     stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
-    assert stored.facts("server", 1) == {
+    assert stored.facts("server", 1, shelf.clock) == {
         "object_id": stored.object_id,
         "server_id": "server",
         "endpoint": "f",

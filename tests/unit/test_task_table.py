@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.errors import ServerBusy, TaskError
+from shared_rpc.store import clock
 from shared_rpc.store.tasks import TRANSITIONS, Task, TaskTable
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
@@ -22,15 +23,19 @@ ENDS = [COMPLETED, FAILED, CANCELLED]
 ALLOWED = {(PENDING, RUNNING), *product([PENDING, RUNNING], ENDS)}
 
 
-class Clock:
+class Clock(clock.Clock):
     """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:
         self.time = 1000.0
 
-    def __call__(self) -> float:
-        """Unix seconds."""
+    def now(self) -> float:
+        """Seconds since something."""
         return self.time
+
+    def unix(self, moment: float) -> float:
+        """It was started with the host."""
+        return moment
 
 
 class Desk:

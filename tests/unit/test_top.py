@@ -92,6 +92,7 @@ def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: 
         "leases": 3,
         "calls": 12,
         "failures": 1,
+        "descriptors": {"used": 7, "limit": 512, "available": 1024},
         "tasks": {"pending": 1, "running": 2},
         "workers": [],
     }
