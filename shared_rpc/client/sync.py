@@ -208,7 +208,7 @@ class Client(Refreshing, Monitoring):
         :param ttl: seconds for which others can get it, whether or not somebody holds it. It never ends under those who do.
         :param max_accesses: how many times it may be got; this call does not count.
         :param keep: whether it is there though nobody holds it, until :meth:`free_buffer` or the end of the server.
-        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be, or ``ttl`` and ``keep``.
+        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be; for both ttl and keep.
         :raises CapabilityError: if the server has no such device, or the device never so much memory.
         :raises ServerBusy: if the device has not so much memory left now, or its quota does not.
         """

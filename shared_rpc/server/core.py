@@ -271,7 +271,6 @@ class Core:
         held = [object_id for object_id, stored in found if stored is not None and stored.managed]
         for object_id in held:
             self.leases.grant(session, object_id)
-            self.buffers.table.held(object_id)
         return held
 
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:

@@ -41,12 +41,13 @@ _REASONS = {
 class Terms:
     """How long a buffer is listed: until a moment of the store's clock, for so many more accesses, and while it is held.
 
-    ``kept``: it is listed though nobody holds it.
+    ``kept``: it is listed though nobody holds it. ``claimed_until``: those who held it have so long to take their leases again.
     """
 
     expires_at: float | None
     accesses_left: int | None
     kept: bool = True
+    claimed_until: float | None = None
 
 
 class BufferTable:
@@ -96,19 +97,15 @@ class BufferTable:
         """
         self._objects.restore(stored)
         if not terms.kept:
-            terms = replace(terms, expires_at=self._clock.now() + _CLAIMED_WITHIN)
+            terms = replace(terms, claimed_until=self._clock.now() + _CLAIMED_WITHIN)
         self._terms[stored.object_id] = terms
-
-    def held(self, object_id: str) -> None:
-        """Somebody has taken a lease again."""
-        terms = self._terms.get(object_id)
-        if terms is not None and not terms.kept:
-            terms.expires_at = None
 
     def settle(self, object_id: str) -> None:
         """After a lease has ended: unlist what is listed for those who hold it alone."""
         terms = self._terms.get(object_id)
-        if terms is not None and not terms.kept and not self._leases.held(object_id):
+        if terms is None or terms.kept or self._leases.held(object_id):
+            return
+        if terms.claimed_until is None or terms.claimed_until <= self._clock.now():
             self._unlist(object_id, "released")
 
     def terms(self, object_id: str) -> Terms:
@@ -129,7 +126,6 @@ class BufferTable:
             reason = self._reasons.get(object_id, "unknown")
             raise BufferNotFound(f"buffer {object_id[:100]} is not to be had: {_REASONS[reason]}", reason=reason)
         self._leases.grant(session, object_id)
-        self.held(object_id)
         stored.last_accessed_at = self._clock.now()
         if terms.accesses_left is not None:
             terms.accesses_left -= 1
@@ -153,7 +149,11 @@ class BufferTable:
         for object_id in [object_id for object_id, end in ends.items() if end <= now]:
             del ends[object_id]
             self._unlist(object_id, "expired")
-        return min((end - now for end in ends.values()), default=None)
+        claims = {object_id: terms.claimed_until for object_id, terms in self._terms.items() if terms.claimed_until is not None}
+        for object_id in [object_id for object_id, end in claims.items() if end <= now]:
+            del claims[object_id]
+            self.settle(object_id)
+        return min((end - now for end in (*ends.values(), *claims.values())), default=None)
 
     def facts(self, object_id: str) -> dict[str, Any]:
         """What ``get_object_info`` tells of a buffer beside what it tells of every object.

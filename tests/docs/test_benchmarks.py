@@ -172,8 +172,9 @@ def test_rpc_finds_everything_as_it_was_after_a_long_run(results: Callable[[str]
     for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
         row = run.row(name)
         assert row["before"].keys() == row["after"].keys()
-        # An allocator's arena, or the stack of a thread, may come at any time.
-        few = 4 if "mappings" in name else 0
+        # An allocator's arena, or the stack of a thread, may come at any time; and a call that finds the chunk of another one
+        # still in use writes to other pages of the pool.
+        few = 4 if "mappings" in name else 16 * 4096 if "memory" in name else 0
         assert row["measured"] <= few, (row["before"], row["after"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -
         peer.kill()
         eventually(lambda: client.get_object_info(buffer)["leases"] == 1)
         assert cache[1, 2].float().sum().item() == 7.0 * 16 * 8
-    assert client.free_buffer(buffer)
+    assert reason(client, buffer.object_id) == "released"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,8 @@ def test_a_ttl_under_a_live_lease(server: Server, client: Client, peer: Child, m
     info = client.get_object_info(made)
     assert (info["kind"], info["state"]) == ("buffer", "listed")
     assert info["expires_at"] == pytest.approx(info["created_at"] + 600, abs=1)
-    monkeypatch.setattr(server.engine.core.buffers.table, "_now", lambda: info["expires_at"])
+    later = time.clock_gettime(time.CLOCK_BOOTTIME) + 600
+    monkeypatch.setattr(server.engine.core._clock, "now", lambda: later)
     assert client.get_object_info(made)["state"] == "expired"
     assert reason(client, made) == "expired"
     assert ask(peer, "b.value.add_(1); print('sum', b.value.sum().item())", "sum") == "3.0"
@@ -230,6 +232,19 @@ def test_a_ttl_under_a_live_lease(server: Server, client: Client, peer: Child, m
     ask(peer, "b.release(); print('gone')", "gone")
     assert client.get_server_info()["objects"] == 0
     assert reason(client, made) == "expired"
+
+
+def test_somebody_sets_the_time(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two hours, in either direction: what expires does so in its time, and what people see is the host's time."""
+    buffer = client.create_buffer(8, ttl=3600)
+    ends = client.get_object_info(buffer)["expires_at"]
+    real = time.time
+    for step in (7200.0, -7200.0):
+        monkeypatch.setattr(time, "time", lambda step=step: real() + step)
+        server.engine.ask(lambda core: core.buffers.table.expire())
+        info = client.get_object_info(buffer.object_id)
+        assert info["state"] == "listed"
+        assert info["expires_at"] == pytest.approx(ends + step, abs=60)
 
 
 def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
@@ -263,10 +278,29 @@ def test_a_freed_buffer(client: Client, peer: Child, device: str) -> None:
     assert used(client, device) == 0
 
 
-def test_a_buffer_outlives_its_maker(client: Client, peer: Child) -> None:
-    """SIGKILL gives the lease back and leaves the memory, until somebody frees it."""
-    order = "b = client.create_buffer((4,), 'float32'); b.value.fill_(6); print('made', b.object_id, b.value.sum().item())"
-    made, _ = ask(peer, order, "made").split()
+@pytest.mark.parametrize("how", ["SIGKILL", "close", "release"])
+def test_a_buffer_ends_with_its_last_holder(client: Client, peer: Child, device: str, how: str) -> None:
+    """However that ends: its memory goes, and who asks is told why. One that others hold goes with the last of them."""
+    order = "b, c = [client.create_buffer((4,), 'float32') for _ in range(2)]; print('made', b.object_id, c.object_id)"
+    made, other = ask(peer, order, "made").split()
+    with client.get_buffer(other) as buffer:
+        if how == "SIGKILL":
+            peer.kill()
+        else:
+            ask(peer, {"close": "client.close()", "release": "b.release(); c.release()"}[how] + "; print('done')", "done")
+        eventually(lambda: client.get_server_info()["buffers"] == 1)
+        assert reason(client, made) == "released"
+        assert client.get_object_info(buffer)["state"] == "listed"
+        assert used(client, device) == size(device)
+    assert reason(client, other) == "released"
+    assert used(client, device) == 0
+
+
+@pytest.mark.parametrize("option", ["keep=True", "ttl=600"])
+def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -> None:
+    """Where that is asked for: SIGKILL gives the lease back and leaves the memory, until somebody frees it."""
+    made = ask(peer, f"b = client.create_buffer((4,), 'float32', {option}); print('made', b.object_id)", "made")
+    ask(peer, "b.value.fill_(6); print('sum', b.value.sum().item())", "sum")
     peer.kill()
     eventually(lambda: client.get_object_info(made)["leases"] == 0)
     with client.get_buffer(made) as buffer:
@@ -306,7 +340,7 @@ def test_a_quota_in_bytes(limited: Callable[..., Client], device: str, children:
             assert part in str(busy.value)
         with pytest.raises(CapabilityError, match="there can never be so many"):
             client.create_buffer(4 * step + 1)
-        client.create_buffer(step).release()
+        client.create_buffer(step, keep=True).release()
         assert used(client, device) == 4 * step
         client.free_buffer(buffer)
     client.create_buffer(2 * step).release()
@@ -330,8 +364,8 @@ def test_a_buffer_pushes_out_what_nobody_holds(limited: Callable[..., Client], d
     with pytest.raises(ServerBusy):
         client.create_buffer(2 * step)
     assert client.get_server_info()["objects"] == 2
-    client.create_buffer(step).release()
-    assert [item["kind"] for item in client.list_objects()] == ["buffer", "buffer"]
+    with client.create_buffer(step):
+        assert [item["kind"] for item in client.list_objects()] == ["buffer", "buffer"]
     held.release()
 
 
@@ -444,6 +478,7 @@ def test_the_devices(client: Client, device: str) -> None:
         ((1,), {"device": "GPU-1"}, "makes no memory on GPU-1; its devices are cpu"),
         ((1,), {"ttl": 0}, "ttl=0"),
         ((1,), {"ttl": -1.0}, "ttl=-1"),
+        ((1,), {"ttl": 5.0, "keep": True}, "use one"),
         ((1,), {"ttl": float("nan")}, "ttl=nan"),
         ((1,), {"ttl": float("inf")}, "ttl=inf"),
         ((1,), {"ttl": 1e12}, "less than a century"),

@@ -455,7 +455,8 @@ def test_a_broker(broker_app: BrokerApp, path: Path, children: list[Child]) -> N
         "-c",
         "import sys; from shared_rpc import Client\n"
         "with Client(sys.argv[1], device='cpu') as client:\n"
-        "    client.call('held', 8).ticket(sys.argv[2]); client.create_buffer((4,), 'int64').ticket(sys.argv[2] + '.kv')\n"
+        "    client.call('held', 8).ticket(sys.argv[2])\n"
+        "    client.create_buffer((4,), 'int64', keep=True).ticket(sys.argv[2] + '.kv')\n"
         "    print('written')",
         broker_app.base_path,
         str(path),

@@ -192,6 +192,39 @@ def test_the_end_drops_buffers_too(buffers: Buffers) -> None:
 # Quotas.
 
 
+def test_a_buffer_ends_with_its_last_lease(buffers: Buffers) -> None:
+    """Unless it is to be kept, or has a time to live."""
+    plain, kept = buffers.make("a", "plain"), buffers.table.add("a", record_of("kept"), None, None, keep=True)
+    timed = buffers.make("a", "timed", ttl=10)
+    buffers.table.get("b", plain.object_id)
+    for session, dropped in (("a", []), ("b", [plain])):
+        for stored in (plain, kept, timed):
+            buffers.leases.release(session, stored.object_id)
+            buffers.table.settle(stored.object_id)
+        assert buffers.dropped == dropped
+    assert buffers.reason(plain) == "released"
+    assert {one.object_id for one in buffers.store} == {kept.object_id, timed.object_id}
+
+
+def test_leases_are_taken_again_after_a_restart(buffers: Buffers) -> None:
+    """Nobody's getting and releasing it meanwhile ends it under those who have not yet; when the time is over, it may end."""
+    stored = [buffers.make("a", name) for name in ("claimed", "forgotten")]
+    later = Buffers()
+    for one in stored:
+        later.table.restore(one, buffers.table.terms(one.object_id))
+        later.table.get("z", one.object_id)
+        later.leases.release("z", one.object_id)
+        later.table.settle(one.object_id)
+    later.leases.grant("a", stored[0].object_id)
+    later.clock.time += 3599
+    assert later.table.expire() == 1.0 and later.dropped == []
+    later.clock.time += 1
+    assert later.table.expire() is None and later.dropped == [stored[1]]
+    later.leases.release("a", stored[0].object_id)
+    later.table.settle(stored[0].object_id)
+    assert later.dropped == [stored[1], stored[0]]
+
+
 def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
     """Whatever is held or listed counts, each segment once, and on its own device only."""
     limited.add("f(1)", "shared", holders="a")
