@@ -20,6 +20,7 @@ from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.server.buffers import Buffers
+from shared_rpc.server.clock import BootClock
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
@@ -88,7 +89,7 @@ class Core:
         self.registry = registry
         self.lanes = lanes
         self._told = Listeners(self.server_id)
-        self._clock = clock = clock or Clock()
+        self._clock = clock = clock or BootClock()
         self._sweeper = Sweeper(clock)
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._told.added, descriptors)

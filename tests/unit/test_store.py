@@ -13,13 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.records import EMPTY_TABLE, Record
-from shared_rpc.store import clock
 from shared_rpc.store.calls import CallTable, Flight
 from shared_rpc.store.leases import LeaseTable
 from shared_rpc.store.objects import ObjectStore, StoredObject
 
 
-class Clock(clock.Clock):
+class Clock:
     """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.errors import ServerBusy, TaskError
-from shared_rpc.store import clock
 from shared_rpc.store.tasks import TRANSITIONS, Task, TaskTable
 from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 
@@ -23,7 +22,7 @@ ENDS = [COMPLETED, FAILED, CANCELLED]
 ALLOWED = {(PENDING, RUNNING), *product([PENDING, RUNNING], ENDS)}
 
 
-class Clock(clock.Clock):
+class Clock:
     """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:
