@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import msgspec
+
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
 from shared_rpc.wire.specs import EndpointSpec, Parameter
 from shared_rpc.wire.values import DtypeRef, canonical, lower
 
-__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "key_of"]
+__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "identity_of", "key_of"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 #: Characters of an unknown name that an error shows.
@@ -212,6 +214,15 @@ def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> s
         if least <= len(args) <= most:
             return None
     return cache_key(spec, bind(spec, args, kwargs))
+
+
+def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """What tells a call from those with other arguments, also where its key leaves some out; None where nothing does, because
+    there are tensors or modules among them.
+
+    :raises TypeError: if they do not fit the endpoint's signature.
+    """
+    return cache_key(msgspec.structs.replace(spec, cache_format_key=None), bind(spec, args, kwargs))
 
 
 def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
     ├── CheckpointError         a file of weights is damaged             (also ValueError)
-    ├── RefreshError            a refresh whose call was invalidated meanwhile
+    ├── RefreshError            a refresh that was invalidated or overtaken
     ├── UpdateInterrupted       memory was left half-written by an update
     ├── StateMismatchError      a model does not fit the tensors it is to be built around
     ├── TicketError             a ticket that cannot be used here
@@ -187,7 +187,7 @@ class CheckpointError(SharedRPCError, ValueError):
 
 
 class RefreshError(SharedRPCError):
-    """The next generation was built, and not made current, because its call was invalidated while it was being built."""
+    """A generation was built and not made current: its call was invalidated meanwhile, or a later refresh was sooner."""
 
     code = "refresh"
 

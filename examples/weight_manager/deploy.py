@@ -29,11 +29,7 @@ def deploy(client: Client, name: str, version: str, tell: Callable[[Progress], o
     task_id = client.submit("load", name, version)
     if client.watch_task(task_id, callback=changed).status is not TaskStatus.COMPLETED:
         client.get_task_result(task_id)  # raises what the manager raised
-    while True:
-        try:
-            return client.refresh("serving", name, version)
-        except LookupError:  # it joined the call of a worker that asked in the same moment, and knows no version
-            continue
+    return client.refresh("serving", name, version)
 
 
 def retire(client: Client, name: str, version: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from shared_rpc.endpoints import Registry, check_chain, key_of
+from shared_rpc.endpoints import Registry, check_chain, identity_of, key_of
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
@@ -203,6 +203,7 @@ class Core:
         try:
             spec, key = self._bound(endpoint, lowered, chain)
             refreshable(spec, key)
+            waiter.arguments = identity_of(spec, *lowered)
             if HOOKS.registered:
                 waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
         except BaseException as error:

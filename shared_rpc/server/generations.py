@@ -123,9 +123,15 @@ class Generations:
     def made(self, endpoint: str, delivery: Delivery) -> Generation:
         """What a refresh has brought. To be asked when it is delivered.
 
-        :raises RefreshError: if its call was invalidated while it was being built.
+        :raises RefreshError: if its call was invalidated while it was being built, or a refresh that began later was sooner.
         """
         stored = delivery.stored
+        current = self._objects.current(stored.cache_key) if stored is not None else None
+        if stored is not None and current is not None and current.run > stored.run:
+            raise RefreshError(
+                f"another refresh of {stored.cache_key} began while {endpoint}() built this generation, and ended before it, "
+                f"so this one was not made current: generation {current.generation} is, object {current.object_id}"
+            )
         if stored is None or not stored.listed:
             raise RefreshError(
                 f"{endpoint}() was invalidated while its next generation was being built, so that was not made current: the "

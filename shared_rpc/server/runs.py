@@ -56,7 +56,8 @@ class Waiter:
 
     :param local: whether it is a caller in this process, who can do with the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
-    :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it.
+    :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
+        another call's run will bring; ``arguments`` is then what tells its arguments from others', None where nothing does.
     :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
     :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
@@ -74,6 +75,7 @@ class Waiter:
     local: bool = False
     keeps: bool = False
     refreshes: bool = False
+    arguments: str | None = None
     looks: bool = False
     claims: bool = False
     on_begin: Callable[[], None] | None = None
@@ -142,7 +144,7 @@ class Runs:
         if not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
             close_arguments(arguments)
             return
-        waiter.flight = self.calls.join(key, waiter) if spec.singleflight else None
+        waiter.flight = self._join(waiter, key) if spec.singleflight else None
         if waiter.flight is not None:
             close_arguments(arguments)
             self.counters["joined"] += 1
@@ -153,7 +155,7 @@ class Runs:
             return
         if key is not None and not waiter.refreshes:
             self.statistics.of(spec.name).misses += 1
-        flight = waiter.flight = self.calls.open(spec.name, key, waiter)
+        flight = waiter.flight = self.calls.open(spec.name, key, waiter, waiter.arguments)
         publish = not waiter.local or key is not None or spec.managed or waiter.keeps
         flight.created_at = time.time()
         self._invocations[flight] = Invocation(
@@ -176,6 +178,9 @@ class Runs:
             if line[0] is not flight:
                 return
         self._start(flight)
+
+    def _join(self, waiter: Waiter, key: str | None) -> Flight[Waiter] | None:
+        return self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
 
     def answer_from_cache(self, waiter: Waiter, spec: EndpointSpec, key: str | None) -> bool:
         """Deliver the cached result of a key, if there is one."""
@@ -332,6 +337,7 @@ class Runs:
             record,
             spec.idle_ttl,
             outcome.live,
+            run=flight.number,
             listed=key is not None,
             managed=spec.managed,
         )

@@ -1,16 +1,19 @@
 """Runs of endpoints, and who waits for them.
 
 A run is *queued*, then *running*, then closed. A cached call joins the run of its key where there is one
-(singleflight). Rules:
+(singleflight). A refresh joins a refresh with the same arguments only: a key may leave arguments out, and an ordinary run
+is none. Rules:
 
 - Whatever ends a run releases every waiter; there is no other way out of the table.
 - A queued run that nobody waits for any more is dropped. A running one goes on: its result is cached.
+- What began later is newer: a run that ends after one which began after it does not take its place in the cache.
 - Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
   identical call starts a run of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -35,6 +38,10 @@ class Flight(Generic[W]):
     former_key: str | None = None
     #: When it was opened, in Unix seconds.
     created_at: float = 0.0
+    #: Its place in the order in which runs were opened, from 1 on.
+    number: int = 0
+    #: Of a refresh: what tells its arguments from others', None where nothing does.
+    refreshes: str | None = None
 
 
 class CallTable(Generic[W]):
@@ -43,18 +50,31 @@ class CallTable(Generic[W]):
     def __init__(self) -> None:
         self._flights: set[Flight[W]] = set()
         self._by_key: dict[str, Flight[W]] = {}
+        self._refreshes: dict[str, Flight[W]] = {}
+        self._numbers = itertools.count(1)
 
     def join(self, key: str | None, waiter: W) -> Flight[W] | None:
         """Wait for the run of that key; None if there is none to join."""
-        flight = self._by_key.get(key) if key is not None else None
+        return self._join(self._by_key.get(key) if key is not None else None, waiter)
+
+    def join_refresh(self, arguments: str | None, waiter: W) -> Flight[W] | None:
+        """Wait for the refresh with these arguments; None if there is none to join."""
+        return self._join(self._refreshes.get(arguments) if arguments is not None else None, waiter)
+
+    def _join(self, flight: Flight[W] | None, waiter: W) -> Flight[W] | None:
         if flight is not None:
             flight.waiters.append(waiter)
         return flight
 
-    def open(self, endpoint: str, key: str | None, waiter: W) -> Flight[W]:
-        """A new, queued run. Later calls of the key join it, unless an earlier run of that key still goes on."""
-        flight: Flight[W] = Flight(endpoint, key, waiters=[waiter])
+    def open(self, endpoint: str, key: str | None, waiter: W, refreshes: str | None = None) -> Flight[W]:
+        """A new, queued run. Later calls of the key join it, unless an earlier run of that key still goes on.
+
+        :param refreshes: see :attr:`Flight.refreshes`.
+        """
+        flight: Flight[W] = Flight(endpoint, key, waiters=[waiter], number=next(self._numbers), refreshes=refreshes)
         self._flights.add(flight)
+        if refreshes is not None:
+            self._refreshes.setdefault(refreshes, flight)
         if key is not None:
             self._by_key.setdefault(key, flight)
         return flight
@@ -91,6 +111,8 @@ class CallTable(Generic[W]):
     def _unlist(self, flight: Flight[W]) -> None:
         if flight.key is not None and self._by_key.get(flight.key) is flight:
             del self._by_key[flight.key]
+        if flight.refreshes is not None and self._refreshes.get(flight.refreshes) is flight:
+            del self._refreshes[flight.refreshes]
 
     def __contains__(self, flight: object) -> bool:
         return flight in self._flights

@@ -60,6 +60,8 @@ class StoredObject:
     previous_id: str = ""
     #: The page of its revision, see :mod:`shared_rpc.memory.revisions`; None until somebody asks for it.
     page: Segment | None = None
+    #: The number of the run that made it, in the order in which these began; 0 for what no run of this server made.
+    run: int = 0
 
     @property
     def current(self) -> bool:
@@ -179,11 +181,12 @@ class ObjectStore:
         idle_ttl: float | None,
         live: Any = None,
         *,
+        run: int = 0,
         listed: bool = True,
         managed: bool = False,
         kind: Literal["result", "buffer"] = "result",
     ) -> StoredObject:
-        """Keep a record; with a key the cache lists it, in place of an earlier object of that key.
+        """Keep a record; with a key the cache lists it, in place of an object of that key whose run began earlier.
 
         Somebody must hold or list it: call :meth:`settle` once its leases are granted.
 
@@ -202,7 +205,10 @@ class ObjectStore:
             live=live,
             managed=managed,
             kind=kind,
+            run=run,
         )
+        current = self.current(key)
+        listed = listed and not (current is not None and current.run > run)
         self._enter(stored, listed=listed)
         if stored.listed and self.watcher is not None:
             self.watcher.listed(stored)
@@ -277,6 +283,10 @@ class ObjectStore:
             self._by_key.move_to_end(key)
             stored.last_accessed_at = self._clock.now()
         return stored
+
+    def current(self, key: str | None) -> StoredObject | None:
+        """The cached object of a key. Looking is no access."""
+        return self._by_key.get(key) if key is not None else None
 
     def get(self, object_id: str) -> StoredObject | None:
         """An object by id. Looking is no access."""

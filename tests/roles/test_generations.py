@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,13 +173,80 @@ def test_refreshes_at_once_join_one_build(app: App, builds: Builds, go: threadin
         assert go.wait(30)
         return builds.build()
 
+    def join() -> Handle[Any]:
+        eventually(lambda: app.waiting() == 3)
+        return load()
+
     def let_go() -> None:
         eventually(lambda: app.waiting() == 4)
         go.set()
 
-    *made, handle, _ = at_once(load.refresh, load.refresh, load.refresh, load, let_go)
+    *made, handle, _ = at_once(load.refresh, load.refresh, load.refresh, join, let_go)
     assert [one.object_id for one in made] == [handle.object_id] * 3
     assert (builds.count, handle.generation, handle.get_object_info()["leases"]) == (1, 1, 1)
+
+
+class Versions:
+    """An endpoint whose key leaves the version out. Each version is built when its turn has come, or fails."""
+
+    def __init__(self, app: App) -> None:
+        self.begun = {version: threading.Event() for version in range(4)}
+        self.go = {version: threading.Event() for version in range(4)}
+        self.serving = app.share("serving", managed=True, cache_format_key="serving")(self.build)
+
+    def build(self, version: int = 0) -> torch.Tensor:
+        """Waits for its turn."""
+        self.begun[version].set()
+        assert self.go[version].wait(20)
+        if version == 0:
+            raise LookupError("no version is served")
+        return torch.full((3,), float(version))
+
+
+@pytest.fixture
+def versions(app: App) -> Iterator[Versions]:
+    """All of them have their turn in the end."""
+    versions = Versions(app)
+    yield versions
+    for event in versions.go.values():
+        event.set()
+
+
+def test_a_refresh_joins_no_call(versions: Versions) -> None:
+    """One that is on its way, with other arguments that its key leaves out: its error is not the refresh's."""
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(versions.serving)
+        assert versions.begun[0].wait(20)
+        refresh = threads.submit(versions.serving.refresh, 1)
+        assert versions.begun[1].wait(20)
+        versions.go[1].set()
+        made = refresh.result(20)
+        versions.go[0].set()
+        with pytest.raises(LookupError, match="no version is served"):
+            call.result(20)
+    with versions.serving(2) as handle:
+        assert (handle.object_id, float(handle.value[0])) == (made.object_id, 1.0)
+
+
+def test_what_began_later_is_newer(versions: Versions) -> None:
+    """What began before a refresh and ends after it is not made current: a call has its result, a refresh is told."""
+    with ThreadPoolExecutor(3) as threads:
+        call = threads.submit(versions.serving, 1)
+        assert versions.begun[1].wait(20)
+        refreshes = []
+        for version in (2, 3):
+            refreshes.append(threads.submit(versions.serving.refresh, version))
+            assert versions.begun[version].wait(20)
+        versions.go[3].set()
+        made = refreshes[1].result(20)
+        versions.go[2].set()
+        with pytest.raises(RefreshError, match=f"ended before it, .* is, object {made.object_id}"):
+            refreshes[0].result(20)
+        versions.go[1].set()
+        with call.result(20) as handle:
+            assert float(handle.value[0]) == 1.0 and not handle.is_current()
+    with versions.serving() as handle:
+        assert (handle.object_id, float(handle.value[0])) == (made.object_id, 3.0)
 
 
 def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event, begun: threading.Event) -> None:
@@ -190,13 +258,16 @@ def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event
         assert go.wait(30)
         return builds.build()
 
-    def invalidate() -> None:
+    def join() -> Handle[Any]:
         assert begun.wait(10)
+        return load()
+
+    def invalidate() -> None:
         eventually(lambda: app.waiting() == 2)
         load.invalidate()
         go.set()
 
-    error, handle, _ = at_once(load.refresh, load, invalidate)
+    error, handle, _ = at_once(load.refresh, join, invalidate)
     assert isinstance(error, RefreshError) and "load() was invalidated while" in str(error)
     assert (number(handle.value), handle.is_current()) == (1, False)
     assert (load().generation, handle.latest().object_id) == (2, load().object_id)
