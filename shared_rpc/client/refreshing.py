@@ -63,13 +63,13 @@ class Refreshing(_Watching):
         Until then calls get the present one at once, and from then on the new one; in between there is nothing. Handles that
         are out keep theirs until they are released. This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
 
-        Refreshes of one call at the same time join one build, and so does a call with nothing in the cache. It goes on if this
-        client gives up.
+        Refreshes with the same arguments at the same time join one build, and so does a call with nothing in the cache. It goes
+        on if this client gives up.
 
         What the endpoint raises is raised here, and leaves the present generation as it was.
 
         :raises ConfigurationError: if the call is not cached.
-        :raises RefreshError: if the call was invalidated meanwhile.
+        :raises RefreshError: if the call was invalidated meanwhile, or a refresh that began later ended before this one.
         :raises DeadlineExceeded: after the client's timeout.
         """
         server = self._server()
