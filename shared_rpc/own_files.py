@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 
 from shared_rpc.errors import ConfigurationError
 
@@ -22,7 +23,8 @@ def open_own(path: str, flags: int) -> int:
         fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
         # Where fs.protected_regular is set, the kernel keeps even root from another user's file, and says only EACCES.
-        _check_owner(path, os.lstat(path))
+        with suppress(OSError):  # it is not there: the directory is full, or not for us
+            _check_owner(path, os.lstat(path))
         raise
     try:
         status = os.fstat(fd)

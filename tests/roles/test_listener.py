@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -311,6 +312,20 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 @needs_root
+def test_a_full_disk(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says so, though the file that could not be made is not there to be looked at."""
+    real = os.open
+
+    def full(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(ConfigurationError, match="No space left on device"):
+        serve()
+
+
 def test_a_directory_of_another_user(tmp_path: Path, serve: Callable[..., Server]) -> None:
     """The error names whose it is, and the way out."""
     os.chown(tmp_path, NOBODY, NOBODY)
