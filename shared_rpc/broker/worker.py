@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
+from shared_rpc.broker import want_of_memory
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.stderr import Tail
 from shared_rpc.broker.zygote import Begun
@@ -57,6 +58,7 @@ class Worker:
         self.device = command.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
+        self._kills = want_of_memory.kills()
         #: By the provider's key: what it said of it.
         self.served: dict[str, w.Serve] = {}
         self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
@@ -193,7 +195,8 @@ class Worker:
         assert code is not None, "it has been waited for"
         name = _signal_name(-code) if code < 0 else None
         how = f"was killed by {name}" if name else f"exited with code {code}"
-        why = f" ({self.condemned})" if self.condemned else ""
+        reason = self.condemned or (self._want_of_memory() if name == "SIGKILL" else "")
+        why = f" ({reason})" if reason else ""
         tail = self._tail.text()
         last = f"; its last words: {_last_lines(tail)}" if tail else ""
         return WorkerCrashed(
@@ -201,6 +204,15 @@ class Worker:
             signal=name,
             exit_code=code if code >= 0 else None,
             stderr=tail,
+        )
+
+    def _want_of_memory(self) -> str:
+        killed = want_of_memory.kills() - self._kills
+        if not killed:
+            return ""
+        return (
+            f"it seems for want of memory: the kernel has killed {killed} since it began. Its control group's limit or the "
+            f"host's memory is reached, of which cached objects are a part: see 'shared-rpc objects', max_bytes= and quotas="
         )
 
 

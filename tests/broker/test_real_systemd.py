@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="a systemd is booted in 'nox -s deep', as root",
 )
 
+UNSHARE = ("unshare", "--pid", "--fork", "--mount", "--kill-child", "--cgroup")
 BOOT = """
 set -e
 mount --make-rprivate /
@@ -63,8 +64,7 @@ class System:
         self.log = folder / "console"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                ["unshare", "--pid", "--fork", "--mount", "--kill-child", "--cgroup"]
-                + ["sh", "-c", BOOT, "sh", str(self._units), SYSTEMD],
+                [*UNSHARE, "sh", "-c", BOOT, "sh", str(self._units), SYSTEMD],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,29 @@ def test_a_crash_is_told_to_its_caller(app: BrokerApp, how: str, name: str | Non
     assert (crash.value.signal, crash.value.exit_code) == (name, code)
     assert "its last words" in crash.value.stderr
     assert client.call("pid").item() == another_worker(client, first)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_kill_for_want_of_memory(app: BrokerApp, children: list[Child], tmp_path: Path, short: bool) -> None:
+    """The kernel says SIGKILL and counts: the error says what that means, and nothing of it where there was memory."""
+    counts = tmp_path / "vmstat"
+    counts.write_text("nr_free_pages 5\noom_kill 7\n")
+    code = """
+        import pathlib, runpy, sys
+        from shared_rpc.broker import want_of_memory
+        want_of_memory._COUNTS = pathlib.Path(sys.argv.pop(1))
+        runpy.run_module("shared_rpc.broker", run_name="__main__")
+    """
+    broker = Child("-c", textwrap.dedent(code), str(counts), str(app.file), has_workers=True)
+    children.append(broker)
+    broker.expect("serving")
+    client = app.connect()
+    client.call("model")
+    counts.write_text(f"nr_free_pages 5\noom_kill {9 if short else 7}\n")
+    with pytest.raises(errors.WorkerCrashed) as crash:
+        client.call("end", "kill")
+    assert ("for want of memory: the kernel has killed 2" in str(crash.value)) is short
+    assert crash.value.signal == "SIGKILL"
 
 
 def test_what_was_made_stays(app: BrokerApp) -> None:
