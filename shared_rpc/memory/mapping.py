@@ -208,12 +208,7 @@ class MappingTable:
     def _keep(self, mapping: Mapping, segment: Segment, *, publishes: bool) -> None:
         """Have a mapping keep a descriptor: in any case where it is to be published, else where there is one to spare."""
         if mapping.descriptor is None and (publishes or (self._can_spare() and not segment.closed)):
-            try:
-                mapping.descriptor = segment.duplicate()
-            except OSError:
-                if publishes:
-                    raise
-                return  # this process has used up its descriptors, and the mapping does without
+            mapping.descriptor = segment.duplicate()
             self._descriptors += 1
         mapping.publishes = mapping.publishes or publishes
 

@@ -350,10 +350,11 @@ def test_a_page_goes_with_its_object(server: Server, client: Client) -> None:
     """The server's descriptor is closed when the object is dropped; one that is gone has no page."""
     with client.call("load") as handle:
         assert handle.revision == 0
-        assert server.engine.ask(lambda core: len(core.revisions._pages)) == 1
+        (stored,) = server.engine.ask(lambda core: list(core.objects))
+        assert stored.page is not None and not stored.page.closed
         client.invalidate_call_cache("load")
         unseen = client.call("load")
-    assert server.engine.ask(lambda core: len(core.revisions._pages)) == 0
+    assert stored.page.closed
     client.invalidate_call_cache("load")
     client._run(operations.release([unseen.object_id]))  # the handle does not know
     with pytest.raises(StaleHandleError, match="the server owns no object"):
