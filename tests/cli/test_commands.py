@@ -359,7 +359,7 @@ def test_buffers_are_told_from_results(served: Server, connect: Callable[..., Cl
     client = connect()
     client.call("load", 16).release()
     assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "1"
-    client.create_buffer(5000).release()
+    client.create_buffer(5000, keep=True).release()
     freed = client.create_buffer(100)
     client.free_buffer(freed)
     assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "3 (2 buffers)"
