@@ -38,6 +38,8 @@ from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.process import adopting
 from shared_rpc.zygote.safety import unsafe
 from shared_rpc.zygote.title import ROOM, set_title
+from tests.kit import leaving
+from tests.kit.pages import collapse
 
 __all__ = ["NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
 
@@ -61,6 +63,8 @@ _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
 #: These are carried out in a fork.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
 _PR_GET_CHILD_SUBREAPER = 37
+#: What is to be the last at the end of a fork is registered before all that imports register.
+_BEGIN = "from tests.kit import leaving; leaving.register(); from tests.kit import forks; forks.begin()"
 
 
 class _Request(msgspec.Struct):
@@ -145,7 +149,7 @@ def start_zygote() -> None:
     variables["PYTHONWARNINGS"] = NO_FORK_WARNING
     with theirs:
         _process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.forks", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM],
+            [sys.executable, "-c", _BEGIN, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -327,8 +331,9 @@ class _Born:
             kept,
             self._mask,
         )
-        forked.finish(lambda: _run(words))
-        raise SystemExit(0)
+        with leaving.noted():
+            forked.finish(lambda: _run(words))
+            raise SystemExit(0)
 
     def _nest(self) -> list[int]:
         """Fork a zygote for the children of this process: the descriptors that are kept for it."""
@@ -432,10 +437,13 @@ def main() -> _Born | None:
     sys.warnoptions.remove(NO_FORK_WARNING)
     gc.collect()
     gc.freeze()
+    leaving.spare_what_there_is()
+    collapse()
     return _Serving(connection, path, signal.pthread_sigmask(signal.SIG_BLOCK, ())).serve()
 
 
-if __name__ == "__main__":
+def begin() -> NoReturn:
+    """Be a zygote, and in each fork what that is to be."""
     begun = main()
     if begun is None:
         os._exit(0)
