@@ -15,6 +15,7 @@ import fcntl
 import gc
 import importlib
 import io
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -23,7 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +52,7 @@ NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 
 #: What is imported before processes begin. Nothing that a test imports for the first time to see what that does.
 MODULES = (
-    *("torch", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
+    *("torch", "torch._dynamo", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
     *("typer._adapters", "typer._click.decorators", "annotated_types"),
     *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client", "shared_rpc.client.aio"),
     *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server", "shared_rpc.codec"),
@@ -63,6 +64,8 @@ _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
 #: These are carried out in a fork.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
 _PR_GET_CHILD_SUBREAPER = 37
+#: How the code of children begins that :mod:`multiprocessing` starts, but for its tracker of resources.
+_SPAWNED = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
 #: What is to be the last at the end of a fork is registered before all that imports register.
 _BEGIN = "from tests.kit import leaving; leaving.register(); from tests.kit import forks; forks.begin()"
 
@@ -78,9 +81,9 @@ class _Request(msgspec.Struct):
     variables: dict[str, str]
     fds: list[int]
     unbuffered: bool
-    new_session: bool
-    group: int
-    nested: bool
+    new_session: bool = False
+    group: int = -1
+    nested: bool = False
 
 
 class _Zygote:
@@ -100,16 +103,17 @@ class _Zygote:
         """Whether it is this process's: one that was forked has none."""
         return self._owner == os.getpid()
 
-    def ask(self, request: _Request, fds: Sequence[int]) -> int:
-        """The process id of a new child.
-
-        :param fds: the last one is that of its working directory.
-        """
+    def ask(self, request: _Request, fds: Iterable[int], cwd: Any = None) -> int:
+        """The process id of a new child."""
         data = msgspec.msgpack.encode(request)
-        with self._lock, _adopting():
-            socket.send_fds(self._socket, [struct.pack("!I", len(data))], fds)
-            self._socket.sendall(data)
-            (told,) = struct.unpack("!i", _exactly(self._socket, 4))
+        folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
+        try:
+            with self._lock, _adopting():
+                socket.send_fds(self._socket, [struct.pack("!I", len(data))], [*fds, folder])
+                self._socket.sendall(data)
+                (told,) = struct.unpack("!i", _exactly(self._socket, 4))
+        finally:
+            os.close(folder)
         if told < 0:
             raise OSError(-told, os.strerror(-told))
         return int(told)
@@ -156,11 +160,13 @@ def start_zygote() -> None:
             env=variables,
         )
     _zygote = _Zygote(ours, variables)
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
 
 
 def stop_zygote() -> None:
     """End it."""
     global _zygote, _process  # noqa: PLW0603
+    multiprocessing.util.spawnv_passfds = _spawnv  # type: ignore[attr-defined]
     if _zygote is not None:
         _zygote.close()
         _zygote = None
@@ -206,11 +212,7 @@ class Popen(subprocess.Popen[Any]):
             nested=self._has_workers or _has_workers(words, variables),
         )
         try:
-            folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
-            try:
-                self.pid = zygote.ask(request, [*fds.values(), folder])
-            finally:
-                os.close(folder)
+            self.pid = zygote.ask(request, fds.values(), cwd)
             self._child_created = True
         finally:
             self._close_pipe_fds(*rest[:6])  # type: ignore[attr-defined]
@@ -232,6 +234,22 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+_spawnv = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Iterable[int]) -> int:
+    """What :mod:`multiprocessing` starts processes with, the same from 3.11 to 3.14: those of spawn, and a fork server."""
+    words = None
+    if _zygote is not None and _zygote.usable:
+        variables = dict(os.environ)
+        # Of the interpreter's options only this one is what variables say, too.
+        words = _words([word for word in args if word != "-B"], variables, _zygote.variables)
+    if _zygote is None or words is None or not words[1][1].startswith(_SPAWNED):
+        return int(_spawnv(path, args, passfds))
+    fds = [0, 1, 2, *sorted(map(int, passfds))]
+    return _zygote.ask(_Request(words[1], variables, fds, bool(variables.get("PYTHONUNBUFFERED"))), fds)
 
 
 def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[bool, list[str]] | None:
@@ -312,7 +330,10 @@ class _Born:
         elif request.group >= 0:
             os.setpgid(0, request.group)
         os.fchdir(self._folder)
-        kept = self._nest() if request.nested else []
+        detaches = request.nested and "--detach" in words
+        kept = [self._nest()] if request.nested and not detaches else []
+        if detaches:
+            self._nest_when_detached()
         streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=request.unbuffered) for _ in range(3)]
         sys.stdin, sys.stdout, sys.stderr = streams
         own = (
@@ -335,16 +356,22 @@ class _Born:
             forked.finish(lambda: _run(words))
             raise SystemExit(0)
 
-    def _nest(self) -> list[int]:
-        """Fork a zygote for the children of this process: the descriptors that are kept for it."""
+    def _nest(self) -> int:
+        """Fork a zygote for the children of this process: the descriptor that is kept for it."""
         global _zygote  # noqa: PLW0603
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         if fork() == 0:
             die_with_parent(parent)
-            ours.close()
-            for fd in (*self._fds, self._folder):
-                os.close(fd)
+            # Nothing that its parent has open: forks have what comes with them.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {nothing, theirs.fileno()}:
+                with suppress(OSError):  # the directory that has just been listed
+                    os.close(fd)
+            for fd in range(3):
+                os.dup2(nothing, fd)
+            os.close(nothing)
+            ours.detach()
             set_title([sys.executable, "-m", "tests.kit.forks", "nested"])
             # What a terminal sends to the group of its parent is not meant for it.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -358,8 +385,21 @@ class _Born:
         ours.close()
         _zygote = _Zygote(socket.socket(fileno=number), self._request.variables)
         subprocess.Popen = Popen  # type: ignore[misc]
+        multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
         os.execv = _exec
-        return [number]
+        return number
+
+    def _nest_when_detached(self) -> None:
+        """Do so in the process that a broker goes on in, which has the children."""
+        from shared_rpc.broker import detaching
+
+        detach = detaching.detach
+
+        def detach_and_nest(lock: int) -> None:
+            detach(lock)
+            self._nest()
+
+        detaching.detach = detach_and_nest
 
 
 _execv = os.execv

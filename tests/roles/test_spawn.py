@@ -81,7 +81,7 @@ class Scripts:
     ) -> Child:
         """A process in that role."""
         environ = {**({"SHARED_TENSOR_ROLE": role} if role else {}), **variables}
-        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory, fresh=fresh)
+        child = Child(*(words or ("app.py",)), environ=environ, cwd=cwd or self.directory, fresh=fresh, has_workers=True)
         self._children.append(child)
         return child
 
@@ -324,7 +324,7 @@ def test_the_log_does_not_grow_for_ever(scripts: Scripts) -> None:
     log = Path(log_path(scripts.socket))
     log.write_text("x" * ((1 << 20) + 1))
     scripts.attached()
-    assert "serving weights" in scripts.log
+    eventually(lambda: "serving weights" in scripts.log)
     assert (len(scripts.log), log.with_name(f"{log.name}.1").stat().st_size) < (2000, (1 << 20) + 2)
     assert log.stat().st_mode & 0o777 == 0o600
 
