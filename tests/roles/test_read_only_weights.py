@@ -182,7 +182,7 @@ def test_the_way_out(start: Callable[..., Child], case: str, number: int) -> Non
 
 
 @pytest.fixture
-def ranks(new_processes: None, start: Callable[..., Child], tmp_path: object) -> Callable[..., list[Child]]:
+def ranks(start: Callable[..., Child], tmp_path: object) -> Callable[..., list[Child]]:
     """``ranks(way_out, options)`` trains on top of the read-only model in two processes of one gloo group."""
 
     def begin(way_out: str = "", options: str = "") -> list[Child]:
