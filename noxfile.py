@@ -133,7 +133,9 @@ def _run(session: nox.Session, program: str, *arguments: str, **environ: str) ->
         session.run(*install, "--no-deps", "shared-tensor==0.2.16", external=True)
         stamp.write_text(f"{sys.version} {wanted}")
     path = os.pathsep.join([str(SHARED / "bin"), os.environ["PATH"]])
-    session.run(str(SHARED / "bin" / program), *arguments, external=True, env={"PATH": path, **environ})
+    # Hundreds of processes import this package: what one has compiled the others find, whatever the environment says.
+    environ = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "", **environ}
+    session.run(str(SHARED / "bin" / program), *arguments, external=True, env=environ)
 
 
 def _starts(program: str) -> bool:
