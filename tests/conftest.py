@@ -40,7 +40,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def zygote(request: pytest.FixtureRequest) -> Iterator[None]:
+def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children of tests begin as forks of it, in the rooms whose tests have any."""
     rooms = {item.path.parent.name for item in request.session.items}
     if rooms - {"unit", "compat"}:

@@ -245,6 +245,16 @@ def comparable(value: Any) -> Any:
     return re.sub(r"0x[0-9a-f]+|repeated \d+ more", "…", value) if isinstance(value, str) else value
 
 
+def test_a_script_that_deletes_itself(place: Place) -> None:
+    """It runs to its end, and its errors have no source lines."""
+    found = []
+    for way in (place.python, place.run):
+        script = place.write("import os\nos.unlink(__file__)\nprint('on')\ndef f(): 1 / 0\nf()")
+        found.append(way(script))
+    assert found[0] == found[1]
+    assert found[1].output == "on\n"
+
+
 def test_a_broken_pipe_is_the_scripts(place: Place) -> None:
     """Nobody reads any more: the script hears of it, and what read last sees the end with the script's."""
     script = place.write("for i in range(100000): print(i)")

@@ -24,7 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -219,14 +219,22 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(
-    args: Sequence[str], *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+    args: Sequence[str],
+    *,
+    input: Any = None,  # as subprocess.run() has it
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """:func:`subprocess.run` with such a process."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
     with Popen(args, **options) as process:
         try:
-            output, errors = process.communicate(timeout=timeout)
+            output, errors = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
@@ -250,6 +258,33 @@ def _spawn(path: bytes, args: Sequence[Any], passfds: Iterable[int]) -> int:
         return int(_spawnv(path, args, passfds))
     fds = [0, 1, 2, *sorted(map(int, passfds))]
     return _zygote.ask(_Request(words[1], variables, fds, bool(variables.get("PYTHONUNBUFFERED"))), fds)
+
+
+_posix_spawn = os.posix_spawn
+
+
+def _spawn_zygote(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
+    """:func:`os.posix_spawn`, as ``shared-rpc run`` starts a zygote by it."""
+    words = None
+    if _zygote is not None and _zygote.usable and path == sys.executable:
+        words = _words([word for word in argv if word != "-B"], dict(env), _zygote.variables)
+    if _zygote is None or words is None:
+        return _posix_spawn(path, argv, env, **options)
+    fds = {fd: fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and _is_inherited(fd)}
+    for kind, fd, *numbers in options["file_actions"]:
+        if kind == os.POSIX_SPAWN_CLOSE:
+            fds.pop(fd, None)
+        else:
+            fds[numbers[0]] = fd
+    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
+    return _zygote.ask(_Request(words[1], dict(env), list(fds), unbuffered, group=options["setpgroup"]), fds.values())
+
+
+def _is_inherited(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:  # the directory that has just been listed
+        return False
 
 
 def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[bool, list[str]] | None:
@@ -386,7 +421,7 @@ class _Born:
         _zygote = _Zygote(socket.socket(fileno=number), self._request.variables)
         subprocess.Popen = Popen  # type: ignore[misc]
         multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
-        os.execv = _exec
+        os.execv, os.posix_spawn = _exec, _spawn_zygote
         return number
 
     def _nest_when_detached(self) -> None:
@@ -415,7 +450,7 @@ class _Exec(BaseException):
 
 def _exec(program: str, words: Sequence[str]) -> NoReturn:
     """:func:`os.execv`, as ``serve`` becomes a broker by it; the process keeps what it has imported, and its zygote."""
-    if not program == words[0] == sys.executable:
+    if not program == words[0] == sys.executable or list(words[1:3]) != ["-m", "shared_rpc.broker"]:
         _execv(program, words)
     raise _Exec(words[1:])
 

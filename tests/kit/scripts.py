@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
+from tests.kit import forks
 from tests.kit.processes import PYTHONPATH, Child
 
 __all__ = ["RUN", "Outcome", "Place"]
@@ -31,10 +32,15 @@ class Outcome(NamedTuple):
 
 
 class Place:
-    """A directory for scripts, and for the zygotes of those who run them."""
+    """A directory for scripts, and for the zygotes of those who run them.
 
-    def __init__(self, folder: Path, sockets: Path) -> None:
+    :param forks: whether commands, and the zygotes that they start, may begin as forks of the tests' own zygote, which has
+        imported torch: where it is of no matter what they are, but what becomes of them.
+    """
+
+    def __init__(self, folder: Path, sockets: Path, forks: bool = False) -> None:
         self.folder = folder
+        self._forks = forks
         self.base_path = str(sockets / "s")
         self.environ = {
             name: value for name, value in os.environ.items() if not name.startswith(("SHARED_TENSOR_", "COLUMNS", "LINES"))
@@ -62,7 +68,14 @@ class Place:
 
     def start(self, *words: object, run: bool = True, **environ: str) -> Child:
         """Start a program that goes on."""
-        return Child(*(RUN if run else ()), *map(str, words), cwd=self.folder, environ={**self.environ, **environ}, options=())
+        return Child(
+            *(RUN if run else ()),
+            *map(str, words),
+            cwd=self.folder,
+            environ={**self.environ, **environ},
+            options=(),
+            has_workers=self._forks,
+        )
 
     def _finish(
         self,
@@ -74,17 +87,11 @@ class Place:
         **options: Any,
     ) -> Outcome:
         variables = {name: value for name, value in {**self.environ, **(environ or {})}.items() if value is not None}
-        ran = subprocess.run(
-            command,
-            env=variables,
-            cwd=cwd or self.folder,
-            preexec_fn=setup or _begin,
-            input=text.encode(),
-            capture_output=True,
-            timeout=_PATIENCE,
-            check=False,
-            **options,
-        )
+        options |= {"env": variables, "cwd": cwd or self.folder, "input": text.encode(), "capture_output": True}
+        if self._forks and setup is None and command[1 : 1 + len(RUN)] == [*RUN]:
+            ran = forks.run(command, timeout=_PATIENCE, has_workers=True, **options)
+        else:
+            ran = subprocess.run(command, preexec_fn=setup or _begin, timeout=_PATIENCE, check=False, **options)
         return Outcome(ran.returncode, ran.stdout.decode(errors="replace"), ran.stderr.decode(errors="replace"))
 
     def zygotes(self) -> list[dict[str, Any]]:
