@@ -147,7 +147,8 @@ def test_clients_that_are_killed(
         client.call("shared").release()
         client.call("weights", 1).release()
     eventually(lambda: server.info()["objects"] == 1 and server.info()["sessions"] == 0)
-    zygote = Child("-c", ZYGOTE, kind)
+    # A process without torch is forked in a tenth of the time.
+    zygote = Child("-c", ZYGOTE, kind, fresh=kind == "light")
     children.append(zygote)
     before = account(server)
     for _ in range(batches):
