@@ -724,7 +724,7 @@ BIG = """
 
 def test_a_gigabyte_takes_nothing() -> None:
     """A model of 1 GiB is built with no growth of the process, neither meanwhile nor after."""
-    child = python(BIG)
+    child = python(BIG, fresh=True)
     assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
     total, inside, after, peak = map(int, child.expect("grown").split()[1:])
     assert child.close() == (0, "")
