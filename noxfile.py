@@ -118,7 +118,8 @@ def pictures(session: nox.Session) -> None:
 
 
 def _test(session: nox.Session, *which: str | Path) -> None:
-    _run(session, "pytest", *PARALLEL, "-m", "not gpu", *map(str, which))
+    # What several tests look at, all benchmarks say, runs once: those tests are a group, which one worker has.
+    _run(session, "pytest", *PARALLEL, "--dist", "loadgroup", "-m", "not gpu", *map(str, which))
 
 
 def _run(session: nox.Session, program: str, *arguments: str, **environ: str) -> None:

@@ -32,7 +32,7 @@ from benchmarks.throughput import starved
 from tests.kit.processes import ROOT
 
 #: All commands run at once, and the first test waits for most of them.
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("benchmarks")]
 
 SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",

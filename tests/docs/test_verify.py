@@ -29,7 +29,7 @@ from shared_rpc.verification.verdict import Outcome, Verdict, size
 from tests.kit import verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("verify")]
 
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
 NAMES = [check.name for check in CHECKS]
