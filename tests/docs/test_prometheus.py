@@ -1,0 +1,148 @@
+"""The dashboard and the alerts of examples/deploy/ before Prometheus itself, which scrapes a broker that serves the app there.
+
+:mod:`tests.docs.test_deploy` holds names and labels against a scrape; here ``promtool`` and ``prometheus``, both of Debian's
+package ``prometheus``, read and evaluate all expressions. In ``nox -s deep``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_deploy import DASHBOARD, DEPLOY, read_yaml
+from tests.kit.processes import Child, eventually
+from tests.kit.repetitions import repetitions
+
+pytestmark = [
+    pytest.mark.xdist_group("prometheus"),
+    pytest.mark.skipif(
+        not repetitions(0, 1) or shutil.which("prometheus") is None,
+        reason="Prometheus is run in 'nox -s deep', where it is there",
+    ),
+]
+
+#: What Grafana fills in.
+VARIABLES = {"$instance": ".*", "$endpoint": ".*", "$__rate_interval": "30s", "$__interval": "5s", "$__range": "1m"}
+
+
+class Prometheus:
+    """A Prometheus that has scraped, and its API."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The ``data`` of an answer."""
+        query = urllib.parse.urlencode(parameters)
+        with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
+            told = json.load(answer)
+        assert told["status"] == "success", told
+        return told["data"]
+
+    def samples(self, query: str) -> list[dict[str, Any]]:
+        """What an expression gives now."""
+        found: list[dict[str, Any]] = self.ask("query", query=query)["result"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """It has scraped, for some seconds, a broker whose clients call."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    folder.chmod(0o700)
+    environ = {"SHARED_TENSOR_BASE_PATH": str(folder / "s"), "SHARED_TENSOR_ENABLED": "", "CUDA_VISIBLE_DEVICES": ""}
+    app = str(DEPLOY / "app.py")
+    children = [
+        Child("-m", "shared_rpc.cli", "serve", app, "--metrics-port", "0", environ={**environ, "SHARED_TENSOR_ROLE": ""})
+    ]
+    try:
+        target = urllib.parse.urlsplit(children[0].expect("metrics at").removeprefix("metrics at ")).netloc
+        children.append(Child(app, "--pause", "0.01", environ={**environ, "SHARED_TENSOR_ROLE": "client"}))
+        children[1].expect("100 batches")
+        config = (DEPLOY / "prometheus.yml").read_text().replace("server:9464", target).replace("interval: 5s", "interval: 1s")
+        (folder / "prometheus.yml").write_text(config)
+        shutil.copy(DEPLOY / "alerts.yml", folder)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    *("prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"),
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        found = Prometheus(f"http://127.0.0.1:{port}")
+
+        def scraped() -> bool:
+            try:
+                told = found.samples("count_over_time(shared_rpc_build_info[1m])")
+            except OSError:  # it is not there yet
+                return False
+            return bool(told) and int(told[0]["value"][1]) > 8
+
+        try:
+            eventually(scraped, 60.0, f"Prometheus scrapes: {(folder / 'log').read_text()[-2000:]}")
+            yield found
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+    finally:
+        for child in children:
+            child.process.kill()
+            child.process.communicate()
+
+
+def panels() -> list[Any]:
+    """Every query of the dashboard."""
+    return [
+        pytest.param(target["expr"], id=f"{panel['title']}-{target['refId']}")
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+@pytest.mark.parametrize("query", panels())
+def test_a_query_of_the_dashboard(prometheus: Prometheus, query: str) -> None:
+    """It is one, and gives numbers where there is something to tell."""
+    for name, value in VARIABLES.items():
+        query = query.replace(name, value)
+    assert not re.search(r"\$\w", query)
+    told = prometheus.samples(query)
+    assert told, f"{query} gives nothing"
+    assert any(math.isfinite(float(one["value"][1])) for one in told) or "histogram_quantile" in query
+
+
+def test_the_alerts(prometheus: Prometheus) -> None:
+    """All are evaluated without an error, and none fires for a broker that is well."""
+    wanted = {rule["alert"] for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]}
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+
+    eventually(lambda: all(rule["health"] == "ok" for rule in rules()), 30.0, "all are evaluated")
+    assert {rule["name"] for rule in rules()} == wanted
+    assert [rule["name"] for rule in rules() if rule["state"] == "firing"] == []
+
+
+def test_what_promtool_says(tmp_path: Path) -> None:
+    """The files are right, and so is what is exported."""
+    for name in ("prometheus.yml", "alerts.yml"):
+        shutil.copy(DEPLOY / name, tmp_path)
+    subprocess.run(["promtool", "check", "config", str(tmp_path / "prometheus.yml")], check=True, env=os.environ)
+    subprocess.run(["promtool", "check", "rules", str(tmp_path / "alerts.yml")], check=True)
