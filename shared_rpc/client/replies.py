@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
+from shared_rpc.interrupts import is_of_handler
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.catalogue import decode_message, number_of
 from shared_rpc.wire.frames import Frame
@@ -119,14 +120,31 @@ def _raise_error(message: m.Error, frame: Frame) -> NoReturn:
     """
     error = from_wire(message.code, message.text, message.detail)
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
-    if message.endpoint_raised:
-        try:
-            own = _native(pickle.loads(frame.payload), message.detail["type_name"])
-        except Exception:
-            own = None  # its class is not here, or its constructor takes other arguments: RemoteError tells all of it
-        if isinstance(own, Exception):
-            raise _marked(own, message) from cause
-    raise _marked(error, message) from cause
+    try:
+        if message.endpoint_raised:
+            own = _own_error(message, frame)
+            if own is not None:
+                error = own
+                del own
+        raise _marked(error, message) from cause
+    finally:
+        # The error has this frame in its traceback, and would only go with the next pass of the cyclic collector.
+        del error, cause
+
+
+def _own_error(message: m.Error, frame: Frame) -> Exception | None:
+    """Rebuild an endpoint's own exception.
+
+    :returns: None where its class is not here, or making it fails in whatever way: RemoteError tells all of it then. An
+        exception that ends the process which makes it was meant for the server's.
+    """
+    try:
+        own = _native(pickle.loads(frame.payload), message.detail["type_name"])
+    except BaseException as error:
+        if is_of_handler(error):
+            raise
+        return None
+    return own if isinstance(own, Exception) else None
 
 
 def _marked(error: Exception, message: m.Error) -> Exception:

@@ -15,6 +15,7 @@ from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.interrupts import is_of_handler
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
@@ -146,7 +147,9 @@ def _lifted(
         return [lift(value, leaf) for value in arguments.args], {
             name: lift(value, leaf) for name, value in arguments.kwargs.items()
         }
-    except Exception as error:
+    except BaseException as error:
+        if is_of_handler(error):
+            raise
         raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
     finally:
         # An error that an argument's own code caught, and somebody keeps, keeps this frame.

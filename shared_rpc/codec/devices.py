@@ -19,8 +19,14 @@ def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -
         if value.device.type != kind:
             raise CapabilityError(wrong_device(path, value.device, kind))
         return
-    hosted = {id(tensor) for module in value.modules() for tensor in host_tensors(module)}
-    for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+    try:
+        hosted = {id(tensor) for module in value.modules() for tensor in host_tensors(module)}
+        state = (*value.named_parameters(), *value.named_buffers())
+    except RecursionError:
+        raise CapabilityError(
+            f"{path} is nested deeper than its modules can be walked (RecursionError): make it flat"
+        ) from None
+    for name, tensor in state:
         if id(tensor) not in hosted:
             check_devices(tensor, f"{path}.{name}", kind)
 

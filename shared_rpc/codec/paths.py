@@ -12,15 +12,18 @@ __all__ = ["locate"]
 
 #: A path this long is not read by anybody, and cycles end here.
 _DEPTH = 40
+#: Of what is nested too deep.
+_RECURSION = 8
 
 
 def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Exception) -> tuple[str, Exception]:
     """The deepest part of ``value`` for which ``attempt`` still fails: ``(its path, its error)``.
 
-    An error whose ``subject`` is the part itself ends the search there.
+    An error whose ``subject`` is the part itself ends the search there. Of what is nested too deep the beginning of the way is
+    told: every part of it fails.
     """
     seen: set[int] = set()
-    for _ in range(_DEPTH):
+    for _ in range(_DEPTH if not isinstance(error, RecursionError) else _RECURSION):
         if getattr(error, "subject", None) is value:
             break
         seen.add(id(value))

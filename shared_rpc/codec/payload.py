@@ -77,7 +77,11 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
     if value is None:
         return 0
     storages: dict[int, int] = {}
-    if not _is_plain(value, kind, storages, set(), 0) or not storages:
+    try:
+        plain = _is_plain(value, kind, storages, set(), 0)
+    except RecursionError:  # modules within modules; pickling tells where
+        plain = False
+    if not plain or not storages:
         _, scan = dump_result(value, endpoint, kind)
         storages = {storage._cdata: storage.nbytes() for storage in scan.storages if storage._cdata not in scan.repacked}
         return sum(storages.values()) + (scan.buffers.nbytes if scan.buffers is not None else 0)

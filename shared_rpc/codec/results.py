@@ -23,6 +23,7 @@ from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebui
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
+from shared_rpc.interrupts import is_of_handler
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
@@ -220,7 +221,9 @@ def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unt
     """The object around what is in the lists, which are emptied."""
     try:
         return load(skeleton, tensors, storages, buffers)
-    except Exception as error:
+    except BaseException as error:
+        if is_of_handler(error):
+            raise
         # What there is of the object is nobody's.
         traceback.clear_frames(error.__traceback__)
         raise CodecError(

@@ -248,6 +248,11 @@ def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...
 _REFERENCE = b"I%d\nQ."
 
 
+_TOO_DEEP = (
+    "is nested deeper than pickle can follow (RecursionError; sys.setrecursionlimit() says how deep), or holds itself in a way "
+    "that it cannot write: keep its parts in a flat list"
+)
+
 _UNPICKLABLE = "cannot be pickled: {}; make it where it is used, or leave it out in a __getstate__() of what holds it"
 
 
@@ -269,6 +274,8 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             anew = scan.anew
             where, cause = locate(value, path, lambda part: _dump(part, anew()), error)
             del anew
+        if isinstance(cause, RecursionError):
+            raise CapabilityError(f"{where} {_TOO_DEEP}") from None
         raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else _UNPICKLABLE.format(cause)}") from error
     else:
         above = max(scan.next_hook, RemovableHandle.next_id)

@@ -67,6 +67,45 @@ class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
 Leaf = Callable[[Any, str], Any]
 
 
+class _TooDeep(Exception):
+    """Containers are nested deeper than :data:`_DEPTH` levels."""
+
+
+def _nesting(value: Any, path: str) -> CapabilityError:
+    """Return the error for a value that is nested too deep: in itself, or simply deep."""
+    #: What is to be looked at, with the containers around it and their paths. An own stack: recursion has an end.
+    todo: list[tuple[Any, str, dict[int, str]]] = [(value, path, {})]
+    deep = path
+    while todo:
+        item, where, around = todo.pop()
+        if type(item) not in (list, tuple, dict):
+            continue
+        if id(item) in around:
+            return CapabilityError(
+                f"{where} is {around[id(item)]} again, in which it lies: a container that holds itself cannot be an argument; "
+                f"pass what is in it once"
+            )
+        if len(around) >= _DEPTH:
+            deep = where
+            continue
+        inside = {**around, id(item): where}
+        parts = item.items() if type(item) is dict else enumerate(item)
+        todo.extend((part, f"{where}[{name!r}]", inside) for name, part in parts)
+    return CapabilityError(
+        f"{_shortened(deep)} is nested deeper than {_DEPTH} levels, which are as many as an argument may have: "
+        f"pass a flat list, or a module"
+    )
+
+
+#: Characters of a path that is told to people.
+_PATH = 120
+
+
+def _shortened(path: str) -> str:
+    """Return a path whose end is left out if it is longer than anybody reads."""
+    return path if len(path) <= _PATH else f"{path[:_PATH]}…"
+
+
 def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
     """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns."""
     kind = type(value)
@@ -75,7 +114,7 @@ def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
     if kind is str:
         return _text(value, path)
     if kind in (list, tuple, dict) and depth >= _DEPTH:
-        raise CapabilityError(f"{path} is nested deeper than {_DEPTH} levels")
+        raise _TooDeep
     if kind is list or kind is tuple:
         return kind(lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
     if kind is dict:
@@ -99,11 +138,21 @@ def _text(value: str, path: str) -> str:
 
 
 def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
-    """:func:`lower` for all arguments of a call."""
+    """:func:`lower` for all arguments of a call.
+
+    :raises CapabilityError: for an argument that cannot travel, or that is nested too deep, naming it.
+    """
     return (
-        [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
-        {_text(name, "an argument's name"): lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
+        [_lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
+        {_text(name, "an argument's name"): _lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
     )
+
+
+def _lower(value: Any, path: str, leaf: Leaf) -> Any:
+    try:
+        return lower(value, path, leaf)
+    except _TooDeep:
+        raise _nesting(value, path) from None
 
 
 def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:

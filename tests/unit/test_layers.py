@@ -16,7 +16,7 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
-    ["ending", "errors", "reaper", "by_value", "instrumentation", "peers"],
+    ["ending", "errors", "interrupts", "reaper", "by_value", "instrumentation", "peers"],
     ["settings", "memory", "own_files", "sharding"],
     ["zygote"],
     ["records"],

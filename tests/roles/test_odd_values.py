@@ -1,0 +1,232 @@
+"""Values that are nested without end, and exceptions that do more than to be raised."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from shared_rpc import Client
+from shared_rpc.errors import CapabilityError, CodecError, RemoteError
+from tests.kit.apps import App
+
+#: Levels that neither pickle nor a message can follow.
+DEEP = 10_000
+
+
+def nested(value: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Put a value into something, and that into the same again, and so on."""
+    for _ in range(DEEP):
+        value = wrap(value)
+    return value
+
+
+def chain() -> torch.nn.Module:
+    """A module in a module in a module."""
+    first = last = torch.nn.Linear(2, 2)
+    for _ in range(DEEP // 4):
+        last.next = torch.nn.Identity()
+        last = last.next  # type: ignore[assignment]
+    return first
+
+
+DEEP_VALUES: dict[str, Callable[[], Any]] = {
+    "lists": lambda: nested(torch.ones(1), lambda value: [value]),
+    "tuples": lambda: nested(torch.ones(1), lambda value: (value,)),
+    "dicts": lambda: nested(torch.ones(1), lambda value: {"k": value}),
+    "modules": chain,
+}
+
+
+@pytest.mark.parametrize("kind", DEEP_VALUES)
+def test_a_result_that_is_nested_too_deep(app: App, kind: str) -> None:
+    """The error names the endpoint and where it begins, in every role."""
+
+    @app.share(cache=False)
+    def made() -> Any:
+        return DEEP_VALUES[kind]()
+
+    with pytest.raises(CapabilityError, match=r"endpoint 'made': result[\[.].{1,80} is nested deeper than pickle can follow"):
+        made()
+
+
+@pytest.mark.parametrize("kind", DEEP_VALUES)
+def test_an_argument_that_is_nested_too_deep(app: App, kind: str) -> None:
+    """The error names the argument."""
+
+    @app.share(cache=False)
+    def take(x: Any) -> None:
+        pass
+
+    with pytest.raises(CapabilityError, match=r"^argument 0.{0,140} is nested deeper than"):
+        take(DEEP_VALUES[kind]())
+
+
+def cyclic_list() -> Any:
+    """A list that holds itself, at its end."""
+    value: list[Any] = [torch.ones(2)]
+    value.append((value,))
+    return value
+
+
+def cyclic_dict() -> Any:
+    """A dict that holds itself."""
+    value: dict[str, Any] = {"t": torch.ones(2)}
+    value["again"] = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "where", "what"),
+    [(cyclic_list, r"argument 0\[1\]\[0\]", "argument 0"), (cyclic_dict, r"argument 0\['again'\]", "argument 0")],
+)
+def test_an_argument_that_holds_itself(app: App, make: Callable[[], Any], where: str, what: str) -> None:
+    """The error says so, and names both ends of the circle."""
+
+    @app.share(cache=False)
+    def take(x: Any) -> None:
+        pass
+
+    with pytest.raises(CapabilityError, match=f"^{where} is {what} again, in which it lies"):
+        take(make())
+
+
+def test_what_is_in_an_argument_twice_is_no_circle(app: App) -> None:
+    """It lies beside itself, not in itself."""
+
+    @app.share(cache=False)
+    def total(x: Any) -> torch.Tensor:
+        return torch.tensor(sum(len(part) for part in x))
+
+    part = [1, 2]
+    assert total([part, part]) == 4
+
+
+@pytest.mark.parametrize("make", [cyclic_list, cyclic_dict])
+def test_a_result_that_holds_itself(app: App, make: Callable[[], Any]) -> None:
+    """It comes back as it was."""
+
+    @app.share(cache=False)
+    def made() -> Any:
+        return make()
+
+    value = made()
+    if isinstance(value, list):
+        assert value[1][0] is value and value[0].sum() == 2
+        value.clear()
+    else:
+        assert value["again"] is value and value["t"].sum() == 2
+        value.clear()
+
+
+class EndsWhoeverLoadsIt(ValueError):
+    """An exception whose unpickling ends the process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("unpickled",)
+
+
+class StopsWhoeverLoadsIt(ValueError):
+    """An exception whose unpickling raises what is no Exception."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stop, ()
+
+
+def stop() -> NoReturn:
+    """Raise what a generator's end is."""
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize("kind", [EndsWhoeverLoadsIt, StopsWhoeverLoadsIt])
+def test_an_exception_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client], kind: type[Exception]) -> None:
+    """It is one that cannot be rebuilt, and arrives as a RemoteError with its type's name, message and traceback."""
+
+    def fails() -> None:
+        raise kind("meant for the server")
+
+    with pytest.raises(RemoteError, match="meant for the server") as caught:
+        client_of(fails).call("fails")
+    assert caught.value.type_name.endswith(kind.__name__)
+
+
+class EndsItsReader(torch.nn.Linear):
+    """A module whose unpickling ends the process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("unpickled",)
+
+
+def test_a_result_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client]) -> None:
+    """It is one that cannot be rebuilt, as with any other error."""
+
+    def made() -> torch.nn.Module:
+        return EndsItsReader(2, 2)
+
+    with pytest.raises(CodecError, match="SystemExit: unpickled"):
+        client_of(made).call("made")
+
+
+def test_an_argument_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client]) -> None:
+    """The server says so, and serves on."""
+
+    def take(x: torch.nn.Module) -> None:
+        pass
+
+    client = client_of(take)
+    with pytest.raises(CodecError, match="SystemExit: unpickled"):
+        client.call("take", EndsItsReader(2, 2))
+    client.ping()
+
+
+class Interrupts(ValueError):
+    """An exception during whose unpickling a signal comes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+class Interrupted(BaseException):
+    """What the handler raises."""
+
+
+@pytest.fixture(params=[SystemExit, Interrupted, KeyboardInterrupt])
+def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    """What a handler of SIGUSR1 raises, of which there is one meanwhile."""
+
+    def handler(number: int, frame: object) -> NoReturn:
+        raise request.param("from the handler")
+
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    yield request.param
+    signal.signal(signal.SIGUSR1, earlier)
+
+
+def test_a_handler_that_raises_while_an_exception_is_rebuilt(
+    client_of: Callable[..., Client], raised_by_handler: type[BaseException]
+) -> None:
+    """The handler's exception comes out: it is no part of what is rebuilt."""
+
+    def fails() -> None:
+        raise Interrupts("slow to load")
+
+    with pytest.raises(raised_by_handler, match="from the handler"):
+        client_of(fails).call("fails")
+
+
+@pytest.fixture
+def client_of(
+    provider: Any, serve: Callable[..., Any], connect: Callable[..., Client]
+) -> Callable[[Callable[..., Any]], Client]:
+    """Make a client of a server with one endpoint."""
+
+    def make(function: Callable[..., Any]) -> Client:
+        provider.share(cache=False)(function)
+        serve()
+        return connect()
+
+    return make
