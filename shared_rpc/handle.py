@@ -86,7 +86,6 @@ class Lease(Generic[T]):
         self._session = session
         self._released = False
         self._lock = threading.Lock()
-        self._info: dict[str, Any] | None = None
         #: Where its revision is, once somebody has asked.
         self._page: Page | None = None
         REAPER.start()
@@ -165,18 +164,18 @@ class Handle(Lease[T], Revised[T]):
             self._issuer.give_back(self.object_id, self._session)
 
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
-        """What the server knows of the object; asked once, and again with ``refresh``.
+        """Return what the server knows of the object now. Asks the server each time.
 
         Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes`` (which all share), ``private_nbytes`` (which
         each process that has it copies), ``device``, ``generation``, ``current``
-        (see :meth:`is_current`), ``leases`` (how many processes hold it), ``created_at``, ``last_accessed_at`` (Unix seconds).
-        Where the memory ends with the process that made it, ``lifetime`` says so.
+        (see :meth:`is_current`), ``stale`` (whether its endpoint's code has changed since), ``leases`` (how many processes
+        hold it), ``created_at``, ``last_accessed_at`` (Unix seconds). Where the memory ends with the process that made it,
+        ``lifetime`` says so.
 
+        :param refresh: without effect: nothing is remembered of an earlier answer. For code that was written for shared-tensor.
         :raises StaleHandleError: if the server does not own the object any more.
         """
-        if self._info is None or refresh:
-            self._info = self._issuer.object_info(self.object_id)
-        return dict(self._info)
+        return self._issuer.object_info(self.object_id)
 
     def is_stale(self) -> bool:
         """Whether the server that issued the handle is gone or owns the object no more. Asks the server."""
@@ -219,7 +218,7 @@ class Handle(Lease[T], Revised[T]):
         :raises ConfigurationError: if the file cannot be written.
         """
         value, socket_path = self.value, self._issuer.socket_path
-        return _issued(Ticket.of(value, self.get_object_info(refresh=True), socket_path), path)
+        return _issued(Ticket.of(value, self.get_object_info(), socket_path), path)
 
     def __enter__(self) -> Handle[T]:
         return self
@@ -256,9 +255,7 @@ class AsyncHandle(Lease[T], AsyncRevised[T]):
 
     async def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """See :meth:`Handle.get_object_info`."""
-        if self._info is None or refresh:
-            self._info = await self._issuer.object_info(self.object_id)
-        return dict(self._info)
+        return await self._issuer.object_info(self.object_id)
 
     async def is_stale(self) -> bool:
         """See :meth:`Handle.is_stale`."""
@@ -284,7 +281,7 @@ class AsyncHandle(Lease[T], AsyncRevised[T]):
         from anyio import to_thread
 
         value, socket_path = self.value, self._issuer.socket_path
-        facts = await self.get_object_info(refresh=True)
+        facts = await self.get_object_info()
         return await to_thread.run_sync(lambda: _issued(Ticket.of(value, facts, socket_path), path))
 
     async def __aenter__(self) -> AsyncHandle[T]:

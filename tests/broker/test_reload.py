@@ -41,7 +41,7 @@ def test_what_changed_is_built_anew(app: BrokerApp) -> None:
     assert facts["workers"] == worker_pids(client) != earlier
     assert (old.tolist(), client.call("answer").tolist()) == ([1, 1], [2, 2])
     assert client.call("model") is model
-    assert not handle.get_object_info(refresh=True)["stale"]
+    assert not handle.get_object_info()["stale"]
     eventually(lambda: not is_running(earlier[0]), what="the old worker ends")
 
 
@@ -58,7 +58,7 @@ def test_a_handle_of_what_changed(app: BrokerApp) -> None:
     handle = client.call("weights")
     app.write(source.format(value=2.0))
     client.reload()
-    assert handle.get_object_info(refresh=True)["stale"]
+    assert handle.get_object_info()["stale"]
     assert handle.value.tolist() == [1, 1]
     assert client.call("weights").value.tolist() == [2, 2]
 

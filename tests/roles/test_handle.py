@@ -167,8 +167,8 @@ def test_object_info(app: App) -> None:
     assert 1.7e9 < created <= accessed
 
 
-def test_object_info_is_asked_once(app: App) -> None:
-    """The answer is kept, whatever the caller does to it, until a refresh is asked for."""
+def test_object_info_is_asked_each_time(app: App) -> None:
+    """What changes is told as it is now, and what never changes stays, whatever the caller does to an earlier answer."""
 
     @app.share(managed=True)
     def load() -> torch.Tensor:
@@ -178,8 +178,11 @@ def test_object_info_is_asked_once(app: App) -> None:
     first = handle.get_object_info()
     handle.get_object_info().clear()
     load().release()
-    assert handle.get_object_info() == first
-    assert handle.get_object_info(refresh=True)["last_accessed_at"] > first["last_accessed_at"]
+    again = handle.get_object_info()
+    assert again["last_accessed_at"] > first["last_accessed_at"]
+    assert load.invalidate() == 1
+    changed = {"current": False, "last_accessed_at": again["last_accessed_at"]}
+    assert handle.get_object_info() == handle.get_object_info(refresh=True) == first | changed
 
 
 def test_info_of_an_object_that_is_gone(app: App) -> None:
@@ -194,7 +197,7 @@ def test_info_of_an_object_that_is_gone(app: App) -> None:
 
     def refused() -> bool:
         try:
-            handle.get_object_info(refresh=True)
+            handle.get_object_info()
         except StaleHandleError as error:
             return error.reason == "object_gone" and handle.object_id in str(error)
         return False

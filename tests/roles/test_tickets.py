@@ -76,7 +76,7 @@ def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path
         assert torch.equal(opened.value.embed.weight, handle.value.embed.weight)
         assert opened.get_object_info()["leases"] == 2
         handle.release()
-        assert opened.get_object_info(refresh=True)["leases"] == 1
+        assert opened.get_object_info()["leases"] == 1
 
 
 def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None:
