@@ -13,13 +13,33 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-__all__ = ["REAPER", "Reaper"]
+__all__ = ["REAPER", "Reaper", "weakly"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc")
 
 Job = Callable[[], object]
+
+
+def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Call a bound method without keeping its object: once that is gone, nothing is done.
+
+    What an object gives to its parts, to threads and to finalisers must not keep it: it is to end with its last user, and not
+    with the next pass of the cyclic collector.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        found = reference()
+        return found(*args, **kwargs) if found is not None else None
+
+    return call
 
 
 class Reaper:

@@ -33,6 +33,7 @@ from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Wor
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.handle import AsyncHandle, Lease, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.reaper import Job
 from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
@@ -60,7 +61,13 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
 
     def _begin(self) -> None:
         self._closed = False
+        self._new_lane = self._lanes()
         self._disconnected()
+
+    def _leaves(self) -> Job | None:
+        # No coroutine waits any more: it would have the client. So the loop has nothing to do with the channel's end.
+        channel, session = getattr(self, "_channel", None), getattr(self, "_session", None)
+        return functools.partial(_leave, channel, session) if session is not None else None
 
     def _after_fork(self) -> None:
         super()._after_fork()
@@ -425,6 +432,13 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         except BaseException:
             channel.close()
             raise
+
+
+def _leave(channel: Channel | None, session: Session) -> None:
+    if channel is not None:
+        channel.tell(m.Goodbye())
+        channel.close()
+    session.lane.close()
 
 
 async def _worked(step: Work) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Self
 
 from shared_rpc.client.holdings import Holdings
@@ -13,6 +15,7 @@ from shared_rpc.client.watching import Watch
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.preload import preload_codec
+from shared_rpc.reaper import REAPER, Job, weakly
 from shared_rpc.settings import resolve_base_path, socket_path
 from shared_rpc.ticket import Ticket, read_ticket
 
@@ -22,8 +25,31 @@ __all__ = ["OWN_TIMEOUT", "BaseClient"]
 OWN_TIMEOUT = -1.0
 
 
+class Address:
+    """The path of a server's socket, resolved when it is first asked for: a GPU's name takes the driver."""
+
+    def __init__(
+        self, base_path: str | os.PathLike[str] | None, device: str, socket_path: str | os.PathLike[str] | None
+    ) -> None:
+        self._base_path = base_path
+        self._device = device
+        self._path = os.path.abspath(socket_path) if socket_path is not None else None
+
+    def path(self) -> str:
+        """Return the path."""
+        if self._path is None:
+            self._path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
+        return self._path
+
+
 class BaseClient(ABC):
-    """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`."""
+    """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`.
+
+    Nothing that it is made of refers to it, so that it ends with the last of its users: see :meth:`__del__`.
+    """
+
+    #: What calls the callbacks of on_refresh, once there is one.
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -35,16 +61,12 @@ class BaseClient(ABC):
         connect_timeout: float = 5.0,
         pool: PoolOptions | None = None,
     ) -> None:
-        self._base_path = base_path
-        self._device = device
-        self._asked_path = os.path.abspath(socket_path) if socket_path is not None else None
+        self._address = Address(base_path, device, socket_path)
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._pool_options = pool or PoolOptions()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        #: What calls the callbacks of on_refresh, once there is one.
-        self._watch: Watch | None = None
         self._holdings = Holdings()
         self._begin()
         preload_codec()
@@ -64,9 +86,15 @@ class BaseClient(ABC):
     def _begin(self) -> None:
         """Be ready to connect."""
 
-    def _new_lane(self) -> Lane:
-        """What a new session uses for short-lived memory."""
-        return Lane(self._pool_options, self._give_chunks_back)
+    def _lanes(self) -> Callable[[], Lane]:
+        """Return what makes the pools of a new session."""
+        options, flush = self._pool_options, weakly(self._give_chunks_back)
+
+        def new_lane() -> Lane:
+            REAPER.start()  # it ends what a client leaves that is dropped
+            return Lane(options, flush)
+
+        return new_lane
 
     @abstractmethod
     def _give_chunks_back(self, chunks: list[int]) -> None:
@@ -81,12 +109,26 @@ class BaseClient(ABC):
         self._watch = None
         self._holdings = Holdings()
 
+    @abstractmethod
+    def _leaves(self) -> Job | None:
+        """Return what ends the session of a client that nobody has any more, and does not refer to it; None if there is none.
+
+        Called in a finaliser: it may neither wait nor lock.
+        """
+
+    def __del__(self) -> None:
+        """End the session: the last reference to the client is gone, and it was not closed."""
+        job, watch = self._leaves(), self._watch
+        if job is None or sys.is_finalizing():
+            return  # at the end of the process the kernel hangs up
+        REAPER.submit(job)
+        if watch is not None:
+            REAPER.submit(watch.close)
+
     @property
     def socket_path(self) -> str:
         """The server's socket."""
-        if self._asked_path is None:
-            self._asked_path = socket_path(resolve_base_path(self._base_path), device_tag(device_id(self._device)))
-        return self._asked_path
+        return self._address.path()
 
     def _limit(self, timeout: float | None) -> float | None:
         return self._timeout if timeout is OWN_TIMEOUT else timeout

@@ -10,7 +10,7 @@ from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.reaper import REAPER
+from shared_rpc.reaper import REAPER, weakly
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.frames import Frame
 
@@ -38,7 +38,7 @@ class Lane:
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
-        self.borrower = Borrower(self._chunk_dropped)
+        self.borrower = Borrower(weakly(self._chunk_dropped))
         #: Chunks of the pool for arguments that came back as results.
         self.own = Borrower(_nothing)
         self._flush = flush

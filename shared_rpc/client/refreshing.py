@@ -17,6 +17,7 @@ from shared_rpc.client.watching import ConnectionSource, Subscription, Watch
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.handle import AsyncHandle, Handle
 from shared_rpc.memory.revisions import Page
+from shared_rpc.reaper import weakly
 from shared_rpc.revised import updating, updating_async
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.generations import Generation, Refreshes
@@ -39,8 +40,11 @@ class _Watching(BaseClient):
         """What the session's subscriptions belong to; its connection does as well."""
         self._watched = session
         if self._watch is None:
-            self._watch = Watch(lambda: ConnectionSource(Connection(self.socket_path, self._watched.token, PROMPT)))
+            self._watch = Watch(weakly(self._news_source))
         return self._watch
+
+    def _news_source(self) -> ConnectionSource:
+        return ConnectionSource(Connection(self.socket_path, self._watched.token, PROMPT))
 
     def _unwatch(self) -> None:
         watch, self._watch = self._watch, None

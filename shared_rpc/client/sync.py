@@ -22,6 +22,7 @@ from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.reaper import Job
 from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
@@ -41,7 +42,8 @@ class Client(Refreshing, Monitoring):
     """Calls the endpoints of a server on this host.
 
     Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
-    one session, which ends with :meth:`close` or with the process; its leases go back then. After a fork the child
+    one session, which ends with :meth:`close`, with the last reference to the client and to its handles, or with the process;
+    its leases go back then. After a fork the child
     starts a session of its own. The client connects with its first operation.
 
     :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
@@ -53,7 +55,12 @@ class Client(Refreshing, Monitoring):
     """
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(lambda: self.socket_path, self._new_lane, self._holdings)
+        self._pool = ConnectionPool(self._address.path, self._lanes(), self._holdings)
+
+    def _leaves(self) -> Job | None:
+        # There is no pool where the client could not be made.
+        pool = getattr(self, "_pool", None)
+        return pool.close if pool is not None and pool.session is not None else None
 
     def _after_fork(self) -> None:
         super()._after_fork()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.steps import Request
-from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.wire import generations as g
 from shared_rpc.wire.generations import Generation
 
@@ -98,10 +98,10 @@ def _named(generation: Generation) -> tuple[int, str]:
 class Watch:
     """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
 
-    :param connect: makes the source, when the first one subscribes.
+    :param connect: makes the source, when the first one subscribes; None once the client is gone.
     """
 
-    def __init__(self, connect: Callable[[], Source]) -> None:
+    def __init__(self, connect: Callable[[], Source | None]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
@@ -117,6 +117,8 @@ class Watch:
         with self._lock:
             if self._source is None:
                 source = self._connect()
+                if source is None:
+                    raise ConnectionClosed("this client is gone")
                 try:
                     _, after = source.news(-1)
                 except BaseException:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
 from shared_rpc.memory.segments import Backend
-from shared_rpc.reaper import REAPER
+from shared_rpc.reaper import REAPER, weakly
 
 __all__ = ["Borrower", "Loan", "chunk_of", "keep"]
 
@@ -73,8 +73,9 @@ class Borrower:
     :param dropped: called, in a finaliser, when a chunk is not used any more, or soon will not be. It may only enqueue.
     """
 
-    def __init__(self, dropped: Callable[[], None]) -> None:
+    def __init__(self, dropped: Callable[[], object]) -> None:
         self._notify = dropped
+        self._told = weakly(self._pin_gone)
         self._lock = threading.Lock()
         self._closed = False
         self._holds: dict[str, Hold] = {}
@@ -98,7 +99,7 @@ class Borrower:
         if not mapping.pooled:
             raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
         pin = _Pin(self._hold(mapping), number)
-        loan = Loan(pin, self._pin_gone)
+        loan = Loan(pin, self._told)
         loan.number, loan.nbytes, loan.backend, loan.mapping = number, nbytes, mapping.backend, mapping
         pin.loan = loan
         self._loans.add(loan)

@@ -1,0 +1,201 @@
+"""Clients that are dropped without having been closed: the last reference ends the session, without the cyclic collector."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import anyio
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.processes import eventually, open_fds
+
+
+@pytest.fixture(autouse=True)
+def no_collector(no_leaks: None) -> Iterator[None]:
+    """Nothing but reference counts frees anything."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def server(no_collector: None, base_path: str, device: str) -> Iterator[Server]:
+    """Endpoints that take and return memory."""
+    provider = Provider(base_path, device=device)
+
+    @provider.share(cache=False)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @provider.share(managed=True)
+    def kept() -> torch.Tensor:
+        return torch.ones(3, device=device)
+
+    with Server(provider) as server:
+        yield server
+
+
+@pytest.fixture
+def make(server: Server, base_path: str, device: str) -> Callable[[], Client]:
+    """Make a client, which is the caller's to drop."""
+    return lambda: Client(base_path, device=device, timeout=30.0)
+
+
+@pytest.fixture
+def make_async(server: Server, base_path: str, device: str) -> Callable[[], AsyncClient]:
+    """The same for coroutines."""
+    return lambda: AsyncClient(base_path, device=device, timeout=30.0)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Each event loop."""
+    name: str = request.param
+    return name
+
+
+def await_end(server: Server) -> None:
+    """Wait until the server has no session, and nothing that belonged to one."""
+    eventually(lambda: not server.info()["sessions"], what="the session's end")
+    assert server.info()["leases"] == 0
+
+
+def test_a_dropped_client_ends_its_session(server: Server, make: Callable[[], Client]) -> None:
+    """The server notices at once, and the client's descriptors and mappings go."""
+    MAPPINGS.drain()
+    descriptors, mappings = open_fds(), len(MAPPINGS)
+    client = make()
+    client.ping()
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    await_end(server)
+    eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
+
+
+def test_pools_of_dropped_clients_go(server: Server, make: Callable[[], Client], device: str) -> None:
+    """Neither side keeps memory for calls that nobody can make any more."""
+    MAPPINGS.drain()
+    descriptors, mappings = open_fds(), len(MAPPINGS)
+    argument = torch.arange(1000, device=device)
+    for _ in range(5):
+        assert make().call("doubled", argument).sum() == 999000
+    await_end(server)
+    eventually(lambda: (open_fds(), len(MAPPINGS)) == (descriptors, mappings))
+    assert server.info()["pools"] == {"nbytes": 0, "chunks": 0}
+
+
+def test_a_result_outlives_a_dropped_client(server: Server, make: Callable[[], Client], device: str) -> None:
+    """The session ends, the tensor stays valid, and its memory goes with it."""
+    MAPPINGS.drain()
+    mappings = len(MAPPINGS)
+    result = make().call("doubled", torch.arange(1000, device=device))
+    await_end(server)
+    assert result.sum() == 999000
+    del result
+    MAPPINGS.drain()
+    eventually(lambda: len(MAPPINGS) == mappings)
+
+
+def test_a_handle_keeps_its_client(server: Server, make: Callable[[], Client]) -> None:
+    """What can be asked through a handle can be asked for as long as there is the handle, and then the session ends."""
+    handle = make().call("kept")
+    assert handle.get_object_info()["leases"] == 1
+    assert not handle.is_stale()
+    del handle
+    await_end(server)
+
+
+def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]) -> None:
+    """A subscription has a thread, which ends with the client, as the subscription does."""
+    client = make()
+    subscription = client.on_refresh(lambda generation: None)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "shared-rpc-refreshes")
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not subscription.active
+    await_end(server)
+
+
+def test_a_client_that_was_used_in_threads(server: Server, make: Callable[[], Client]) -> None:
+    """Each of their connections ends with it."""
+    client, met = make(), threading.Barrier(3)
+
+    def use(client: Client) -> None:
+        met.wait(30)
+        client.ping()
+
+    threads = [threading.Thread(target=use, args=(client,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    del client, thread, threads
+    await_end(server)
+
+
+def test_a_client_that_failed(server: Server, make: Callable[[], Client]) -> None:
+    """An error that was caught keeps nothing once it is gone."""
+    client = make()
+    with pytest.raises(TypeError):
+        client.call("doubled")
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    await_end(server)
+
+
+def test_a_client_that_never_connected(base_path: str) -> None:
+    """There is nothing to end."""
+    client = Client(base_path, device="cpu")
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+
+
+def test_a_client_that_could_not_be_made() -> None:
+    """Its finaliser says nothing, with warnings as errors."""
+    with pytest.raises(TypeError):
+        Client(socket_path=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        AsyncClient(socket_path=3)  # type: ignore[arg-type]
+
+
+def test_an_async_client_that_is_dropped_on_its_loop(
+    server: Server, make_async: Callable[[], AsyncClient], anyio_backend: str, device: str
+) -> None:
+    """The loop goes on, and the session ends beside it."""
+
+    async def main() -> None:
+        client = make_async()
+        assert (await client.call("doubled", torch.arange(1000, device=device))).sum() == 999000
+        handle = await client.call("kept")
+        dropped = weakref.ref(client)
+        del client
+        assert not await handle.is_stale()  # which keeps it
+        del handle
+        await anyio.to_thread.run_sync(await_end, server)
+        assert dropped() is None
+
+    anyio.run(main, backend=anyio_backend)
+
+
+def test_an_async_client_that_is_dropped_after_its_loop(
+    server: Server, make_async: Callable[[], AsyncClient], anyio_backend: str
+) -> None:
+    """Nothing of a loop is needed."""
+    client = make_async()
+    anyio.run(client.ping, backend=anyio_backend)
+    dropped = weakref.ref(client)
+    del client
+    assert dropped() is None
+    await_end(server)
