@@ -82,7 +82,7 @@ class Flock:
 
     def _live(self, tell: int) -> None:
         try:
-            connection = Connection(self._path, "", _TIMEOUT)
+            connection = Connection(self._path).open("", _TIMEOUT)
             result = fetch(connection, *self._call)
             with MAPPINGS.attach(result.segments) as mappings:
                 result.close()

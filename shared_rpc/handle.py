@@ -30,11 +30,14 @@ class Giver(Protocol):
         """
 
     def give_back(self, object_id: str, session: object) -> None:
-        """Give back one lease, from any thread. Never raises: where the session is gone, so is the lease."""
+        """Give back one lease, from any thread. Raises no error of its own: where the session is gone, so is the lease."""
 
 
 class Issuer(Giver, Protocol):
     """Who gave a :class:`Handle` out."""
+
+    def _interrupted(self, session: object) -> None:
+        """See to it that a lease goes back whose release a signal handler interrupted, wherever that was."""
 
     def object_info(self, object_id: str) -> dict[str, Any]:
         """See :meth:`Handle.get_object_info`."""
@@ -159,9 +162,14 @@ class Handle(Lease[T], Revised[T]):
         self._issuer = issuer
 
     def release(self) -> None:
-        """Give the lease back and let go of the value. Calling it again does nothing; it never raises."""
-        if self._forgo():
-            self._issuer.give_back(self.object_id, self._session)
+        """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
+        try:
+            if self._forgo():
+                self._issuer.give_back(self.object_id, self._session)
+        except BaseException:
+            if self._released:
+                self._issuer._interrupted(self._session)
+            raise
 
     def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """Return what the server knows of the object now. Asks the server each time.

@@ -256,6 +256,9 @@ class InProcessRuntime(InProcessGenerations):
         """See :class:`shared_rpc.handle.Issuer`."""
         self._engine.release(object_id)
 
+    def _interrupted(self, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`. The lease is this process's own, and ends with it."""
+
     def object_info(self, object_id: str) -> dict[str, Any]:
         """See :class:`shared_rpc.handle.Issuer`."""
         return self._engine.ask(lambda core: core.object_info(object_id))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
-__all__ = ["is_of_handler"]
+__all__ = ["is_interrupt", "is_of_handler", "passed_over"]
 
 
 def is_of_handler(error: BaseException) -> bool:
@@ -26,6 +26,29 @@ def is_of_handler(error: BaseException) -> bool:
             return True
         traceback = traceback.tb_next
     return False
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error may come from anywhere in the code that it ends: from a signal handler, or from whatever else
+    raises what is no :class:`Exception`.
+    """
+    return not isinstance(error, Exception) or is_of_handler(error)
+
+
+class passed_over:
+    """A block whose errors of some kinds are passed over, as by :func:`contextlib.suppress`, but those of signal handlers not.
+
+    A handler that ends what takes too long often raises :class:`TimeoutError`, which is an :class:`OSError`.
+    """
+
+    def __init__(self, *kinds: type[BaseException]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        return isinstance(error, self._kinds) and not is_of_handler(error)
 
 
 def _code_of(handler: Callable[..., Any] | int | None) -> CodeType | None:

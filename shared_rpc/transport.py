@@ -6,7 +6,6 @@ close-on-exec. What is queued for sending owns duplicates of its descriptors, so
 
 from __future__ import annotations
 
-import array
 import itertools
 import os
 import socket
@@ -14,11 +13,12 @@ import stat
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from typing import Any
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.interrupts import is_of_handler, passed_over
 from shared_rpc.wire.catalogue import encode_message
-from shared_rpc.wire.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, encode_frame
+from shared_rpc.wire.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.wire.messages import Message
 
 __all__ = ["FrameSocket"]
@@ -33,6 +33,18 @@ _WRITE, _WRITES = 128 * 1024, 16
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are dear on this path.
 _CLOEXEC, _NOSIGNAL, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL), int(socket.MSG_CTRUNC)
+#: The arguments of a recvmsg(2), for :func:`itertools.starmap`.
+_RECEIVE = ((_CHUNK, _ANCILLARY, _CLOEXEC),)
+
+
+def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that came with a read."""
+    return [
+        fd
+        for level, kind, content in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for (fd,) in struct.iter_unpack("i", content[: len(content) - len(content) % 4])
+    ]
 
 
 def _refuse_sockets(fds: Iterable[int]) -> None:
@@ -50,7 +62,10 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
 
 
 class FrameSocket:
-    """Owns a socket, what was read from it and is no frame yet, and what is still to be written.
+    """Owns a socket, what was read from it and nobody has taken yet, and what is still to be written.
+
+    Descriptors that a system call returns are stored by the same expression, in C, and go from hand to hand as in
+    :class:`FrameDecoder`: a signal handler that raises leaves all of them to :meth:`close`.
 
     On a blocking socket :meth:`receive` and :meth:`flush` wait as long as it does, see :meth:`limit`; on a
     non-blocking one they do not wait. Where nothing arrived :meth:`receive` raises :class:`BlockingIOError`, and where
@@ -60,7 +75,14 @@ class FrameSocket:
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
         self.sock = sock
         self._decoder = FrameDecoder(limits)
+        #: Frames that have come whole, and that nobody has taken.
+        self.frames = self._decoder.frames
+        #: What recvmsg(2) returned, and the same as bytes and descriptors.
+        self._read: list[Any] = []
+        self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
+        #: Duplicates of descriptors that are about to go into the outbox.
+        self._duplicates: list[int] = []
         #: Bytes that were queued and written, since the beginning.
         self.queued = 0
         self.written = 0
@@ -86,6 +108,10 @@ class FrameSocket:
         """A frame that has arrived whole, None where more must be received."""
         return self._decoder.next_frame()
 
+    def ready(self) -> bool:
+        """Whether one of :attr:`frames` can be taken, False where more must be received."""
+        return self._decoder.ready()
+
     def receive(self) -> None:
         """Take in what is there.
 
@@ -93,23 +119,32 @@ class FrameSocket:
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
         """
         try:
-            data, ancillary, flags, _ = self.sock.recvmsg(_CHUNK, _ANCILLARY, _CLOEXEC)
-        except (ConnectionError, OSError) as error:
-            if isinstance(error, (BlockingIOError, InterruptedError)):
+            self._read.extend(itertools.starmap(self.sock.recvmsg, _RECEIVE))
+        except OSError as error:
+            if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
                 raise
             raise ConnectionClosed(f"the connection broke: {error}") from error
-        fds = array.array("i")
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-        self._decoder.feed(data, fds)
-        _refuse_sockets(fds)
+        data, _, flags, _ = self._read[0]
+        self._sort()
+        _, fds = self._arrived[0]
+        fds = [*fds]
+        self._decoder.take(self._arrived)
+        if fds:
+            _refuse_sockets(fds)
         if flags & _CTRUNC:
             raise ProtocolError(
                 "file descriptors were lost on the way: this process is at its limit of open files (RLIMIT_NOFILE, ulimit -n)"
             )
         if not data:
             raise ConnectionClosed("the other side closed the connection")
+
+    def _sort(self) -> None:
+        """Take bytes and descriptors out of what recvmsg(2) returned."""
+        while self._read:
+            data, ancillary, _, _ = self._read[0]
+            fds = _fds_of(ancillary) if ancillary else []
+            self._arrived += ((data, fds),)
+            del self._read[0]
 
     def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Queue a frame; the descriptors are duplicated.
@@ -120,25 +155,28 @@ class FrameSocket:
         kind, body = encode_message(message)
         buffers = encode_frame(kind, request_id, body, payload, len(fds))
         first = memoryview(buffers[0])
-        owned: list[int] = []
-        try:
-            for fd in fds:
-                owned.append(os.dup(fd))
-        except OSError:
-            for fd in owned:
-                os.close(fd)
-            raise
-        # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
-        while len(owned) > FDS_PER_MESSAGE:
-            self._push(first[:1], owned[:FDS_PER_MESSAGE])
-            first, owned = first[1:], owned[FDS_PER_MESSAGE:]
-        self._push(first, owned)
-        for buffer in buffers[1:]:
-            self._push(memoryview(buffer), [])
-
-    def _push(self, data: memoryview, fds: list[int]) -> None:
-        self._outbox.append((data, fds))
-        self.queued += len(data)
+        rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
+        length = sum(map(len, buffers))
+        entries: list[tuple[memoryview, list[int]]] = []
+        if fds:
+            owned = self._duplicates
+            try:
+                owned.extend(map(os.dup, fds))
+            except OSError:
+                close_all(owned)
+                raise
+            # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
+            begin = 0
+            while len(owned) - begin > FDS_PER_MESSAGE:
+                entries.append((first[:1], owned[begin : begin + FDS_PER_MESSAGE]))
+                first, begin = first[1:], begin + FDS_PER_MESSAGE
+            entries.append((first, owned[begin:]))
+        else:
+            entries.append((first, []))
+        self._outbox += entries
+        self._duplicates = []
+        self._outbox += rest
+        self.queued += length
 
     def flush(self) -> bool:
         """Write what is queued; False if there is more than goes at once.
@@ -152,7 +190,7 @@ class FrameSocket:
             try:
                 if fds:
                     sent = self.sock.sendmsg(
-                        [data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))], _NOSIGNAL
+                        [data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))], _NOSIGNAL
                     )
                 elif len(self._outbox) == 1:
                     sent = self.sock.send(data[:_WRITE], _NOSIGNAL)
@@ -161,12 +199,13 @@ class FrameSocket:
             except BlockingIOError:
                 return False
             except OSError as error:
+                if is_of_handler(error):
+                    raise
                 # Some failures, as too many descriptors in flight, the other direction would not notice.
-                with suppress(OSError):
+                with passed_over(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             self.written += sent
             self._sent(sent)
         return not self._outbox
@@ -196,9 +235,10 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close the socket and every descriptor that came in or was to go out."""
+        self._sort()
+        for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
+            close_all(fds)
         self._decoder.close()
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
+        self._outbox.clear()
         self.queued = self.written
         self.sock.close()

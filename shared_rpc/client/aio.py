@@ -280,7 +280,7 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
             self._tell(self._session, m.Free(chunks))
 
     def _tell(self, session: Session, message: m.Message) -> None:
-        connection = Connection(self.socket_path, session.token, 1.0)
+        connection = Connection(self.socket_path).open(session.token, 1.0)
         try:
             connection.exchange(Request(message, "a message"), time.monotonic() + 1.0)
         finally:

@@ -7,8 +7,9 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from shared_rpc.client.results import result_of, valued
-from shared_rpc.client.steps import Operation, Request, Work, ask
+from shared_rpc.client.steps import Operation, Request, Tell, Work, ask
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.interrupts import is_interrupt
 from shared_rpc.memory.devices import device_id
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.buffers import Extent
@@ -38,8 +39,14 @@ def create(
     result = result_of("create_buffer", (yield Request(message, "create_buffer")))
     try:
         return (yield from valued(result, values))
-    except (Exception, KeyboardInterrupt):
-        yield from free(result.message.object_id)
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        # Nobody else knows of it. One who was interrupted is not to wait.
+        if is_interrupt(error):
+            yield Tell(m.FreeBuffer(result.message.object_id))
+        else:
+            yield from free(result.message.object_id)
         raise
 
 

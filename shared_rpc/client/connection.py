@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket
 import errno
 import itertools
 import os
@@ -9,11 +10,12 @@ import select
 import socket
 import time
 import weakref
-from contextlib import suppress
+from typing import Self, cast
 
 from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
+from shared_rpc.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.peers import peer_of
 from shared_rpc.transport import FrameSocket
 from shared_rpc.wire import messages as m
@@ -54,7 +56,9 @@ def _foreign_owner(path: str) -> int | None:
     """Whose file it is, if neither this user's nor root's."""
     try:
         uid = os.lstat(path).st_uid
-    except OSError:
+    except OSError as error:
+        if is_of_handler(error):
+            raise
         return None
     return uid if uid not in (os.geteuid(), 0) else None
 
@@ -97,35 +101,47 @@ def _check(deadline: float) -> float:
 
 
 class Connection:
-    """A connected, welcomed socket.
+    """A connection to the server that listens at ``path``, once it was opened with :meth:`open`."""
 
-    :raises ConnectError: if nobody answers at ``path``, or somebody else's process does.
-    """
+    welcome: m.Welcome
+    _socket: FrameSocket
 
-    def __init__(self, path: str, token: str, timeout: float) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket = FrameSocket(sock)
-        _open.add(self)
+        #: The socket, as soon as there is one.
+        self._sock: list[socket.SocketType] = []
         self._ids = itertools.count()
         self._usable = True
         #: A request that was given up, by its number, whose answer the server still owes.
         self._owed: tuple[int, Request] | None = None
         #: Arenas whose descriptors the server has had over this connection.
         self._sent: set[str] = set()
+
+    def open(self, token: str, timeout: float) -> Self:
+        """Connect and shake hands.
+
+        :raises ConnectError: if nobody answers there, or somebody else's process does.
+        """
         try:
+            # Made and stored in one expression of C: whenever a signal handler raises, close() finds it.
+            self._sock.extend(map(_socket.socket, (socket.AF_UNIX,), (socket.SOCK_STREAM | socket.SOCK_CLOEXEC,)))
+            self._socket = FrameSocket(cast("socket.socket", self._sock[0]))
+            _open.add(self)
             self._socket.limit(min(timeout, PROMPT))
-            self._connect(sock)
+            self._connect(self._socket.sock)
             self._socket.limit(_MOMENT)
             self.welcome = self._greet(token, time.monotonic() + min(timeout, PROMPT))
         except BaseException:
             self.close()
             raise
+        return self
 
     def _connect(self, sock: socket.socket) -> None:
         try:
             sock.connect(self.path)
         except OSError as error:
+            if is_of_handler(error):
+                raise
             raise connect_error(error, self.path) from error
         refuse_stranger(sock, self.path)
 
@@ -134,7 +150,7 @@ class Connection:
             self._socket.queue(m.Hello(token), 0)
             self._send(deadline)
             frame = self._receive(deadline)
-        except TimeoutError as error:
+        except _TooLate as error:
             raise ConnectError(f"the server at {self.path} does not answer") from error
         except ConnectionClosed as error:
             raise ConnectError(f"the server at {self.path} hung up: {error}") from error
@@ -145,18 +161,23 @@ class Connection:
 
     def _send(self, deadline: float) -> None:
         # A server that hung up may have said why, and that is still to be read.
-        with suppress(ConnectionClosed):
+        with passed_over(ConnectionClosed):
             while not self._socket.flush():
                 self._wait(select.POLLOUT, deadline)
 
     def _receive(self, deadline: float) -> Frame:
-        while (frame := self._socket.next_frame()) is None:
-            with suppress(BlockingIOError):
+        self._await_frame(deadline)
+        return self._socket.frames.popleft()
+
+    def _await_frame(self, deadline: float) -> None:
+        while not self._socket.ready():
+            try:
                 self._socket.receive()
                 _check(deadline)
-                continue
-            self._wait(select.POLLIN, deadline)
-        return frame
+            except BlockingIOError as error:
+                if is_of_handler(error):
+                    raise
+                self._wait(select.POLLIN, deadline)
 
     def _wait(self, events: int, deadline: float) -> None:
         """For what is not there at once. poll(2) begins anew after a signal too, but with the time that is left."""
@@ -172,8 +193,12 @@ class Connection:
         :raises ConnectionClosed: if the server goes away.
         """
         number = self._next_id()
-        request.queue(self._socket, number, self._sent)
         self._usable = False
+        try:
+            request.queue(self._socket, number, self._sent)
+        except (ProtocolError, OSError) as error:
+            self._usable = not is_of_handler(error)  # nothing of it was queued
+            raise
         try:
             self._send(deadline)
             request.meanwhile()
@@ -183,7 +208,8 @@ class Connection:
         except BaseException as error:
             if isinstance(error, ConnectionClosed):
                 request.interrupted(self._socket)
-            self._take_back(request, number)
+            if not is_interrupt(error):  # whose session is retired, see ConnectionPool
+                self._take_back(request, number)
             raise
         self._usable = True
         return Reply(message_of(frame), frame)
@@ -193,7 +219,11 @@ class Connection:
 
     def _await_reply(self, number: int, deadline: float, request: Request, *, tell: bool = True) -> Frame:
         while True:
-            frame = self._receive(deadline)
+            self._await_frame(deadline)
+            # No call in between: its descriptors belong to the socket or to the request.
+            frame = self._socket.frames[0]
+            request.frame = frame
+            del self._socket.frames[0]
             if frame.request_id == number:
                 event = event_of(frame, request)
                 if event is None:
@@ -225,7 +255,7 @@ class Connection:
         """Its asker was interrupted, or hung up on. Where the server answers, the connection is in order again, and what it
         granted was given back.
         """
-        with suppress(_TooLate, SharedRPCError):
+        with passed_over(_TooLate, SharedRPCError):
             self._give_back(self._last_word(request, number, time.monotonic() + _BRIEFLY), request)
 
     def _last_word(self, request: Request, number: int, deadline: float) -> Frame:
@@ -245,7 +275,7 @@ class Connection:
         """An answer came that nobody takes: what it granted goes back, and then the connection is in order."""
         briefly = time.monotonic() + _BRIEFLY
         release = to_give_back(frame, request)
-        with suppress(_TooLate):
+        with passed_over(_TooLate):
             if release is not None:
                 number = self._next_id()
                 self._socket.queue(release, number)
@@ -292,30 +322,37 @@ class Connection:
     @property
     def alive(self) -> bool:
         """Whether the server still holds the other end, as far as this one can tell without asking."""
-        if self._socket.fileno() < 0:
+        if not self._sock or self._socket.fileno() < 0:
             return False
         try:
             self._socket.sock.recv(1, PEEK)
         except BlockingIOError:
             return True  # nothing to read, not even the end
-        except OSError:
+        except OSError as error:
+            if is_of_handler(error):
+                raise
             return False
         return False
 
     def hang_up(self) -> None:
         """End the connection under a thread that waits on it, whose it is to :meth:`close` it."""
-        with suppress(OSError):  # the server was first
+        with passed_over(OSError):  # the server was first
             self._socket.sock.shutdown(socket.SHUT_RDWR)
 
     def say_goodbye(self) -> None:
-        """Tell the server that the session ends on purpose, as far as that goes without waiting."""
-        with suppress(SharedRPCError, OSError, ValueError):
+        """Tell the server that the session ends on purpose, as far as that goes at once and the connection is in order."""
+        if not self._usable:
+            return
+        with passed_over(SharedRPCError, OSError, ValueError):
             self._socket.queue(m.Goodbye(), 0)
             self._socket.flush()
 
     def close(self) -> None:
         """Hang up, and give up the descriptor."""
-        self._socket.close()
+        for sock in self._sock:
+            sock.close()
+        if hasattr(self, "_socket"):
+            self._socket.close()
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -52,4 +52,6 @@ def revision_page(object_id: str) -> Operation[Page]:
     if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
         frame.close()
         raise ProtocolError(f"the server answered a question for a revision with {type(message).__name__}")
-    return Page(Segment(message.page, frame.take_fds()[0]), message.memory, object_id)
+    segment = Segment(message.page, -1)
+    segment.adopt(frame.fds)
+    return Page(segment, message.memory, object_id)

@@ -111,20 +111,20 @@ class Lane:
         for number, info in enumerate(message.segments):
             fd = next(fds) if number not in message.kept else -1
             if fd >= 0 and number in message.arenas and info.id not in self._spare and not self.closed:
-                self._spare[info.id] = Segment(info, os.dup(fd))
+                self._spare[info.id] = Segment.opened(info, os.dup, fd)
 
     def segments(
-        self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: Sequence[int]
+        self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: list[int]
     ) -> list[Segment]:
-        """A reply's segments. They own their descriptors, of which those that are kept came before.
+        """A reply's segments. They own their descriptors, which are taken out of the list; those that are kept came before.
 
         Without a descriptor is a segment of a session that has ended meanwhile.
         """
-        sent = iter(fds)
         found: list[Segment] = []
         for number, info in enumerate(infos):
             if number not in kept:
-                found.append(Segment(info, next(sent)))
+                found.append(Segment(info, -1))
+                found[-1].adopt(fds)
                 if number in arenas and info.id not in self._spare and not self.closed:
                     duplicate = found[-1].duplicate()
                     if self._spare.setdefault(info.id, duplicate) is not duplicate:
@@ -146,7 +146,7 @@ class Lane:
             self.arguments.give(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
-        for segment in self.segments(message.segments, message.kept, message.arenas, frame.take_fds()):
+        for segment in self.segments(message.segments, message.kept, message.arenas, frame.fds):
             segment.close()
         self.arguments.give(message.freed)
         self.borrower.unused(message.chunks)
@@ -199,7 +199,8 @@ class Lane:
         self.closed = True
         self.borrower.close()
         self.own.close()
-        for segment in self._spare.values():
-            segment.close()
-        self._spare.clear()
+        for segment_id in tuple(self._spare):  # another thread may go on with what was interrupted here
+            segment = self._spare.pop(segment_id, None)
+            if segment is not None:
+                segment.close()
         self.arguments.close()

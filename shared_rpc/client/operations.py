@@ -178,6 +178,8 @@ def _watched(
     info: TaskInfo = reply.info
     try:
         yield Notify(callback, info)
+    except GeneratorExit:
+        raise
     except BaseException:
         if claim and info.object_id is not None:
             yield Tell(m.Release([info.object_id]))

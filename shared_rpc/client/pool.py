@@ -7,8 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.client.connection import PROMPT, Connection, Stranger, nobody_listens
@@ -17,10 +16,11 @@ from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.handle import Lease
+from shared_rpc.interrupts import is_interrupt, passed_over
 from shared_rpc.reaper import REAPER
 from shared_rpc.wire import messages as m
 
-__all__ = ["RETRY", "ConnectionPool", "Session", "nobody_there"]
+__all__ = ["RETRY", "ConnectionPool", "Session", "Turn", "nobody_there"]
 
 #: Seconds between two tries to reach a server that is not there yet.
 RETRY = 0.05
@@ -30,14 +30,37 @@ _LOOK = 0.5
 _SUMMONS = 3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Session:
-    """The server's account of this process: its identity is what handles remember."""
+    """The server's account of this process: its identity is what handles remember.
+
+    A blocking client has its connections here: all of them, those that nobody uses, and those that are unusable, and open to
+    keep the session until another connection does.
+    """
 
     server_id: str
     token: str
     device: str
     lane: Lane
+    connections: set[Connection] = field(default_factory=set)
+    idle: list[Connection] = field(default_factory=list)
+    parked: list[Connection] = field(default_factory=list)
+    ended: bool = False
+
+
+class Turn:
+    """One operation of a client, from before its first request until its caller has the result."""
+
+    __slots__ = ("connection", "ended", "request", "session")
+
+    def __init__(self) -> None:
+        self.ended = False
+        #: What it uses now: being opened, or taken from the idle ones.
+        self.connection: Connection | None = None
+        #: What it asked last, which has the answer.
+        self.request: Request | None = None
+        #: The session of its latest request: what came with the reply is there.
+        self.session: Session | None = None
 
 
 def nobody_there(error: ConnectError, begin: float) -> ConnectError:
@@ -51,16 +74,29 @@ def nobody_there(error: ConnectError, begin: float) -> ConnectError:
 class ConnectionPool:
     """Gives every thread that waits a connection of its own, all of them in one session. Thread-safe.
 
+    A signal handler may raise between any two instructions of an operation, and so between taking something and noting that
+    it was taken: a reply, a lease, a chunk of a pool. The lines of an operation are not made proof against that. Its session is
+    retired instead (:meth:`retire`): another one takes the leases of the handles that there are, and all that the old one had,
+    noted or not, ends with it.
+
     :param path: the server's socket, looked up when the first connection is made.
     :param new_lane: makes what a new session uses for short-lived memory.
     :param holdings: the handles whose leases a new session takes over.
+    :param moved: called in another thread, before a session that was retired ends.
     """
 
-    def __init__(self, path: Callable[[], str], new_lane: Callable[[], Lane], holdings: Holdings) -> None:
+    def __init__(
+        self,
+        path: Callable[[], str],
+        new_lane: Callable[[], Lane],
+        holdings: Holdings,
+        moved: Callable[[], object] = lambda: None,
+    ) -> None:
         self._path = path
         self._new_lane = new_lane
         self._holdings = holdings
-        self._closed = False
+        self._moved = moved
+        self.closed = False
         #: Has a server listen where none does: called with the socket, the seconds it has for that, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
@@ -68,151 +104,296 @@ class ConnectionPool:
     def abandon(self, holdings: Holdings) -> None:
         """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
         self._holdings = holdings
-        for connection in list(self._connections):
-            connection.close()
-        if self.session is not None:
-            self.session.lane.closed = True
+        for session in self._sessions():
+            for connection in session.connections:
+                connection.close()
+            session.lane.closed = True
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        #: Unusable, and open to keep the session until another connection does.
-        self._parked: list[Connection] = []
-        #: Whether the reaper looks for answers that are owed to those.
+        #: Whether the reaper looks for answers that are owed to connections that are parked.
         self._looked_after = False
-        self._connections: set[Connection] = set()
-        #: None before the first connection and after :meth:`close`.
+        #: Operations that run.
+        self._turns: set[Turn] = set()
+        #: Sessions in which an operation was interrupted, with the operations that may still be in them.
+        self._retired: dict[Session, set[Turn]] = {}
+        #: None before the first connection, after one was retired, and after :meth:`close`.
         self.session: Session | None = None
 
-    def exchange(self, request: Request, deadline: float, patience: float) -> Reply:
+    def _sessions(self) -> list[Session]:
+        return [session for session in (self.session, *self._retired) if session is not None]
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether there is something to end."""
+        return bool(self._sessions())
+
+    # Operations.
+
+    def enter(self, turn: Turn) -> None:
+        """Note that an operation begins. Its end is noted in :attr:`Turn.ended`, and told by :meth:`leave`."""
+        self._turns.add(turn)
+
+    def leave(self, turn: Turn) -> None:
+        """See to it that sessions end which waited for an operation that has ended."""
+        self._turns.discard(turn)
+        if self._retired:
+            REAPER.submit(functools.partial(_settle, weakref.ref(self)))
+
+    def retire(self, turn: Turn) -> None:
+        """Have another session take over from that of an operation which was interrupted at a place that is not known."""
+        turn.ended = True
+        session = turn.session if turn.session is not None else self.session
+        if turn.request is not None and turn.request.frame is not None:
+            turn.request.frame.close()
+        connection = turn.connection
+        if connection is not None:
+            with self._lock:
+                lost = session is None or connection not in session.connections
+                if session is not None and not lost and connection not in (*session.idle, *session.parked):
+                    session.parked.append(connection)
+            if lost:
+                connection.close()
+        if session is not None:
+            self.retire_session(session)
+
+    def retire_session(self, session: Session) -> None:
+        """Have another session take over; see :meth:`retire`."""
+        with self._lock:
+            if session is not self.session:
+                return  # it was retired before, or has ended
+            self.session = None
+            self._retired[session] = set(self._turns)
+        REAPER.start()
+        REAPER.submit(functools.partial(_settle, weakref.ref(self)))
+
+    def end_retired(self) -> bool:
+        """End the sessions that were retired, and that no operation is in any more; False if one is to be tried again.
+
+        In a thread that no signal handler runs in.
+        """
+        done = True
+        for session, turns in tuple(self._retired.items()):
+            if all(turn.ended for turn in turns):
+                done = self._end(session) and done
+        return done
+
+    def _end(self, session: Session) -> bool:
+        moving = self._holdings.of(session)
+        turn = Turn()
+        try:
+            if moving:
+                held = held_of(self.exchange(to_hold(moving), time.monotonic() + PROMPT, 0, turn))
+                new = turn.session
+                assert new is not None, "there was a reply"
+                unwanted = self._holdings.move(moving, held, new) if new.server_id == session.server_id else held
+                if unwanted:
+                    self.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT, 0, turn).frame.close()
+                self._spare(new)
+            self._moved()
+        except (DeadlineExceeded, ConnectError) as error:
+            if not self.closed and not (isinstance(error, ConnectError) and nobody_listens(error)):
+                return False  # the server is stuck, and holds for now what the handles need
+        except SharedRPCError:
+            pass  # it has ended, and everything with it
+        self._hang_up(session)
+        self._retired.pop(session, None)
+        return True
+
+    def _spare(self, session: Session) -> None:
+        """Close a connection that this thread made, and that the session does not need."""
+        with self._lock:
+            surplus = session.idle.pop() if session.idle and len(session.connections) > 1 else None
+        if surplus is not None:
+            self._drop(session, surplus)
+
+    def exchange(self, request: Request, deadline: float, patience: float, turn: Turn | None = None) -> Reply:
         """One round trip on a connection that nobody else uses meanwhile.
 
         Where the server went away and the request can be repeated, it goes to the one that comes.
 
         :param deadline: when to give up, in terms of time.monotonic().
         :param patience: seconds to wait for a server that is not there yet.
+        :param turn: the operation that the request belongs to, which stays in its session though that was retired.
         """
+        turn = turn if turn is not None else Turn()
+        turn.request = request
         while True:
-            connection = self._acquire(deadline, patience)
-            if request.lane is not None and request.lane.closed:
-                self._put_back(connection)
+            session, connection = self._acquire(self._home(request, turn), deadline, patience, turn)
+            if request.lane is not None and request.lane is not session.lane:
+                self._put_back(session, connection)
                 raise LaneClosed
             try:
-                return self._exchange_over(connection, request, deadline)
+                reply = self._exchange_over(session, connection, request, deadline)
+                turn.connection = None
+                return reply
             except ConnectionClosed:
-                if self._closed or not request.repeatable or time.monotonic() > deadline:
+                if self.closed or not request.repeatable or time.monotonic() > deadline:
                     raise
 
-    def _exchange_over(self, connection: Connection, request: Request, deadline: float) -> Reply:
+    def _home(self, request: Request, turn: Turn) -> Session | None:
+        """Return the retired session that a request must go to; None for the current one."""
+        if not self._retired:
+            return None
+        with self._lock:
+            if request.lane is not None:
+                return next((session for session in self._retired if session.lane is request.lane), None)
+            return turn.session if turn.session in self._retired else None
+
+    def _exchange_over(self, session: Session, connection: Connection, request: Request, deadline: float) -> Reply:
         try:
             reply = connection.exchange(request, deadline)
         except BaseException as error:
-            if self._closed and isinstance(error, ConnectionClosed):
+            if self.closed and isinstance(error, ConnectionClosed):
                 raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
             if isinstance(error, ConnectionClosed) and not connection.usable and not connection.owed:
                 # The server has ended it, and what of the session does not live on in other connections.
-                self._drop(connection)
-            elif not connection.usable and not self._closed:
-                # Interrupted between request and reply: the session must outlive the connection.
-                self._replace(connection)
+                self._drop(session, connection)
+            elif not connection.usable and not self.closed and not is_interrupt(error):
+                # Given up between request and reply: the session must outlive the connection.
+                self._replace(session, connection)
             raise
         finally:
             if connection.usable:
-                self._put_back(connection)
-            elif self._closed:
-                self._drop(connection)
+                self._put_back(session, connection)
+            elif self.closed:
+                self._drop(session, connection)
         return reply
 
-    def need_session(self, deadline: float, patience: float) -> Session:
+    def need_session(self, deadline: float, patience: float, turn: Turn) -> Session:
         """The current session, of a server that is there; one that was restarted since is noticed here."""
-        self._put_back(self._acquire(deadline, patience))
-        session = self.session
-        if session is None:
-            raise ConnectionClosed("this client is closed")
+        session, connection = self._acquire(None, deadline, patience, turn)
+        self._put_back(session, connection)
+        turn.connection = None
         return session
 
     def close(self) -> None:
         """Hang up; threads that wait are woken by that. Every later exchange fails."""
         with self._lock:
-            self._closed = True
-            idle, self._idle, self._parked = [*self._idle, *self._parked], [], []
-            waiting, self._connections = self._connections.difference(idle), set()
-            session, self.session = self.session, None
-        for connection in idle:
-            connection.say_goodbye()
-            connection.close()
-        for connection in waiting:
-            connection.hang_up()  # whoever waits on it closes it
-        if session is not None:
-            session.lane.close()
+            self.closed = True
+            for session in self._sessions():
+                self._retired.setdefault(session, set())
+            self.session = None
+        try:
+            self._end_all()
+        except BaseException:
+            REAPER.start()
+            REAPER.submit(self._end_all)
+            raise
 
-    def _acquire(self, deadline: float, patience: float) -> Connection:
+    def _end_all(self) -> None:
+        for session in tuple(self._retired):
+            self._hang_up(session)
+            self._retired.pop(session, None)
+
+    def _hang_up(self, session: Session) -> None:
+        """End a session, and go on with that where it was interrupted before."""
+        with self._lock:
+            session.ended = True
+            unused = {*session.idle, *session.parked}
+        for connection in tuple(session.connections):
+            if connection in unused:
+                connection.say_goodbye()
+                connection.close()
+            else:
+                connection.hang_up()  # whoever waits on it closes it
+        session.lane.close()
+
+    # Connections.
+
+    def _acquire(self, home: Session | None, deadline: float, patience: float, turn: Turn) -> tuple[Session, Connection]:
         while True:
             with self._lock:
-                if self._closed:
+                if self.closed:
                     raise ConnectionClosed("this client is closed")
-                if not self._idle:
+                session = home if home is not None else self.session
+                if session is None or not session.idle:
                     break
-                connection = self._idle.pop()
+                # Without a call, after which a signal handler might run: it is either among them or the operation's.
+                connection = session.idle[-1]
+                turn.session, turn.connection = session, connection
+                del session.idle[-1]
             if connection.alive:
-                return connection
-            self._drop(connection)
-        return self._connect(deadline, patience)
+                return session, connection
+            self._drop(session, connection)
+        if home is not None:
+            return home, self._join(home, deadline, turn)
+        return self._connect(deadline, patience, turn)
 
-    def _put_back(self, connection: Connection) -> None:
+    def _put_back(self, session: Session, connection: Connection) -> None:
         with self._lock:
-            if connection in self._connections:
-                self._idle.append(connection)
+            if connection in session.connections and not session.ended:
+                session.idle.append(connection)
                 return
-        self._drop(connection)
+        self._drop(session, connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, session: Session, connection: Connection) -> None:
         with self._lock:
-            self._connections.discard(connection)
+            session.connections.discard(connection)
         connection.close()
 
-    def _replace(self, connection: Connection) -> None:
+    def _replace(self, session: Session, connection: Connection) -> None:
         if connection.owed:
             # The answer may bring memory, which nobody else would give back; and until then the session goes on.
             with self._lock:
-                self._parked.append(connection)
+                session.parked.append(connection)
                 looked_after, self._looked_after = self._looked_after, True
             if not looked_after:
                 REAPER.start()
                 REAPER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
             return
         try:
-            self._put_back(self._connect(time.monotonic() + 1.0, 0))
+            self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()))
         except SharedRPCError:
             # If the server is stuck, and not gone, then it keeps the session for as long as this connection is open.
             with self._lock:
-                self._parked.append(connection)
+                session.parked.append(connection)
             return
-        self._drop(connection)
+        self._drop(session, connection)
 
     def look_after(self) -> bool:
         """See whether answers have come that were given up; False if there are none left to wait for."""
-        with self._lock:
-            owing = [connection for connection in self._parked if connection.owed]
-            self._parked = [connection for connection in self._parked if not connection.owed]
-        for connection in owing:
-            try:
-                in_order = connection.catch_up()
-            except (SharedRPCError, OSError):
-                self._drop(connection)
-                continue
+        for session in self._sessions():
             with self._lock:
-                kept = connection in self._connections and not (in_order and self._idle)
-                if kept:
-                    (self._idle if in_order else self._parked).append(connection)
-            if not kept:
-                self._drop(connection)
+                owing = [connection for connection in session.parked if connection.owed]
+                session.parked = [connection for connection in session.parked if not connection.owed]
+            for connection in owing:
+                try:
+                    in_order = connection.catch_up()
+                except (SharedRPCError, OSError):
+                    self._drop(session, connection)
+                    continue
+                with self._lock:
+                    kept = connection in session.connections and not session.ended and not (in_order and session.idle)
+                    if kept:
+                        (session.idle if in_order else session.parked).append(connection)
+                if not kept:
+                    self._drop(session, connection)
         with self._lock:
-            self._looked_after = any(connection.owed for connection in self._parked)
+            self._looked_after = any(connection.owed for session in self._sessions() for connection in session.parked)
             return self._looked_after
 
-    def _connect(self, deadline: float, patience: float) -> Connection:
+    def _join(self, session: Session, deadline: float, turn: Turn) -> Connection:
+        """One more connection of a session that there is.
+
+        :raises ConnectionClosed: if it has ended.
+        """
+        connection = Connection(self._path())
+        turn.session, turn.connection = session, connection
+        connection.open(session.token, max(deadline - time.monotonic(), RETRY))
+        if connection.welcome.token == session.token:
+            with self._lock:
+                if not session.ended:
+                    session.connections.add(connection)
+                    return connection
+        connection.close()
+        raise ConnectionClosed("the session has ended")
+
+    def _reach(
+        self, deadline: float, patience: float, turn: Turn
+    ) -> tuple[Session | None, Connection, list[Lease[Any]], list[str]]:
+        """Wait for a server: the session that it was reached in, and see :meth:`_open`."""
         path = self._path()
         begin = time.monotonic()
         until = min(deadline, begin + patience)
@@ -220,8 +401,8 @@ class ConnectionPool:
         while True:
             session = self.session
             try:
-                connection, moving, held = self._open(path, session, deadline)
-                break
+                connection = turn.connection = Connection(path)
+                return session, connection, *self._open(connection, session, deadline)
             except Stranger:
                 raise
             except ConnectError as error:
@@ -233,55 +414,64 @@ class ConnectionPool:
                 if time.monotonic() + RETRY > until:
                     raise nobody_there(error, begin) from error
                 time.sleep(RETRY)
+
+    def _connect(self, deadline: float, patience: float, turn: Turn) -> tuple[Session, Connection]:
+        session, connection, moving, held = self._reach(deadline, patience, turn)
         welcome = connection.welcome
         ended: Session | None = None
         unwanted: list[str] = []
+        parked: list[Connection] = []
         with self._lock:
-            if self._closed:
+            if self.closed:
                 connection.close()
                 raise ConnectionClosed("this client is closed")
-            first = self.session is session
-            if first and (session is None or session.token != welcome.token):
-                self.session = Session(welcome.server_id, welcome.token, welcome.device, self._new_lane())
+            current = self.session
+            if current is session and (session is None or session.token != welcome.token):
+                current = Session(welcome.server_id, welcome.token, welcome.device, self._new_lane(), {connection})
+                self.session = turn.session = current
                 if session is not None:
                     ended = session
-                    unwanted = self._holdings.move(moving, held, self.session)
-            mine = self.session is not None and self.session.token == welcome.token
-            if mine:
-                self._connections.add(connection)
-            parked = [earlier for earlier in self._parked if not earlier.owed]
-            self._parked = [earlier for earlier in self._parked if earlier.owed]
+                    unwanted = self._holdings.move(moving, held, current)
+            elif current is not None and current.token == welcome.token:
+                turn.session = current
+                current.connections.add(connection)
+                # One that became idle meanwhile would have done as well.
+                parked = [current.idle.pop()] if current.idle else []
+                parked += [earlier for earlier in current.parked if not earlier.owed]
+                current.parked = [earlier for earlier in current.parked if earlier.owed]
+            else:
+                current = None  # another thread began a session meanwhile, and one is enough
         if ended is not None:
-            ended.lane.close()
-        for earlier in parked:
-            self._drop(earlier)
-        if unwanted:
-            with suppress(SharedRPCError):
-                connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
-        if not mine:  # another thread began a session meanwhile, and one is enough
+            self._hang_up(ended)
+        if current is None:
             connection.close()
-            return self._connect(deadline, patience)
-        return connection
+            return self._connect(deadline, patience, turn)
+        for earlier in parked:
+            self._drop(current, earlier)
+        if unwanted:
+            with passed_over(SharedRPCError):
+                connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
+        return current, connection
 
-    def _open(self, path: str, session: Session | None, deadline: float) -> tuple[Connection, list[Lease[Any]], list[str]]:
-        """A connection that joins a session, or begins one: then with the handles of the one before it, and what the new one
-        holds of their objects.
+    def _open(self, connection: Connection, session: Session | None, deadline: float) -> tuple[list[Lease[Any]], list[str]]:
+        """Have a connection join a session, or begin one: the handles of the one before it then, and what the new one holds of
+        their objects.
 
         :raises ConnectError: if there is no server, or it goes away at once.
         """
-        connection = Connection(path, session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
+        connection.open(session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
         welcome = connection.welcome
         if session is None or session.token == welcome.token or session.server_id != welcome.server_id:
-            return connection, [], []
+            return [], []
         moving = self._holdings.of(session)
         if not moving:
-            return connection, [], []
+            return [], []
         try:
             reply = connection.exchange(to_hold(moving), time.monotonic() + PROMPT)
-            return connection, moving, held_of(reply)
+            return moving, held_of(reply)
         except (ConnectionClosed, DeadlineExceeded) as error:
             connection.close()
-            raise ConnectError(f"the server at {path} hung up: {error}") from error
+            raise ConnectError(f"the server at {connection.path} hung up: {error}") from error
         except BaseException:
             connection.close()
             raise
@@ -292,3 +482,10 @@ def _look(pool: weakref.ref[ConnectionPool]) -> None:
     found = pool()
     if found is not None and found.look_after():
         REAPER.submit(functools.partial(_look, pool), after=_LOOK)
+
+
+def _settle(pool: weakref.ref[ConnectionPool]) -> None:
+    """In the reaper's thread, as :func:`_look`."""
+    found = pool()
+    if found is not None and not found.end_retired():
+        REAPER.submit(functools.partial(_settle, pool), after=_LOOK)

@@ -44,7 +44,7 @@ class _Watching(BaseClient):
         return self._watch
 
     def _news_source(self) -> ConnectionSource:
-        return ConnectionSource(Connection(self.socket_path, self._watched.token, PROMPT))
+        return ConnectionSource(Connection(self.socket_path).open(self._watched.token, PROMPT))
 
     def _unwatch(self) -> None:
         watch, self._watch = self._watch, None
@@ -58,8 +58,14 @@ class Refreshing(_Watching):
     if TYPE_CHECKING:
 
         def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = None) -> T: ...
-        def _hand(self, outcome: tuple[m.Result, Any]) -> Any: ...
+        def _take(self, operation: Operation[tuple[m.Result, Any]], *, timeout: float | None = None) -> Any: ...
         def _server(self) -> Session: ...
+
+    def _moved(self) -> None:
+        """The session that the subscriptions may belong to is about to end, and another one takes over."""
+        if self._watch is not None and self._watch.active:
+            self._watched = self._server()
+            self._watch.move()
 
     def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Generation:
         """Build the next generation of a cached call's object, and make it the current one: what there is to know of it.
@@ -82,7 +88,7 @@ class Refreshing(_Watching):
     def latest(self, handle: Handle[T]) -> Handle[T]:
         """See :meth:`Handle.latest`."""
         handle._check_held()
-        return self._hand(self._run(generations.latest(handle.object_id, self._values)))  # type: ignore[no-any-return]
+        return self._take(generations.latest(handle.object_id, self._values))  # type: ignore[no-any-return]
 
     def retire(self, target: Handle[Any] | str) -> list[dict[str, Any]]:
         """Free what nobody holds of superseded generations; :meth:`get_object_info` of those that are left.

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
-from shared_rpc.interrupts import is_of_handler
+from shared_rpc.interrupts import is_of_handler, passed_over
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.catalogue import decode_message, number_of
 from shared_rpc.wire.frames import Frame
@@ -152,7 +152,7 @@ def _marked(error: Exception, message: m.Error) -> Exception:
     request_id = message.detail.get("request_id", "")
     if request_id:
         # An exception of somebody else's may refuse further attributes.
-        with suppress(Exception):
+        with passed_over(Exception):
             error.request_id = request_id  # type: ignore[attr-defined]
             error.add_note(f"request {request_id} of the server's log")
     return error

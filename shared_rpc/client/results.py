@@ -10,6 +10,7 @@ from typing import Any
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
 from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.interrupts import is_interrupt
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
@@ -63,7 +64,9 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
         frame.close()
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
     if lane is None:
-        segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+        segments = [Segment(info, -1) for info in message.segments]
+        for segment in segments:
+            segment.adopt(frame.fds)
         return Result(what, message, frame.payload, segments)
     if message.freed:
         lane.arguments.give(message.freed)
@@ -71,7 +74,7 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
         frame.close()
         chunk = lane.own_chunk(message, held)
         return Result(what, message, frame.payload, [], {chunk.number: lane.own}, chunk)
-    segments = lane.segments(message.segments, message.kept, message.arenas, frame.take_fds())
+    segments = lane.segments(message.segments, message.kept, message.arenas, frame.fds)
     if lane.closed and any(segment.closed for segment in segments):
         for segment in segments:
             segment.close()
@@ -97,9 +100,9 @@ def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[
         raise
     except BaseException as error:
         result.close()
-        if result.message.managed and isinstance(error, (Exception, KeyboardInterrupt)):
+        if result.message.managed and not is_interrupt(error):
             yield from ask(Request(m.Release([object_id]), "release"), m.Count)
-        elif result.message.managed:  # cancelled, and not to wait for anything
+        elif result.message.managed:  # cancelled or interrupted, and not to wait for anything
             yield Tell(m.Release([object_id]))
         raise
     return result.message, value

@@ -56,6 +56,8 @@ class Request:
     #: memory.
     sent: bool = False
     starved: bool = False
+    #: The answer that has come: where its asker is interrupted, its descriptors are closed.
+    frame: Frame | None = None
     #: How many connections broke under it, and where it ends in what is written to the current one.
     tries: int = 0
     end: int = 0

@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -16,13 +15,14 @@ from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.monitoring import Monitoring
-from shared_rpc.client.pool import ConnectionPool, Session
+from shared_rpc.client.pool import ConnectionPool, Session, Turn
 from shared_rpc.client.refreshing import Refreshing
 from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
+from shared_rpc.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.reaper import Job
+from shared_rpc.reaper import Job, weakly
 from shared_rpc.ticket import Ticket, read_ticket
 from shared_rpc.wire import messages as m
 from shared_rpc.wire.tasks import TaskInfo
@@ -55,12 +55,12 @@ class Client(Refreshing, Monitoring):
     """
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(self._address.path, self._lanes(), self._holdings)
+        self._pool = ConnectionPool(self._address.path, self._lanes(), self._holdings, weakly(self._moved))
 
     def _leaves(self) -> Job | None:
         # There is no pool where the client could not be made.
         pool = getattr(self, "_pool", None)
-        return pool.close if pool is not None and pool.session is not None else None
+        return pool.close if pool is not None and pool.has_sessions else None
 
     def _after_fork(self) -> None:
         super()._after_fork()
@@ -101,7 +101,7 @@ class Client(Refreshing, Monitoring):
         """
         server = self._server()
         operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, self._lane)
-        return self._hand(self._run(operation))
+        return self._take(operation)
 
     def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
         """Have an endpoint run as a task, which goes on without this client: its id.
@@ -142,7 +142,7 @@ class Client(Refreshing, Monitoring):
 
         :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
         """
-        return self._hand(self._run(operations.task_result(task_id, self._values)))
+        return self._take(operations.task_result(task_id, self._values))
 
     def wait_for_task(
         self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
@@ -158,7 +158,7 @@ class Client(Refreshing, Monitoring):
         """
         poll = timeout is not None and timeout <= 0
         operation = operations.wait_task(task_id, callback, poll, self._values)
-        return self._hand(self._run(operation, timeout=self._timeout if poll else timeout))
+        return self._take(operation, timeout=self._timeout if poll else timeout)
 
     def watch_task(
         self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
@@ -220,14 +220,14 @@ class Client(Refreshing, Monitoring):
         :raises ServerBusy: if the device has not so much memory left now, or its quota does not.
         """
         operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, keep, self._values)
-        return self._hand(self._run(operation))  # type: ignore[no-any-return]
+        return self._take(operation)  # type: ignore[no-any-return]
 
     def get_buffer(self, buffer_id: str) -> Handle[torch.Tensor]:
         """The buffer of that id, whoever made it: a handle of the same memory, without a copy.
 
         :raises BufferNotFound: if there is none, or not any more; ``reason`` says why.
         """
-        return self._hand(self._run(buffers.get(buffer_id, self._values)))  # type: ignore[no-any-return]
+        return self._take(buffers.get(buffer_id, self._values))  # type: ignore[no-any-return]
 
     def free_buffer(self, buffer: Handle[Any] | str) -> bool:
         """Have nobody get a buffer any more; False if nobody could.
@@ -255,7 +255,7 @@ class Client(Refreshing, Monitoring):
             ``"server_changed"``.
         :raises BufferNotFound: if it is a buffer that is not handed out any more.
         """
-        return self._hand(self._run(tickets.open_ticket(read_ticket(ticket), self._values)))  # type: ignore[no-any-return]
+        return self._take(tickets.open_ticket(read_ticket(ticket), self._values))  # type: ignore[no-any-return]
 
     def release(self, handle: Handle[Any] | str) -> bool:
         """Give one lease back, of a handle or an object id; whether this process held it."""
@@ -263,8 +263,12 @@ class Client(Refreshing, Monitoring):
 
     def release_many(self, handles: Iterable[Handle[Any] | str]) -> int:
         """Give several leases back in one round trip; how many this process held."""
-        object_ids = forgone(handles)
-        count = self._run(operations.release(object_ids)) if object_ids else 0
+
+        def release(turn: Turn) -> int:
+            object_ids = forgone(handles)
+            return self._drive(operations.release(object_ids), turn, None, OWN_TIMEOUT) if object_ids else 0
+
+        count = self._within(release)
         MAPPINGS.drain()
         return count
 
@@ -343,9 +347,16 @@ class Client(Refreshing, Monitoring):
             return
         try:
             self._run(operations.release([object_id]), patience=0)
-        except (SharedRPCError, OSError):
+        except (SharedRPCError, OSError) as error:
+            if is_of_handler(error):
+                raise
             return  # the connection is gone, and the session's leases with it
         MAPPINGS.drain()
+
+    def _interrupted(self, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        if isinstance(session, Session):
+            self._pool.retire_session(session)
 
     def object_info(self, object_id: str) -> dict[str, Any]:
         """See :class:`shared_rpc.handle.Issuer`."""
@@ -360,12 +371,33 @@ class Client(Refreshing, Monitoring):
     def _give_chunks_back(self, chunks: list[int]) -> None:
         self._pool.exchange(Request(m.Free(chunks), "free"), time.monotonic() + PROMPT, 0)
 
-    def _hand(self, outcome: tuple[m.Result, Any]) -> Any:
+    def _within(self, work: Callable[[Turn], T]) -> T:
+        """Do what may be interrupted anywhere, and see to it that nothing is left over then: see :class:`ConnectionPool`."""
+        turn = Turn()
+        try:
+            self._pool.enter(turn)
+            return work(turn)
+        except BaseException as error:
+            if is_interrupt(error):
+                self._pool.retire(turn)
+            raise
+        finally:
+            turn.ended = True
+            self._pool.leave(turn)
+
+    def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
+        return self._within(lambda turn: self._drive(operation, turn, patience, timeout))
+
+    def _take(self, operation: Operation[tuple[m.Result, Any]], *, timeout: float | None = OWN_TIMEOUT) -> Any:
+        """Run an operation for what its caller gets: a handle, where a lease came with the value."""
+        return self._within(lambda turn: self._hand(self._drive(operation, turn, None, timeout), turn))
+
+    def _hand(self, outcome: tuple[m.Result, Any], turn: Turn) -> Any:
         message, value = outcome
         if not message.managed:
             return value
-        session = self._pool.session
-        if session is None:
+        session = turn.session
+        if session is None or self._pool.closed:
             raise ConnectionClosed("this client was closed, and the lease went with it")
         handle = Handle(
             value,
@@ -378,7 +410,7 @@ class Client(Refreshing, Monitoring):
         self._holdings.add(handle)
         return handle
 
-    def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
+    def _drive(self, operation: Operation[T], turn: Turn, patience: float | None, timeout: float | None) -> T:
         deadline = self._deadline(self._limit(timeout))
         advance = functools.partial(operation.send, None)
         try:
@@ -392,13 +424,13 @@ class Client(Refreshing, Monitoring):
                 if isinstance(step, Request):
                     until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
                     try:
-                        advance = functools.partial(operation.send, self._pool.exchange(step, until, patience))
+                        advance = functools.partial(operation.send, self._pool.exchange(step, until, patience, turn))
                     except (SharedRPCError, LaneClosed) as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Tell):
-                    with suppress(SharedRPCError):
-                        self._pool.exchange(Request(step.message, "a message"), time.monotonic() + PROMPT, 0)
+                    with passed_over(SharedRPCError):
+                        self._pool.exchange(Request(step.message, "a message"), time.monotonic() + PROMPT, 0, turn)
                     advance = functools.partial(operation.send, None)
                     continue
                 try:
@@ -421,5 +453,6 @@ class Client(Refreshing, Monitoring):
         # Known since the first connection: whatever server comes after it at this socket has the same device.
         session = self._pool.session
         if session is None:
-            session = self._pool.need_session(self._deadline(self._timeout), self._connect_timeout)
+            until = self._deadline(self._timeout)
+            session = self._within(lambda turn: self._pool.need_session(until, self._connect_timeout, turn))
         return session

@@ -107,6 +107,8 @@ class Watch:
         self._subscriptions: list[Subscription] = []
         #: None while nobody is subscribed.
         self._source: Source | None = None
+        #: What the thread is to go on with, in place of the source that it has.
+        self._next: Source | None = None
 
     def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
         """Have a callback told of what becomes current from here on.
@@ -142,22 +144,49 @@ class Watch:
             self._source = None
         source.hang_up()
 
+    @property
+    def active(self) -> bool:
+        """Whether somebody is subscribed."""
+        return self._source is not None
+
+    def move(self) -> None:
+        """Have the news come from another source, with nothing lost in between.
+
+        :raises SharedRPCError: if the server cannot be reached.
+        """
+        with self._lock:
+            earlier = self._source
+            if earlier is None:
+                return
+            source = self._connect()
+            if source is None:
+                return
+            self._source = self._next = source
+        earlier.hang_up()
+
     def close(self) -> None:
         """Call no callback any more."""
         for subscription in tuple(self._subscriptions):
             self.end(subscription)
 
     def _run(self, source: Source, after: int) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 generations, after = source.news(after)
                 for generation in generations:
                     for subscription in tuple(self._subscriptions):
                         subscription.tell(generation)
-        except SharedRPCError as error:
-            self._ended(source, error)
-        finally:
-            source.close()
+            except SharedRPCError as error:
+                source.close()
+                with self._lock:
+                    following, self._next = self._next, None
+                if following is None:
+                    self._ended(source, error)
+                    return
+                source = following
+            except BaseException:
+                source.close()
+                raise
 
     def _ended(self, source: Source, error: SharedRPCError) -> None:
         with self._lock:

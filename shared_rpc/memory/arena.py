@@ -73,15 +73,18 @@ class Extents:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free what was taken."""
-        self.free += nbytes
-        index = bisect.bisect(self._offsets, offset)
+        offsets, sizes = self._offsets, self._sizes
+        index = bisect.bisect(offsets, offset)
         end = offset + nbytes
-        if index < len(self._offsets) and self._offsets[index] == end:
-            nbytes += self._sizes.pop(end)
-            del self._offsets[index]
-        before = self._offsets[index - 1] if index else -1
-        if index and before + self._sizes[before] == offset:
-            self._sizes[before] += nbytes
+        joins_next = index < len(offsets) and offsets[index] == end
+        before = offsets[index - 1] if index else -1
+        # Without a call from here on, after which a signal handler might raise: other threads go on with what is free.
+        self.free += nbytes
+        if joins_next:
+            nbytes += sizes[end]
+            del sizes[end], offsets[index]
+        if index and before + sizes[before] == offset:
+            sizes[before] += nbytes
         else:
-            self._offsets.insert(index, offset)
-            self._sizes[offset] = nbytes
+            offsets[index:index] = [offset]
+            sizes[offset] = nbytes

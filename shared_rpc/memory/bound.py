@@ -147,7 +147,7 @@ class BoundBackend(ABC):
                 raise
         return Segment(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
 
-    def map(self, fd: int, nbytes: int, access: Access) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """The address of the memory here, the same for every mapping of a segment. ``access="read"`` is not enforced.
 
         :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
@@ -170,7 +170,9 @@ class BoundBackend(ABC):
                     os.close(copy)
                     raise
                 self._uses[voucher.token] = self._by_address[use.memory.address] = use
-            use.copies.append(copy)
+            use.copies += (copy,)
+            if made is not None:
+                made += (use.memory.address,)
             return use.memory.address
 
     def _open(self, fd: int, voucher: Voucher) -> _Use:
@@ -192,8 +194,10 @@ class BoundBackend(ABC):
                 f"{self.mechanism!r}: {error}; {self.cure}"
             ) from error
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Undo one :meth:`map`; with the last one the memory is closed here, and only then the copy of the descriptor."""
+        if done is not None:
+            done += (0,)  # before: what is interrupted here is not done twice
         with self._lock:
             use = self._by_address[address]
             copy = use.copies.pop()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import queue
 import resource
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.interrupts import is_of_handler
 from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
 from shared_rpc.reaper import REAPER
@@ -37,12 +38,12 @@ class Mapping:
     consumers may only map it for reading. ``owner`` is the id of the server that keeps the segment, and knows it by its id;
     ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
     nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far. ``hidden``
-    tells that :meth:`MappingTable.find` does not know it. ``number`` tells those of one segment that are copy-on-write from
-    each other. ``labels`` say for people what lies in it.
+    tells that :meth:`MappingTable.find` does not know it, ``gone`` that it was unmapped. ``number`` tells those of one segment
+    that are copy-on-write from each other. ``labels`` say for people what lies in it.
     """
 
     __slots__ = (
-        *("address", "backend", "descriptor", "fresh", "hidden", "info", "labels", "loans"),
+        *("address", "backend", "descriptor", "fresh", "gone", "hidden", "info", "labels", "loans"),
         *("number", "owner", "pins", "pooled", "publishes", "sealed"),
     )
 
@@ -50,6 +51,7 @@ class Mapping:
         self.info = info
         self.number = number
         self.hidden = False
+        self.gone = False
         self.address = address
         self.backend = backend
         self.descriptor = segment
@@ -141,8 +143,10 @@ class MappingTable:
         self._mappings: dict[tuple[str, Access, int], Mapping] = {}
         self._copies = itertools.count(1)
         self._by_address: list[tuple[int, Mapping]] = []
-        self._gone: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
+        self._gone: deque[_Loan] = deque()
         self._draining = threading.Lock()
+        #: Those that a block has let go of, and that may have no other user.
+        self._unpinned: list[Mapping] = []
         #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
         self._unused: list[Mapping] = []
         #: Whether this process may publish every attached segment again: in a worker, what one endpoint made is what another
@@ -156,14 +160,15 @@ class MappingTable:
         """New memory, mapped for writing; it stays mapped while the block runs and then while it is in use."""
         backend = backend_for(device)
         segment = backend.create(nbytes)
+        mappings: list[Mapping] = []
         try:
-            mapping = self._add(segment.info, backend, segment, keep=True)
-        except BaseException:
-            segment.close()
-            raise
-        mapping.fresh = True
-        with self._pinned([mapping]):
-            yield mapping
+            self._add(mappings, segment.info, backend, segment, keep=True)
+            mappings[0].fresh = True
+            yield mappings[0]
+        finally:
+            if not mappings:
+                segment.close()
+            self._unpin(mappings)
 
     @contextmanager
     def attach(
@@ -190,18 +195,20 @@ class MappingTable:
                 for number, segment in enumerate(segments):
                     info = segment.info
                     apart = number in hidden or info.access == "copy"
-                    mapping = self._mappings.get((info.id, info.access, 0))
-                    if mapping is None:
+                    known = self._mappings.get((info.id, info.access, 0))
+                    if known is None:
                         backend = backend_for(info.device, info.mechanism)
-                        mapping = self._add(info, backend, segment, keep=False, hidden=apart)
+                        self._add(mappings, info, backend, segment, keep=False, hidden=apart)
+                    else:
+                        known.pins += 1
+                        mappings += (known,)
+                    mapping = mappings[-1]
                     mapping.owner = owner or mapping.owner
                     mapping.pooled = mapping.pooled or number in pooled
                     mapping.label(label)
-                    mapping.pins += 1
-                    mappings.append(mapping)
                     if not (mapping.pooled or mapping.hidden):
                         self._keep(mapping, segment, publishes=keep or self.keeps)
-            yield mappings
+            yield [*mappings]
         finally:
             self._unpin(mappings)
 
@@ -249,31 +256,42 @@ class MappingTable:
                 mapping.owner = ""
             return len(owned)
 
-    def _add(self, info: SegmentInfo, backend: Backend, segment: Segment, *, keep: bool, hidden: bool = False) -> Mapping:
+    def _add(
+        self,
+        pinned: list[Mapping],
+        info: SegmentInfo,
+        backend: Backend,
+        segment: Segment,
+        *,
+        keep: bool,
+        hidden: bool = False,
+    ) -> None:
+        """Map a segment, and pin the mapping in the list of those that its caller unpins."""
         if info.access == "copy" and info.mechanism != "memfd":
             raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: that is for host memory")
-        address = backend.map(segment.fileno(), info.nbytes, info.access)
         number = next(self._copies) if info.access == "copy" else 0
-        mapping = Mapping(info, address, backend, segment if keep else None, number)
+        mapping = Mapping(info, 0, backend, segment if keep else None, number)
         mapping.hidden = hidden
         with self._lock:
-            self._descriptors += mapping.descriptor is not None
-            self._mappings[mapping.key] = mapping
+            made: list[int] = []
+            try:
+                address = mapping.address = backend.map(segment.fileno(), info.nbytes, info.access, made)
+            except BaseException:
+                for address in made:
+                    backend.unmap(address, info.nbytes)
+                raise
+            key, by_address = mapping.key, self._by_address
             if not hidden:
-                bisect.insort(self._by_address, (address, mapping), key=lambda entry: entry[0])
+                by_address = [*by_address]
+                bisect.insort(by_address, (address, mapping), key=lambda entry: entry[0])
+            # Without a call from here on, after which a signal handler might raise: it is known and pinned, or neither.
+            self._mappings[key] = mapping
+            self._by_address = by_address
+            self._descriptors += mapping.descriptor is not None
+            mapping.pins += 1
+            pinned += (mapping,)
         if _tells_of_faults(info):
             watch_read_only(Place(address, info.nbytes, mapping.__str__))
-        return mapping
-
-    @contextmanager
-    def _pinned(self, mappings: list[Mapping]) -> Iterator[None]:
-        with self._lock:
-            for mapping in mappings:
-                mapping.pins += 1
-        try:
-            yield
-        finally:
-            self._unpin(mappings)
 
     def lend(self, loans: Iterable[tuple[Mapping, object]]) -> None:
         """Keep each mapping while the object beside it lives. To be called while it is created or attached.
@@ -303,7 +321,7 @@ class MappingTable:
 
     def _pin_gone(self, loan: _Loan) -> None:
         # Runs in a finaliser: enqueue, nothing else.
-        self._gone.put(loan)
+        self._gone.append(loan)
         if loan.mapping.backend.unmaps_in_background:
             REAPER.submit(self._drain_in_background)
 
@@ -320,7 +338,7 @@ class MappingTable:
     @property
     def has_unused(self) -> bool:
         """Whether :meth:`drain` has something to do, as far as can be told without waiting."""
-        return bool(self._unused) or not self._gone.empty()
+        return bool(self._unused or self._gone or self._unpinned)
 
     def drain(self) -> None:
         """Unmap what nothing uses any more, after waiting for the device: a safe point. Never called in a finaliser.
@@ -339,54 +357,75 @@ class MappingTable:
             self._unmap(may_unmap)
 
     def _settle(self) -> None:
-        """End the loans of the objects that are gone."""
-        gone: list[_Loan] = []
-        while True:
-            try:
-                gone.append(self._gone.get_nowait())
-            except queue.Empty:
-                break
+        """End the loans of the objects that are gone. One stays in the queue until that is done, and may be ended twice."""
         with self._lock:
-            for loan in gone:
-                loan.mapping.loans.remove(loan)
-            self._forget_unused({id(loan.mapping): loan.mapping for loan in gone}.values())
+            while self._gone:
+                loan = self._gone[0]
+                loan.mapping.loans.discard(loan)  # that of a lender who was interrupted is not among them
+                self._forget_unused(loan.mapping)
+                del self._gone[0]
+            self._look()
 
     def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
-            for mapping in mappings:
+            while mappings:
+                mapping = mappings[-1]
                 mapping.pins -= 1
-            self._forget_unused({id(mapping): mapping for mapping in mappings}.values())
+                self._unpinned += (mapping,)
+                del mappings[-1]
+            self._look()
         if self._unused:
             self.drain()
 
-    def _forget_unused(self, mappings: Iterable[Mapping]) -> None:
-        for mapping in mappings:
-            if mapping.users == 0:
-                del self._mappings[mapping.key]
-                if not mapping.hidden:
-                    self._by_address.remove((mapping.address, mapping))
-                self._unused.append(mapping)
+    def _look(self) -> None:
+        while self._unpinned:
+            self._forget_unused(self._unpinned[-1])
+            del self._unpinned[-1]
+
+    def _forget_unused(self, mapping: Mapping) -> None:
+        key = mapping.key
+        if mapping.users or self._mappings.get(key) is not mapping:
+            return
+        by_address = self._by_address
+        if not mapping.hidden:
+            by_address = [entry for entry in by_address if entry[1] is not mapping]
+        # Without a call from here on, after which a signal handler might raise.
+        del self._mappings[key]
+        self._by_address = by_address
+        self._unused += (mapping,)
 
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
         # Not under the table's lock: a kernel that still runs must not hold up other threads.
         with self._lock:
             unused = list(self._unused)
         ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
-        gone = {mapping for mapping in unused if mapping.backend in ready}
+        # What has become unused since then was not waited for.
+        for mapping in unused:
+            if mapping.backend in ready:
+                self._unmap_one(mapping)
         with self._lock:
-            # What has become unused since then was not waited for.
-            self._unused = [mapping for mapping in self._unused if mapping not in gone]
-        for mapping in gone:
-            if _tells_of_faults(mapping.info):
-                forget_read_only(mapping.address)
-            mapping.backend.unmap(mapping.address, mapping.info.nbytes)
-            self._close(mapping)
+            self._unused = [mapping for mapping in self._unused if not mapping.gone]
+
+    def _unmap_one(self, mapping: Mapping) -> None:
+        if not mapping.gone and _tells_of_faults(mapping.info):
+            forget_read_only(mapping.address)
+        done: list[int] = []
+        try:
+            if not mapping.gone:
+                mapping.backend.unmap(mapping.address, mapping.info.nbytes, done)
+        except BaseException as error:
+            if not is_of_handler(error):
+                done += (0,)  # it would fail again
+            raise
+        finally:
+            if done:  # else another drain is to do it
+                mapping.gone = True
+        self._close(mapping)
 
     def _close(self, mapping: Mapping) -> None:
-        if mapping.descriptor is not None:
+        if mapping.descriptor is not None and not mapping.descriptor.closed:
             mapping.descriptor.close()
-            with self._lock:
-                self._descriptors -= 1
+            self._descriptors -= 1
 
     def __len__(self) -> int:
         return len(self._mappings) + len(self._unused)
@@ -395,7 +434,7 @@ class MappingTable:
         # Another thread may have held the lock. Host mappings are inherited and stay, and their descriptors with them: what
         # the child has, it can hand on. What the parent publishes is not the child's to publish.
         self._lock = threading.RLock()
-        self._gone = queue.SimpleQueue()
+        self._gone = deque()
         self._draining = threading.Lock()
         for mapping in (*self._mappings.values(), *self._unused):
             mapping.publishes = False
@@ -407,7 +446,7 @@ class MappingTable:
                 mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
             for loan in mapping.loans:
                 if loan() is None:  # the parent's reaper was about to end it
-                    self._gone.put(loan)
+                    self._gone.append(loan)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
 
 

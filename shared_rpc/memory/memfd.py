@@ -11,8 +11,10 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from itertools import starmap
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.interrupts import is_of_handler
 from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
 
 __all__ = ["HOST", "MemfdBackend"]
@@ -43,26 +45,33 @@ class MemfdBackend:
         """New zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
         size = -(-nbytes // self.granularity) * self.granularity
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
+        name = f"shared-rpc-{info.id}"
         try:
-            segment = Segment(info, os.memfd_create(f"shared-rpc-{info.id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            segment = Segment.opened(info, os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
+            if is_of_handler(error):
+                raise
             raise CapabilityError(f"cannot make a host segment of {size} bytes in pid {os.getpid()}: {error}") from error
         try:
             os.ftruncate(segment.fileno(), size)
             fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         except OSError as error:
             segment.close()
+            if is_of_handler(error):
+                raise
             raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
         return segment
 
-    def map(self, fd: int, nbytes: int, access: Access) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
 
         :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
         """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        except OSError:
+        except OSError as error:
+            if is_of_handler(error):
+                raise
             seals = 0
         if not seals & _F_SEAL_SHRINK:
             # Whoever holds the descriptor could cut it off, and our next read would end this process (SIGBUS).
@@ -73,13 +82,16 @@ class MemfdBackend:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if access != "read" else 0)
         # Copies are rare, so memory for all of them is not to be set aside, nor a mapping refused for want of it.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED
-        address = _libc.mmap(None, nbytes, protection, flags, fd, 0)
+        made = made if made is not None else []
+        made.extend(starmap(_libc.mmap, ((None, nbytes, protection, flags, fd, 0),)))
+        address = made[0]
         if address == _MAP_FAILED:
+            made.clear()
             code = ctypes.get_errno()
             if code == errno.EPERM:
                 raise CapabilityError("the segment is shared read-only; map it with access='read'")
             raise CapabilityError(f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}")
-        return int(address)
+        return address
 
     def seal(self, fd: int) -> None:
         """Refuse later writable mappings (F_SEAL_FUTURE_WRITE, Linux 5.1)."""
@@ -106,9 +118,11 @@ class MemfdBackend:
         """Nothing is queued on the host."""
         return _done
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """munmap(2)."""
-        if _libc.munmap(address, nbytes) != 0:
+        done = done if done is not None else []
+        done.extend(starmap(_libc.munmap, ((address, nbytes),)))
+        if done[0] != 0:
             raise OSError(ctypes.get_errno(), f"munmap({address:#x}, {nbytes})")
 
     def view(self, address: int, nbytes: int) -> memoryview:

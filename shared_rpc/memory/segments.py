@@ -7,9 +7,11 @@ import os
 import secrets
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from itertools import starmap
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -57,7 +59,8 @@ class _Descriptor:
         self.number = number
 
     def __del__(self) -> None:
-        os.close(self.number)
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class Segment:
@@ -76,6 +79,25 @@ class Segment:
         self._descriptor = _Descriptor(fd) if fd >= 0 else None
         if info.mechanism in BOUND:
             _bound.add(self)
+
+    @classmethod
+    def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
+        """Make an owner of the descriptor that a function returns, which is one of C.
+
+        No signal handler runs between the function's end and the moment in which its descriptor has an owner.
+        """
+        segment, descriptor = cls(info, -1), _Descriptor(-1)
+        deque(map(setattr, (descriptor,), ("number",), starmap(function, (arguments,))), 0)
+        segment._descriptor = descriptor
+        return segment
+
+    def adopt(self, fds: list[int]) -> None:
+        """Own the first of some descriptors from here on, which is taken out of their list."""
+        descriptor = _Descriptor(-1)
+        # No call from here on, after which a signal handler might raise: it is in the list or has an owner.
+        descriptor.number = fds[0]
+        del fds[0]
+        self._descriptor = descriptor
 
     def fileno(self) -> int:
         """The descriptor, still owned by this object.
@@ -151,9 +173,10 @@ class Backend(Protocol):
         :raises CapabilityError: if the device has not enough memory.
         """
 
-    def map(self, fd: int, nbytes: int, access: Access) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Map a segment and return its address. The descriptor is borrowed, and may be closed afterwards.
 
+        :param made: takes the address as soon as there is a mapping. On the host no signal handler runs in between.
         :raises CapabilityError: if this process cannot reach the memory in that way.
         """
 
@@ -185,8 +208,11 @@ class Backend(Protocol):
         :returns: None if the device must not be marked now, because it would break a CUDA graph's capture.
         """
 
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Undo :meth:`map`. The memory goes back to the system with its last mapping and descriptor."""
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Undo :meth:`map`. The memory goes back to the system with its last mapping and descriptor.
+
+        :param done: takes something as soon as that was done, as ``made`` of :meth:`map`.
+        """
 
     def view(self, address: int, nbytes: int) -> object:
         """The mapped bytes as an object with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""

@@ -92,22 +92,27 @@ class VmmBackend(CudaBackend):
         os.set_inheritable(fd, False)
         return Segment(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
 
-    def map(self, fd: int, nbytes: int, access: Access) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Import the allocation behind ``fd`` and map it for this backend's GPU, and for those that reach it."""
         address = handle = None
+        mapped = False
         with self.current():
             try:
                 handle = check(driver.cuMemImportFromShareableHandle(fd, _FD))
                 address = check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
                 check(driver.cuMemMap(address, nbytes, 0, handle, 0))
-                try:
-                    self._allow(address, nbytes, access)
-                except DriverError:
-                    check(driver.cuMemUnmap(address, nbytes))
+                mapped = True
+                self._allow(address, nbytes, access)
+                if made is not None:
+                    made += (int(address),)
+            except BaseException as error:
+                if not made:
+                    if mapped:
+                        check(driver.cuMemUnmap(address, nbytes))
+                    if address is not None:
+                        check(driver.cuMemAddressFree(address, nbytes))
+                if not isinstance(error, DriverError):
                     raise
-            except DriverError as error:
-                if address is not None:
-                    check(driver.cuMemAddressFree(address, nbytes))
                 raise CapabilityError(
                     f"cannot map {nbytes} bytes that live on GPU {self.uuid} for GPU "
                     f"{visible_gpus()[self.ordinal]} of this process by the mechanism 'vmm': {error}; compare what "
@@ -126,8 +131,10 @@ class VmmBackend(CudaBackend):
             # A peer that the driver refuses (MIG, another fabric) is one that nothing is copied to.
             driver.cuMemSetAccess(address, nbytes, [_right(peer, access)], 1)
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Unmap and give the address range back."""
+        if done is not None:
+            done += (0,)  # before: what is interrupted here is not done twice, when another mapping may have the range
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
             check(driver.cuMemAddressFree(address, nbytes))

@@ -106,8 +106,18 @@ def _shortened(path: str) -> str:
     return path if len(path) <= _PATH else f"{path[:_PATH]}…"
 
 
-def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
-    """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns."""
+def lower(value: Any, path: str, leaf: Leaf) -> Any:
+    """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns.
+
+    :raises CapabilityError: for what cannot travel, or is nested too deep, naming it.
+    """
+    try:
+        return _lower(value, path, leaf, 0)
+    except _TooDeep:
+        raise _nesting(value, path) from None
+
+
+def _lower(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, bytes, complex):
         return value
@@ -116,13 +126,13 @@ def lower(value: Any, path: str, leaf: Leaf, depth: int = 0) -> Any:
     if kind in (list, tuple, dict) and depth >= _DEPTH:
         raise _TooDeep
     if kind is list or kind is tuple:
-        return kind(lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
+        return kind(_lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
     if kind is dict:
         for key in value:
             if type(key) is not str:
                 raise CapabilityError(f"{path} has the key {key!r}: the keys of a dict in a call are strings")
             _text(key, f"a key of {path}")
-        return {key: lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
+        return {key: _lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
     return leaf(value, path)
 
 
@@ -138,21 +148,11 @@ def _text(value: str, path: str) -> str:
 
 
 def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
-    """:func:`lower` for all arguments of a call.
-
-    :raises CapabilityError: for an argument that cannot travel, or that is nested too deep, naming it.
-    """
+    """:func:`lower` for all arguments of a call."""
     return (
-        [_lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
-        {_text(name, "an argument's name"): _lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
+        [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
+        {_text(name, "an argument's name"): lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
     )
-
-
-def _lower(value: Any, path: str, leaf: Leaf) -> Any:
-    try:
-        return lower(value, path, leaf)
-    except _TooDeep:
-        raise _nesting(value, path) from None
 
 
 def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -231,7 +231,7 @@ async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futu
             client.ping()
         await other.ping()
         assert other._channel is not None
-        sockets = [other._channel._socket, *(next(iter(client._pool._connections))._socket for client in clients)]
+        sockets = [other._channel._socket, *(next(iter(client._pool.session.connections))._socket for client in clients)]
         before = [each.written for each in sockets]
         os.kill(broker.pid, signal.SIGSTOP)
         asked = [
@@ -285,7 +285,7 @@ async def test_leases_when_all_connections_break(app: BrokerApp) -> None:
         kept, given = client.call("held"), client.call("held", 5)
         theirs = await other.call("held", 6)
         given.release()
-        for connection in client._pool._connections:
+        for connection in client._pool.session.connections:
             connection.hang_up()
         assert other._channel is not None
         other._channel._hang_up()
@@ -309,7 +309,7 @@ def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
     app.start()
     watcher, client = app.connect(), app.connect()
     handle = client.call("own")
-    for connection in client._pool._connections:
+    for connection in client._pool.session.connections:
         connection.hang_up()
     eventually(lambda: watcher.get_server_info()["objects"] == 0)
     with pytest.raises(errors.StaleHandleError) as stale:

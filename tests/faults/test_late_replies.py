@@ -124,7 +124,7 @@ def test_a_reply_that_comes_long_after_its_caller_left(
         eventually(lambda: chunks(server) == 0 and server.info()["leases"] == 0)
         client._timeout = 30.0
         # A call that comes before the connection is in order again opens another one.
-        eventually(lambda: not client._pool._parked)
+        eventually(lambda: not session.parked)
         # What was in use then comes back with the next call, unless the answer that came late brought it.
         eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and lane.arguments.used <= 1)
         assert client._pool.session is session

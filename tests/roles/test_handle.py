@@ -178,11 +178,11 @@ def test_object_info_is_asked_each_time(app: App) -> None:
     first = handle.get_object_info()
     handle.get_object_info().clear()
     load().release()
-    again = handle.get_object_info()
-    assert again["last_accessed_at"] > first["last_accessed_at"]
+    assert handle.get_object_info()["last_accessed_at"] > first.pop("last_accessed_at")
     assert load.invalidate() == 1
-    changed = {"current": False, "last_accessed_at": again["last_accessed_at"]}
-    assert handle.get_object_info() == handle.get_object_info(refresh=True) == first | changed
+    for info in (handle.get_object_info(), handle.get_object_info(refresh=True)):
+        del info["last_accessed_at"]
+        assert info == first | {"current": False}
 
 
 def test_info_of_an_object_that_is_gone(app: App) -> None:

@@ -377,7 +377,7 @@ os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 try:
-    Connection({path!r}, "", 5.0).close()
+    Connection({path!r}).open("", 5.0).close()
 except Exception as error:
     print(type(error).__name__, error)
 else:

@@ -43,10 +43,10 @@ class Device(MemfdBackend):
         self.log.append(("synchronize", threading.current_thread()))
         return self.idle
 
-    def unmap(self, address: int, nbytes: int) -> None:
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Unmap, and note it."""
         self.log.append(("unmap", threading.current_thread()))
-        super().unmap(address, nbytes)
+        super().unmap(address, nbytes, done)
 
     @property
     def events(self) -> list[str]:

@@ -479,7 +479,7 @@ def test_a_busy_client_needs_one_connection(client: Client, device: str) -> None
     while time.monotonic() - begin < 0.5:
         client.call("full", 1.0)
         client.call("echo", torch.ones(8, device=device))
-    assert len(client._pool._connections) == 1
+    assert len(client._pool.session.connections) == 1
 
 
 def test_it_outlives_its_client(server: Server, device: str) -> None:

@@ -231,7 +231,7 @@ def test_the_deepest_value_round_trips(nest: Callable[[Any], Any]) -> None:
 def test_a_deeper_value_is_refused_on_both_sides(nest: Callable[[Any], Any]) -> None:
     """By the caller with the path, and by the server if the caller does not."""
     value = nested(DEPTH + 1, nest)
-    with pytest.raises(CapabilityError, match=rf"argument 0\[.*\] is nested deeper than {DEPTH} levels"):
+    with pytest.raises(CapabilityError, match=rf"argument 0\[.* is nested deeper than {DEPTH} levels"):
         lower_call([value], {}, refuse)
     with pytest.raises(ProtocolError, match=f"nested deeper than {DEPTH} levels"):
         travelled(value)
@@ -241,7 +241,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
     """It has no end."""
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CapabilityError, match="nested deeper"):
+    with pytest.raises(CapabilityError, match=r"^argument 0\[0\] is argument 0 again, in which it lies"):
         lower_call([value], {}, refuse)
 
 

@@ -1,0 +1,378 @@
+"""Signal handlers that raise within the blocking client, as Ctrl-C, an alarm and a soft time limit do.
+
+Nothing is left over, and what comes out is the handler's exception.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client
+from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.memory.mapping import MAPPINGS, MappingTable
+from shared_rpc.memory.memfd import HOST
+from shared_rpc.wire.frames import FrameDecoder, encode_frame
+from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
+from tests.kit.processes import Child, eventually, open_fds, python
+
+# What was about to be handed on, and is dropped with the operation's frames, is closed by its owner's finaliser, which says so.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+#: How many points of an operation are tried: all of them in long runs.
+POINTS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 25
+
+SERVER = """
+import os, torch
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+@provider.share(cache=False)
+def nothing(x=1):
+    return None
+
+@provider.share(cache=False)
+def doubled(x):
+    return x * 2
+
+@provider.share(cache=False)
+def several(n):
+    return [torch.ones(n), torch.zeros(2)]
+
+@provider.share
+def layer(n=4):
+    return torch.nn.Linear(n, n)
+
+@provider.share(managed=True)
+def kept(n=4):
+    return torch.ones(n)
+
+@provider.share(cache=False, managed=True)
+def own(n=4):
+    return {"a": torch.ones(n), "b": torch.zeros(2)}
+
+@provider.share(cache=False)
+def fails():
+    raise ValueError("as meant")
+
+print("ready", flush=True)
+"""
+
+ARGUMENT = torch.arange(1000.0)
+
+
+@pytest.fixture
+def server(no_leaks: None, base_path: str, children: list[Child]) -> Child:
+    """A server process with the endpoints above."""
+    child = python(SERVER, environ={"SHARED_TENSOR_ROLE": "server"})
+    children.append(child)
+    child.expect("ready")
+    return child
+
+
+@pytest.fixture
+def watcher(server: Child, base_path: str) -> Iterator[Client]:
+    """A client that looks at what there is."""
+    with Client(base_path, device="cpu", timeout=30.0) as client:
+        client.ping()
+        yield client
+
+
+@pytest.fixture
+def client(server: Child, base_path: str) -> Iterator[Client]:
+    """The one that is interrupted."""
+    with Client(base_path, device="cpu", timeout=30.0) as client:
+        yield client
+
+
+def release(client: Client) -> None:
+    """Attach, and give back."""
+    client.call("own").release()
+
+
+def hold(client: Client) -> None:
+    """Attach to a cached object, as a context."""
+    with client.call("kept") as handle:
+        handle.get_object_info()
+
+
+def fail(client: Client) -> None:
+    """Have an endpoint's error."""
+    with suppress(ValueError):
+        client.call("fails")
+
+
+def release_several(client: Client) -> None:
+    """Give leases back in one request."""
+    client.release_many([client.call("kept"), client.call("own")])
+
+
+def task(client: Client) -> None:
+    """Wait for a task, with a callback. One that has a result keeps it until somebody fetches it, whoever was interrupted."""
+    with suppress(ValueError):
+        client.execute("fails", callback=lambda info: None)
+
+
+OPERATIONS: dict[str, Callable[[Client], object]] = {
+    "a call": lambda client: client.call("nothing", 2),
+    "a tensor there and back": lambda client: client.call("doubled", ARGUMENT),
+    "memory of its own": lambda client: client.call("several", 1 << 20),
+    "a cached module": lambda client: client.call("layer"),
+    "an error": fail,
+    "attach and release": release,
+    "a handle's block": hold,
+    "several releases": release_several,
+    "a task": task,
+    "a question": lambda client: client.get_server_info(),
+}
+
+
+def held(watcher: Client, client: Client) -> dict[str, int]:
+    """What the server and this process have, with nothing at work."""
+    MAPPINGS.drain()
+    info = watcher.get_server_info()
+    session = client._pool.session
+    lane = session.lane if session is not None else None
+    # The thread that ends sessions may have needed a connection of its own at the same time, which is as good as the other.
+    surplus = min(1, max(0, info["connections"] - 2))
+    return {
+        "descriptors": open_fds() - surplus,
+        "connections": info["connections"] - surplus,
+        "sessions": info["sessions"],
+        "leases": info["leases"],
+        "objects": info["objects"],
+        "chunks of the server's pools": info["pools"]["chunks"],
+        "mappings": len(MAPPINGS),
+        "chunks of the client's pools": lane.arguments.used if lane is not None else 0,
+        "chunks in use": lane.borrower.in_use if lane is not None else 0,
+    }
+
+
+def more(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """What there is more of."""
+    return {name: after[name] - before[name] for name in after if after[name] > before[name]}
+
+
+def chosen(points: int) -> list[int]:
+    """The points that are tried: all, or a sample with a seed that is printed."""
+    if points <= POINTS:
+        return list(range(1, points + 1))
+    seed = random.randrange(1 << 30)
+    print(f"points chosen with the seed {seed}")
+    return sorted(random.Random(seed).sample(range(1, points + 1), POINTS))
+
+
+@pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_operation_that_is_interrupted(
+    client: Client, watcher: Client, operation: Callable[[Client], object], kind: type[BaseException]
+) -> None:
+    """At any point at which a handler may run: what comes out is its exception, and there is nothing more than before."""
+    for _ in range(3):
+        operation(client)
+    points = points_of(lambda: operation(client))
+    before = held(watcher, client)
+    for point in chosen(points):
+        with raising_handler(kind):
+            place, raised = interrupted_at(point, lambda: operation(client))
+        assert not place or raised == f"{kind.__name__}: from the handler", f"at {place}"
+        operation(client)
+        try:
+            eventually(lambda: not more(held(watcher, client), before), 5.0)
+        except AssertionError:
+            pytest.fail(f"interrupted in {place}: {more(held(watcher, client), before)} more than before")
+
+
+@pytest.mark.parametrize("kind", [Interrupted, TimeoutError])
+@pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
+def test_a_client_that_is_interrupted_as_it_begins(
+    server: Child, watcher: Client, base_path: str, name: str, kind: type[BaseException]
+) -> None:
+    """While it connects, in its first operation, or as it is closed."""
+    operation = OPERATIONS[name]
+
+    def whole() -> None:
+        client = clients[-1]
+        operation(client)
+        client.close()
+
+    def new() -> Client:
+        return Client(base_path, device="cpu", timeout=30.0)
+
+    clients = [new()]
+    points = points_of(whole)
+    idle = new()
+    before = held(watcher, idle)
+    for point in chosen(points):
+        clients[-1] = new()
+        with raising_handler(kind):
+            place, raised = interrupted_at(point, whole)
+        assert not place or raised == f"{kind.__name__}: from the handler", f"at {place}"
+        clients[-1].close()
+        try:
+            eventually(lambda: not more(held(watcher, idle), before), 5.0)
+        except AssertionError:
+            pytest.fail(f"interrupted in {place}: {more(held(watcher, idle), before)} more than before")
+
+
+def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
+    """Their leases are taken again by the session that follows, of what is not cached too."""
+    handle, other = client.call("own"), client.call("kept")
+    session = client._pool.session
+    for point in (1, 60, 120):
+        with raising_handler(Interrupted):
+            assert interrupted_at(point, lambda: client.call("nothing"))[1]
+    client.ping()
+    eventually(lambda: watcher.get_server_info()["sessions"] == 2)
+    assert client._pool.session is not session
+    assert not handle.is_stale() and not other.is_stale()
+    assert watcher.get_server_info()["leases"] == 2
+    handle.release()
+    other.release()
+    assert watcher.get_server_info()["leases"] == 0
+
+
+def test_an_interruption_of_one_thread_leaves_others_alone(client: Client, watcher: Client) -> None:
+    """What they are in the middle of ends in the session that it began in."""
+    ended, errors = threading.Event(), []
+
+    def use() -> None:
+        try:
+            while not ended.is_set():
+                with client.call("own") as handle:
+                    assert handle.value["a"].sum() == 4
+                assert client.call("doubled", ARGUMENT).sum() == 999000
+                assert not handle.is_stale() or handle.released
+        except BaseException:
+            errors.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    points = points_of(lambda: OPERATIONS["a tensor there and back"](client))
+    for point in chosen(points):
+        with raising_handler(Interrupted):
+            interrupted_at(point, lambda: OPERATIONS["a tensor there and back"](client))
+    ended.set()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []
+    client.ping()
+    eventually(lambda: watcher.get_server_info()["sessions"] == 2 and watcher.get_server_info()["leases"] == 0)
+
+
+def test_subscriptions_go_on_after_an_interruption(client: Client, watcher: Client) -> None:
+    """They move to the session that follows, and miss nothing."""
+    told: list[int] = []
+    client.call("kept")
+    with client.on_refresh(lambda generation: told.append(generation.generation)) as subscription:
+        for point in (50, 100):
+            with raising_handler(Interrupted):
+                interrupted_at(point, lambda: client.call("nothing"))
+            client.ping()
+            watcher.refresh("kept")
+        eventually(lambda: told == [2, 3])
+        assert subscription.active
+    client.ping()
+    eventually(lambda: watcher.get_server_info()["sessions"] == 2)
+
+
+def test_a_handler_of_a_waiting_call(client: Client, watcher: Client) -> None:
+    """An alarm ends a wait at once, and the request is taken back."""
+
+    def handler(number: int, frame: object) -> None:
+        raise DeadlineExceeded("the soft time limit")
+
+    earlier = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(3):
+            task_id = client.submit("nothing")
+            client.wait_for_task(task_id)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(DeadlineExceeded, match="the soft time limit"):
+                for _ in client.refreshes():
+                    pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    client.ping()
+    eventually(lambda: watcher.get_server_info()["sessions"] == 2 and watcher.get_server_info()["connections"] == 2)
+
+
+# The parts.
+
+
+def test_an_exception_that_is_kept_keeps_no_view_of_what_arrived() -> None:
+    """Whatever a handler interrupts while a frame is read, more can be taken in."""
+    frame = b"".join(encode_frame(1, 7, b"body", b"payload"))
+    kept: list[Any] = []
+
+    def read(decoder: FrameDecoder) -> None:
+        decoder.feed(frame)
+        assert decoder.next_frame() is not None
+
+    for point in range(1, points_of(lambda: read(FrameDecoder())) + 1):
+        decoder = FrameDecoder()
+        with raising_handler(Interrupted):
+            try:
+                place, raised = "", ""
+                place, raised = interrupted_at(point, lambda: read(decoder))  # noqa: B023
+            finally:
+                kept.append((place, raised))
+        decoder.feed(b"".join(encode_frame(1, 8, b"another")))
+        while (found := decoder.next_frame()) is not None and found.request_id != 8:
+            pass
+        assert found is not None and found.body == b"another"
+
+
+def test_a_broken_loan_keeps_no_other_from_ending() -> None:
+    """One whose lender was interrupted is nobody's, and those behind it in the queue end all the same."""
+    table = MappingTable()
+
+    class User:
+        pass
+
+    with table.create(4096, "cpu") as first, table.create(4096, "cpu") as second:
+        users = [User(), User()]
+        table.lend([(first, users[0]), (second, users[1])])
+        first.loans.clear()  # as if it had never been noted
+    users.clear()
+    table.drain()
+    assert len(table) == 0
+
+
+def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
+    """Wherever it raises, the next drain unmaps what is left, and nothing twice."""
+
+    def fill(table: MappingTable) -> None:
+        class User:
+            pass
+
+        users = [User() for _ in range(3)]
+        for user in users:
+            with table.create(4096, "cpu") as mapping:
+                table.lend([(mapping, user)])
+
+    sample = MappingTable()
+    fill(sample)
+    unmapped: list[int] = []
+    points = points_of(sample.drain)
+    assert HOST.unmaps_in_background
+    for point in range(1, points + 1):
+        table = MappingTable()
+        fill(table)
+        with raising_handler(Interrupted):
+            interrupted_at(point, table.drain)
+        table.drain()
+        unmapped.append(len(table))
+    assert set(unmapped) == {0}

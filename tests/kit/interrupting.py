@@ -1,0 +1,118 @@
+"""Signal handlers that raise at a chosen point of what a thread does."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NoReturn
+
+__all__ = ["Interrupted", "interrupted_at", "points_of", "raising_handler"]
+
+#: The instructions after which CPython looks whether a handler is to run (3.11 to 3.14, by their names in `dis`).
+_LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+#: What a RESUME after an await or a `yield from` has for an argument, at least: there it does not look.
+_AWAIT = 2
+#: Modules of the standard library in which a handler is let run as well: those that the package builds upon.
+_BENEATH = ("contextlib.py", "weakref.py", "_weakrefset.py", "<string>")
+
+
+class Interrupted(BaseException):
+    """What the handler raises."""
+
+
+@contextlib.contextmanager
+def raising_handler(kind: type[BaseException]) -> Iterator[None]:
+    """Have a handler of SIGUSR1 that raises."""
+
+    def handler(number: int, frame: object) -> NoReturn:
+        raise kind("from the handler")
+
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+
+
+@functools.cache
+def _ranges(code: CodeType) -> list[Any]:
+    return dis._parse_exception_table(code)  # type: ignore[attr-defined, no-any-return]  # since 3.11, and not public
+
+
+def _caught_at(code: CodeType, offset: int) -> int | None:
+    return next((entry.target for entry in _ranges(code) if entry.start <= offset < entry.end), None)
+
+
+class _Tracer:
+    """Counts the points at which the interpreter may run a handler, in the package's frames, and sends a signal at one.
+
+    A trace function is called before an instruction, and the interpreter looks after one: an exception belongs to the earlier
+    of the two then. Where they are in different blocks of `try` or `with`, that makes a difference, and no signal is sent. Nor
+    is one in a finaliser: CPython drops what is raised there.
+    """
+
+    def __init__(self, point: int) -> None:
+        self.point = point
+        self.count = 0
+        self.place = ""
+        self._last: dict[FrameType, tuple[str, int]] = {}
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        name = frame.f_code.co_filename
+        if event == "call":
+            if "/shared_rpc/" not in name and not name.endswith(_BENEATH):
+                return None
+            if frame.f_code.co_name == "__del__":
+                return None
+            frame.f_trace_opcodes = True
+            self._last.pop(frame, None)
+        elif event == "exception":
+            self._last.pop(frame, None)
+        elif event == "opcode":
+            self._step(frame)
+        return self.trace
+
+    def _step(self, frame: FrameType) -> None:
+        code, offset = frame.f_code, frame.f_lasti
+        last, before = self._last.get(frame, ("", 0))
+        instruction, argument = dis.opname[code.co_code[offset]], code.co_code[offset + 1]
+        looks = instruction in _LOOKS and not (instruction == "RESUME" and argument >= _AWAIT)
+        self._last[frame] = (instruction if looks else "", offset)
+        if last and _caught_at(code, before) == _caught_at(code, offset):
+            self.count += 1
+            if self.count == self.point:
+                self.place = f"{code.co_qualname}, line {frame.f_lineno}, after {last}"
+                self._last.clear()
+                signal.raise_signal(signal.SIGUSR1)
+
+    def run(self, operation: Callable[[], object]) -> None:
+        sys.settrace(self.trace)
+        try:
+            operation()
+        finally:
+            sys.settrace(None)
+            self._last.clear()
+
+
+def points_of(operation: Callable[[], object]) -> int:
+    """Count the points of an operation at which a handler may run."""
+    tracer = _Tracer(0)
+    tracer.run(operation)
+    return tracer.count
+
+
+def interrupted_at(point: int, operation: Callable[[], object]) -> tuple[str, str]:
+    """Run an operation, and a handler at one of its points: where that was, ``""`` if there are fewer; and what was raised, by
+    its type and message, ``""`` for nothing.
+    """
+    tracer, raised = _Tracer(point), ""
+    try:
+        tracer.run(operation)
+    except BaseException as error:
+        raised = f"{type(error).__name__}: {error}"
+    return tracer.place, raised
