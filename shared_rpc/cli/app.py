@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -44,6 +45,20 @@ def main() -> None:
     except SharedRPCError as error:
         complain(str(error))
         raise SystemExit(1) from None
+    finally:
+        _write_the_rest()
+
+
+def _write_the_rest() -> None:
+    """Write what is buffered. Where the reader has gone away that is nothing to tell, now or when the interpreter ends."""
+    stream = sys.__stdout__
+    if stream is not None and not stream.closed:
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 @app.command("ls")

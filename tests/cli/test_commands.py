@@ -467,7 +467,7 @@ def test_where_to_serve(app: Callable[..., Path], start: Callable[..., Child], t
 
 def test_served_app_knows_its_role(app: Callable[..., Path], start: Callable[..., Child]) -> None:
     """While it is loaded the app sees the server role, whatever the shell's variables say."""
-    app("print('role', provider.execution_mode)")
+    app("print('role', provider.execution_mode, flush=True)")
     server = start("serve", "app", environ={"SHARED_TENSOR_ENABLED": "0", "SHARED_TENSOR_ROLE": "client"})
     assert server.expect("role") == "role server"
 
@@ -475,7 +475,7 @@ def test_served_app_knows_its_role(app: Callable[..., Path], start: Callable[...
 def test_served_app_imports_what_lies_beside_it(app: Callable[..., Path], start: Callable[..., Child], tmp_path: Path) -> None:
     """As for a script, the app's own directory is on the path, wherever the command runs."""
     (tmp_path / "weights.py").write_text("WHERE = 'beside'")
-    server = start("serve", str(app("import weights; print(weights.WHERE)")), cwd=Path("/"))
+    server = start("serve", str(app("import weights; print(weights.WHERE, flush=True)")), cwd=Path("/"))
     assert server.expect("beside") == "beside"
 
 
@@ -737,8 +737,9 @@ def test_looking_loads_no_torch(served: Server, connect: Callable[..., Client], 
     assert not imported & {"torch", "cloudpickle", "shared_rpc.codec", "shared_rpc.server"}
 
 
+@pytest.mark.parametrize("unbuffered", ["1", ""])
 @pytest.mark.parametrize("command", [["ls"], ["ls", "--json"], ["info"], ["objects", "--json"]], ids=str)
-def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], command: list[str]) -> None:
+def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], command: list[str], unbuffered: str) -> None:
     """``shared-rpc ls | head`` leaves no traceback when the reader has read enough."""
     client = connect()
     for size in range(1, 40):
@@ -750,7 +751,7 @@ def test_reader_that_goes_away(served: Server, connect: Callable[..., Client], c
             [sys.executable, *MODULE, *command],
             stdout=output,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": unbuffered},
             timeout=50,
             check=False,
         )

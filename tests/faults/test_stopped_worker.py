@@ -94,6 +94,7 @@ def test_clients_that_were_killed_leave_nothing(app: BrokerApp, stop: Callable[[
     """As those that gave up."""
     broker = app.start("--no-preload")  # a zygote comes late, and has descriptors
     client = app.connect()
+    client.ping()
     pid = stop()
     fds = fds_of(broker.pid)
     child = python("""

@@ -450,7 +450,8 @@ class _Exec(BaseException):
 
 def _exec(program: str, words: Sequence[str]) -> NoReturn:
     """:func:`os.execv`, as ``serve`` becomes a broker by it; the process keeps what it has imported, and its zygote."""
-    if not program == words[0] == sys.executable or list(words[1:3]) != ["-m", "shared_rpc.broker"]:
+    serves = list(words[1:3]) == ["-m", "shared_rpc.broker"] or list(words[1:4]) == ["-m", "shared_rpc.cli", "serve"]
+    if not program == words[0] == sys.executable or not serves:
         _execv(program, words)
     raise _Exec(words[1:])
 

@@ -311,7 +311,6 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
         Server(Provider(tmp_path / "file" / "below" / "s", device="cpu")).start()
 
 
-@needs_root
 def test_a_full_disk(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so, though the file that could not be made is not there to be looked at."""
     real = os.open
@@ -326,6 +325,7 @@ def test_a_full_disk(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPat
         serve()
 
 
+@needs_root
 def test_a_directory_of_another_user(tmp_path: Path, serve: Callable[..., Server]) -> None:
     """The error names whose it is, and the way out."""
     os.chown(tmp_path, NOBODY, NOBODY)
