@@ -154,6 +154,6 @@ def test_many_more(broker_app: BrokerApp, children: list[Child]) -> None:
     children.append(child)
     child.expect("serving")
     with broker_app.connect() as client:
-        for n in range(repetitions(5_000, 100_000)):
+        for n in range(repetitions(2_500, 100_000)):
             assert torch.equal(client.call("cached", n), torch.full((8,), float(n)))
         assert client.get_server_info()["descriptors"]["used"] == 2048
