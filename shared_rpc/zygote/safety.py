@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
 import os
 import select
 import signal
@@ -13,13 +14,15 @@ from contextlib import suppress
 
 from shared_rpc.zygote.forking import fork
 
-__all__ = ["HARMLESS", "try_fork", "unsafe"]
+__all__ = ["HARMLESS", "cuda_is_initialised", "try_fork", "unsafe"]
 
 #: Devices that may be shared between processes: they have no state.
 HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
 #: Devices of the NVIDIA driver that its management library opens, and that say nothing of CUDA. What CUDA cannot do without is
-#: /dev/nvidia-uvm: a process that has it open has initialised CUDA, which does not work in its forks.
+#: /dev/nvidia-uvm, which the library opens as well with some drivers: then CUDA's own library is asked.
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
+#: CUDA_ERROR_NOT_INITIALIZED, which every function of the driver's interface answers with before cuInit().
+_NOT_INITIALIZED = 3
 #: What that library waits for events by (seen with driver 580). Forks have it as they have the devices, and wait for none.
 _EVENTS = "anon_inode:[eventfd]"
 #: Seconds that the trial fork has to compute something.
@@ -60,10 +63,19 @@ def unsafe(known: frozenset[int]) -> str:
         with suppress(FileNotFoundError):  # the directory that has just been listed
             opened[fd] = os.readlink(f"/proc/self/fd/{fd}")
     devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
-    if any(name.startswith(_CUDA) for name in devices):
+    if any(name.startswith(_CUDA) for name in devices) and cuda_is_initialised():
         return "CUDA has been initialised"
     harmless = {*HARMLESS, *devices, *([_EVENTS] if devices else [])}
     return next((f"{name} is open" for fd, name in opened.items() if fd not in known and name not in harmless), "")
+
+
+def cuda_is_initialised() -> bool:
+    """Whether anything in this process has initialised CUDA, which then does not work in its forks."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 def _native_threads() -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from shared_rpc.zygote.messages import Preload, Refused, Unfit
-from tests.kit.processes import eventually
+from tests.kit.processes import eventually, python
 from tests.kit.zygotes import Zygote
 
 #: torch is imported anew in each.
@@ -347,6 +348,29 @@ def test_an_import_that_initialises_cuda(zygote: Zygote) -> None:
     answer = zygote.ask(Preload(["spoils"]))
     assert isinstance(answer, Unfit)
     assert (answer.module, "CUDA" in answer.why) == ("spoils", True)
+
+
+def test_whether_cuda_has_been_initialised(tmp_path: Path) -> None:
+    """Its library is asked, which answers without being initialised by that; where nobody has loaded it, it has not."""
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(
+        "static int begun; int cuInit(unsigned flags) { begun = 1; return 0; }"
+        "int cuDeviceGetCount(int *count) { *count = 1; return begun ? 0 : 3; }"
+    )
+    build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    subprocess.run(build, check=True)
+    code = f"""
+        import ctypes
+        from shared_rpc.zygote.safety import cuda_is_initialised
+        told = [cuda_is_initialised()]
+        driver = ctypes.CDLL({str(library)!r})
+        told.append(cuda_is_initialised())
+        driver.cuInit(0)
+        print("told", *told, cuda_is_initialised())
+    """
+    child = python(code, fresh=True)
+    assert child.expect("told") == "told False False True"
+    assert child.close() == (0, "")
 
 
 @pytest.mark.gpu
