@@ -11,12 +11,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from docs.pictures.terminal import Row, replaced, screen_of, svg_of
+from shared_rpc import Client
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "_static" / "cli"
@@ -90,7 +92,18 @@ def _scene() -> Iterator[tuple[dict[str, str], str]]:
         )
         for _ in range(2):
             stack.enter_context(_running(environ, "worker.py"))
+        _await_zygote(environ["SHARED_TENSOR_BASE_PATH"])
         yield environ, runtime
+
+
+def _await_zygote(base_path: str) -> None:
+    """Wait until later workers of the server would be forks, as in the life of a server they are nearly always."""
+    until = time.monotonic() + 60
+    with Client(base_path, device="cpu") as client:
+        while client.get_server_info()["zygote"]["state"] != "ready":
+            if time.monotonic() > until:
+                raise RuntimeError(f"the server has no zygote: {client.get_server_info()['zygote']}")
+            time.sleep(0.05)
 
 
 @contextmanager

@@ -168,6 +168,7 @@ def left():
 @pytest.mark.parametrize("kind", ["server role", "in-process", "broker"])
 def test_ctrl_c_at_the_end(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
     """It is asked for already, and nothing that the interpreter does for it is interrupted."""
+    seen = Path(f"{app.base_path}-seen")
     options = leave(
         app,
         kind,
@@ -178,6 +179,7 @@ def left():
     path = {app.base_path + "-cpu.sock"!r}
     while not os.path.exists(path) and {which == "thread"}:
         time.sleep(0.01)
+    open({str(seen)!r}, "w").close()
     while os.path.exists(path):
         time.sleep(0.01)
     for number in [signal.SIGINT, signal.SIGTERM] * 20:
@@ -187,6 +189,8 @@ def left():
 """,
     )
     server = begin(kind, app, children, *options)
+    if which == "thread":
+        eventually(seen.exists)
     server.process.send_signal(signal.SIGINT)
     server.expect("left")
     code, said = server.close()
