@@ -5,7 +5,6 @@ Nothing is left over, and what comes out is the handler's exception.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -24,12 +23,13 @@ from shared_rpc.memory.memfd import HOST
 from shared_rpc.wire.frames import FrameDecoder, encode_frame
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.repetitions import repetitions
 
 # What was about to be handed on, and is dropped with the operation's frames, is closed by its owner's finaliser, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 #: How many points of an operation are tried: all of them in long runs.
-POINTS = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 25
+POINTS = repetitions(25, 10_000)
 
 SERVER = """
 import os, torch

@@ -16,10 +16,10 @@ from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.processes import Child, eventually
+from tests.kit.repetitions import repetitions
 
-DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 #: Of each kind; a thousand in all.
-STORMS = 250 if DEEP else 5
+STORMS = repetitions(5, 250)
 KINDS = ("server role", "in-process", "broker", "broker that loads")
 
 

@@ -11,6 +11,13 @@ from typing import Any
 from shared_rpc import Client
 from tests.kit.processes import Child, eventually
 
+#: How an app is served: in the server role, by a broker, or in one process with its server, as arguments of Python.
+HOSTS = {
+    "script": [],
+    "broker": ["-m", "shared_rpc.cli", "serve"],
+    "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
+}
+
 #: What every app begins with, and the endpoints that the tests of crashes need.
 APP = """
 import ctypes, os, sys, time

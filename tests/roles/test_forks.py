@@ -14,14 +14,8 @@ import pytest
 import torch
 
 from shared_rpc import Client
+from tests.kit.brokers import HOSTS
 from tests.kit.processes import Child, eventually
-
-#: How the app is served, as arguments of Python.
-HOSTS = {
-    "script": [],
-    "broker": ["-m", "shared_rpc.cli", "serve"],
-    "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
-}
 
 APP = """
 import asyncio, atexit, os, signal, sys, threading, time

@@ -15,18 +15,11 @@ from typing import Any
 import pytest
 
 from shared_rpc import Client
-from tests.kit.brokers import is_running
+from tests.kit.brokers import HOSTS, is_running
 from tests.kit.processes import Child, eventually
 
 #: Processes that import torch anew, several at once, may share one core.
 pytestmark = pytest.mark.timeout(180)
-
-#: How the app is served, as arguments of Python.
-HOSTS = {
-    "script": [],
-    "broker": ["-m", "shared_rpc.cli", "serve"],
-    "in-process": ["-m", "shared_rpc.cli", "serve", "--in-process"],
-}
 
 #: Needs no torch, and hardly anything else, before an endpoint runs.
 APP = """
