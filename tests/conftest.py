@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
 import gc
 import multiprocessing.resource_tracker
 import os
@@ -53,6 +54,23 @@ def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children are new processes, whatever starts them."""
     monkeypatch.setattr(forks, "_zygote", None)
+
+
+@pytest.fixture(autouse=True)
+def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A test that measures the memory of a whole GPU is the only one that uses it, also among parallel test processes."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (folder / "queue").open("w") as queue, (folder / "gpu").open("w") as gpu:
+        # Whoever waits for the GPU keeps the queue, so that one that wants it alone is not overtaken for ever.
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/de
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
 #: CUDA_ERROR_NOT_INITIALIZED, which every function of the driver's interface answers with before cuInit().
 _NOT_INITIALIZED = 3
-#: What that library waits for events by (seen with driver 580). Forks have it as they have the devices, and wait for none.
-_EVENTS = "anon_inode:[eventfd]"
+#: What that library waits for events by (both seen with driver 580). Forks have it as they have the devices, and wait for none.
+_EVENTS = ("anon_inode:[eventfd]", "pipe:")
 #: Seconds that the trial fork has to compute something.
 _PATIENCE = 10.0
 #: Seconds in which a thread begins to run.
@@ -65,8 +65,8 @@ def unsafe(known: frozenset[int]) -> str:
     devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
     if any(name.startswith(_CUDA) for name in devices) and cuda_is_initialised():
         return "CUDA has been initialised"
-    harmless = {*HARMLESS, *devices, *([_EVENTS] if devices else [])}
-    return next((f"{name} is open" for fd, name in opened.items() if fd not in known and name not in harmless), "")
+    harmless = (*HARMLESS, *devices, *(_EVENTS if devices else ()))
+    return next((f"{name} is open" for fd, name in opened.items() if fd not in known and not name.startswith(harmless)), "")
 
 
 def cuda_is_initialised() -> bool:

@@ -53,7 +53,8 @@ def compute_there(library: str, name: str) -> Any:
         case = cases_of(library)[name]
         assert case.run is not None
         value = copy.deepcopy(handle.value) if case.remembers else handle.value
-        return [tensor.clone() for _, tensor in strided_tensors(case.run(value, DEVICE))]
+        # A pipeline may give host memory, whatever device it computes on.
+        return [tensor.clone().to(DEVICE) for _, tensor in strided_tensors(case.run(value, DEVICE))]
 
 
 @provider.share(cache=False)

@@ -77,7 +77,9 @@ class Visit:
 
     def undisturbed(self) -> None:
         """Fail unless the shared memory has the bits that it began with, here and there."""
-        assert digest(self.value) == self.bits, "the attached object has other bits"
+        if digest(self.value) != self.bits:
+            found = differences(self.build(), self.value, self.case.ignored)
+            raise AssertionError(f"the attached object has other bits: {'; '.join(found)}")
         there = bytes(app.digest_there(self.library, self.name).tolist()).decode()
         assert there == self.bits, "the shared object has other bits where it was built"
 
@@ -118,7 +120,7 @@ def outputs(visit: Visit) -> None:
 
 def outputs_there(visit: Visit) -> None:
     """It computes the same bits in the process that built it."""
-    here = [tensor for _, tensor in strided_tensors(visit.run(visit.value))]
+    here = [tensor.to(visit.device) for _, tensor in strided_tensors(visit.run(visit.value))]
     there = app.compute_there(visit.library, visit.name)
     assert len(here) == len(there)
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(here, there, strict=True))
@@ -507,7 +509,8 @@ CHANGES = {
 
 def changes(visit: Visit, check: str) -> bool:
     """Whether the objects are to be had anew after a check."""
-    return check in CHANGES or check in visit.case.besides or check.startswith("compiled")
+    computes = check.startswith("client under") and visit.case.remembers
+    return check in CHANGES or check in visit.case.besides or check.startswith("compiled") or computes
 
 
 def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit], None]]]:

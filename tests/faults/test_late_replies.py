@@ -128,7 +128,8 @@ def test_a_reply_that_comes_long_after_its_caller_left(
         # What was in use then comes back with the next call, unless the answer that came late brought it.
         eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and lane.arguments.used <= 1)
         assert client._pool.session is session
-        eventually(lambda: server.info()["connections"] == 1)
+        # The lease may have gone back over another connection, while this one was not yet in order.
+        eventually(lambda: server.info()["connections"] == len(session.connections) <= 2)
 
 
 def test_a_client_is_closed_before_the_reply_comes(

@@ -98,6 +98,7 @@ def test_buffers_come_from_a_worker_and_outlive_it(app: BrokerApp) -> None:
     assert {device["kind"] for device in client.list_devices()} == {"cuda", "cpu"}
 
 
+@pytest.mark.whole_gpu
 def test_memory_of_a_killed_build_goes_with_its_worker(app: BrokerApp) -> None:
     """A worker that dies with 1 GiB which nobody was given leaves nothing of it."""
     app.write(

@@ -479,6 +479,7 @@ def test_writing_to_read_only_memory_ends_the_writer_alone(
     assert elsewhere('answer = [kept.pop("value").tolist(), client.call("get").tolist()]') == [[1, 5], [1, 5]]
 
 
+@pytest.mark.whole_gpu
 def test_killed_clients_leave_nothing(
     base_path: str, device: str, get: Callable[..., Server], provider: Provider, process: Callable[[], Interpreter]
 ) -> None:
@@ -528,6 +529,7 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
+@pytest.mark.whole_gpu
 def test_memory_is_freed_with_the_last_of_all(
     device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
 ) -> None:

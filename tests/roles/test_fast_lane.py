@@ -390,6 +390,7 @@ def test_a_thousand_sessions_die_holding_chunks(server: Server) -> None:
     eventually(lambda: open_fds() <= fds)
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_an_endpoint_runs_out_of_memory(server: Server, client: Client) -> None:

@@ -308,6 +308,7 @@ def test_the_device_is_known_by_its_id_too(file: Path) -> None:
     assert loaded["embedding"].device == torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_gpu_takes_no_more_than_the_weights(tmp_path: Path, published: Callable[..., Record]) -> None:

@@ -367,6 +367,7 @@ print("free", before, least, then, free())
 """
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.gpu
 def test_peak_memory_of_publishing() -> None:
     """Publishing 4 GiB needs less than 3 GiB beside them at any time, and in the end no more than before."""

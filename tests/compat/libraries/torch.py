@@ -31,7 +31,8 @@ def _lstm(device: str) -> Any:
 
 def _normed_lstm(device: str) -> Any:
     lstm = nn.LSTM(8, 16, batch_first=True)
-    return nn.utils.parametrizations.weight_norm(lstm, "weight_hh_l0").to(device).eval()
+    # In train mode: cuDNN has no backward pass in the other one.
+    return nn.utils.parametrizations.weight_norm(lstm, "weight_hh_l0").to(device)
 
 
 def _old_weight_norm(device: str) -> Any:
