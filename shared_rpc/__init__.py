@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shared_rpc import errors
     from shared_rpc.building import materialize
-    from shared_rpc.client import Client
     from shared_rpc.client.aio import AsyncClient
+    from shared_rpc.client.sync import Client
     from shared_rpc.client.watching import Subscription
+    from shared_rpc.context import cancelled, forward_tqdm, progress, raise_if_cancelled
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
+    from shared_rpc.protocol.generations import Generation
+    from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+    from shared_rpc.protocol.ticket import Ticket
     from shared_rpc.provider import Provider, SharedFunction
-    from shared_rpc.running import cancelled, forward_tqdm, progress, raise_if_cancelled
-    from shared_rpc.server import Server
-    from shared_rpc.ticket import Ticket
-    from shared_rpc.wire.generations import Generation
-    from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+    from shared_rpc.server.server import Server
 
 __all__ = [
     "AsyncClient",
@@ -52,23 +52,23 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncClient": "shared_rpc.client.aio",
     "AsyncHandle": "shared_rpc.handle",
-    "Client": "shared_rpc.client",
-    "Generation": "shared_rpc.wire.generations",
+    "Client": "shared_rpc.client.sync",
+    "Generation": "shared_rpc.protocol.generations",
     "Handle": "shared_rpc.handle",
     "PoolOptions": "shared_rpc.memory.pool",
-    "Progress": "shared_rpc.wire.tasks",
+    "Progress": "shared_rpc.protocol.tasks",
     "Provider": "shared_rpc.provider",
-    "Server": "shared_rpc.server",
+    "Server": "shared_rpc.server.server",
     "SharedFunction": "shared_rpc.provider",
     "Subscription": "shared_rpc.client.watching",
-    "TaskInfo": "shared_rpc.wire.tasks",
-    "TaskStatus": "shared_rpc.wire.tasks",
-    "Ticket": "shared_rpc.ticket",
-    "cancelled": "shared_rpc.running",
-    "forward_tqdm": "shared_rpc.running",
+    "TaskInfo": "shared_rpc.protocol.tasks",
+    "TaskStatus": "shared_rpc.protocol.tasks",
+    "Ticket": "shared_rpc.protocol.ticket",
+    "cancelled": "shared_rpc.context",
+    "forward_tqdm": "shared_rpc.context",
     "materialize": "shared_rpc.building",
-    "progress": "shared_rpc.running",
-    "raise_if_cancelled": "shared_rpc.running",
+    "progress": "shared_rpc.context",
+    "raise_if_cancelled": "shared_rpc.context",
 }
 
 

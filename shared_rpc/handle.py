@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
+from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory.revisions import Page
-from shared_rpc.reaper import REAPER
-from shared_rpc.revised import AsyncRevised, Revised
-from shared_rpc.ticket import Ticket
+from shared_rpc.protocol.ticket import Ticket
 
-__all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable"]
+__all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable", "updating", "updating_async"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Giver(Protocol):
@@ -149,7 +153,7 @@ class Lease(Generic[T]):
         return f"<{type(self).__name__} {self.object_id} generation {self.generation}: {state}>"
 
 
-class Handle(Lease[T], Revised[T]):
+class Handle(Lease[T]):
     """A lease on an object of the server, and the object itself.
 
     The lease is given back by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
@@ -228,6 +232,51 @@ class Handle(Lease[T], Revised[T]):
         value, socket_path = self.value, self._issuer.socket_path
         return _issued(Ticket.of(value, self.get_object_info(), socket_path), path)
 
+    @property
+    def revision(self) -> int:
+        """How often the memory was written in place, by :meth:`Client.update`: even, and odd while somebody writes.
+
+        Each update adds two, from 0. Only the first look asks the server: it is a word of shared memory. What is read after
+        it is at least as new as it says. Another generation is another object, and counts from 0.
+
+        :raises StaleHandleError: if the handle was released, or the server is asked and does not own the object.
+        """
+        return self._need_page().revision
+
+    def wait_revision(self, revision: int, timeout: float | None = None) -> int:
+        """Wait until the revision is at least so much, and even: what it is then.
+
+        ``handle.revision + 1`` is the end of the update that is under way, or of the next one.
+
+        Everything that was written in the updates up to it is seen by what this thread reads, or queues on a GPU, after that.
+
+        :param timeout: seconds to wait at most; None for no limit.
+        :raises DeadlineExceeded: then.
+        :raises UpdateInterrupted: if an update has begun and will not end, because its process was killed or its block raised.
+        :raises StaleHandleError: as :attr:`revision`.
+        """
+        return self._need_page().wait(revision, _until(timeout))
+
+    def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:
+        """``function(handle.value)``, from memory that nobody wrote to meanwhile: what it read is all of one revision.
+
+        An update under way is waited for, and where one came in between, ``function`` is called again: it must have no other
+        effects, and return nothing that is still in the memory, so ``clone()`` what is to be kept. What it queues on this
+        thread's current stream is waited for. An exception counts if nobody wrote meanwhile.
+
+        :param timeout: seconds after which it is not begun again; None for no limit.
+        :raises DeadlineExceeded, UpdateInterrupted, StaleHandleError: as :meth:`wait_revision`.
+        """
+        value = self.value
+        return self._need_page().read(function, value, _until(timeout))
+
+    def _need_page(self) -> Page:
+        page = self._page
+        if page is None:
+            self._check_held()
+            page = self._page = self._issuer.revision_page(self.object_id)
+        return page
+
     def __enter__(self) -> Handle[T]:
         return self
 
@@ -247,7 +296,7 @@ class Handle(Lease[T], Revised[T]):
             await to_thread.run_sync(self.release)
 
 
-class AsyncHandle(Lease[T], AsyncRevised[T]):
+class AsyncHandle(Lease[T]):
     """What :class:`Handle` is, for coroutines: ``async with await client.call(...) as handle``."""
 
     def __init__(
@@ -292,6 +341,36 @@ class AsyncHandle(Lease[T], AsyncRevised[T]):
         facts = await self.get_object_info()
         return await to_thread.run_sync(lambda: _issued(Ticket.of(value, facts, socket_path), path))
 
+    @property
+    def revision(self) -> Coroutine[Any, Any, int]:
+        """See :attr:`Handle.revision`: ``await handle.revision``. Only the first one waits for anything."""
+        return self._revision()
+
+    async def _revision(self) -> int:
+        return (await self._need_page()).revision
+
+    async def wait_revision(self, revision: int, timeout: float | None = None) -> int:  # noqa: ASYNC109
+        """See :meth:`Handle.wait_revision`."""
+        page, until = await self._need_page(), _until(timeout)
+        while (seen := await _in_thread(functools.partial(page.wait_slice, revision, until))) is None:
+            continue
+        return seen
+
+    async def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:  # noqa: ASYNC109
+        """See :meth:`Handle.read_consistent`. ``function`` is a plain one, called in a worker thread: there torch's current
+        stream and its modes, as ``no_grad``, are the default ones.
+        """
+        value, until = self.value, _until(timeout)
+        page = await self._need_page()
+        return await _in_thread(functools.partial(page.read, function, value, until))
+
+    async def _need_page(self) -> Page:
+        page = self._page
+        if page is None:
+            self._check_held()
+            page = self._page = await self._issuer.revision_page(self.object_id)
+        return page
+
     async def __aenter__(self) -> AsyncHandle[T]:
         return self
 
@@ -324,3 +403,39 @@ def unreachable(server_id: str, error: Exception) -> StaleHandleError:
     return StaleHandleError(
         f"the server {server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
     )
+
+
+def _until(timeout: float | None) -> float:
+    return time.monotonic() + timeout if timeout is not None else math.inf
+
+
+@contextmanager
+def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
+    """See :meth:`shared_rpc.Client.update`."""
+    value = handle.value
+    with handle._need_page().update(_until(timeout)):
+        yield value
+
+
+@asynccontextmanager
+async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:  # noqa: ASYNC109
+    """See :meth:`shared_rpc.AsyncClient.update`. The GPU is waited for in a thread, and by a cancelled block too."""
+    from anyio import CancelScope
+
+    value, until = handle.value, _until(timeout)
+    page = await handle._need_page()
+    while (update := page.try_begin()) is None:
+        await _in_thread(functools.partial(page.wait_for_writer, until))
+    try:
+        yield value
+        with CancelScope(shield=True):
+            await _in_thread(update.commit)
+    finally:
+        update.end()
+
+
+async def _in_thread(work: Callable[[], R]) -> R:
+    """In a thread that nobody else waits for; one who is cancelled leaves it to itself."""
+    from anyio import CapacityLimiter, to_thread
+
+    return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=CapacityLimiter(1))

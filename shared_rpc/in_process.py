@@ -17,19 +17,19 @@ import anyio
 import anyio.to_thread
 
 from shared_rpc.client.buffers import request_of
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.handle import Handle
 from shared_rpc.in_process_generations import InProcessGenerations
 from shared_rpc.memory.devices import device_id, device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine, PendingCall
 from shared_rpc.server.runs import Delivery, Waiter
-from shared_rpc.store.objects import StoredObject
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.server.state.objects import StoredObject
 
 if TYPE_CHECKING:
     import torch

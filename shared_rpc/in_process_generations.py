@@ -10,17 +10,16 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.watching import Subscription, Watch
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
-from shared_rpc.handle import Handle
+from shared_rpc.handle import Handle, updating
 from shared_rpc.memory.revisions import Page
-from shared_rpc.revised import updating
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.server.engine import LOCAL_SESSION, Engine
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
-from shared_rpc.ticket import Ticket, read_ticket
-from shared_rpc.wire.generations import Generation
 
 __all__ = ["InProcessGenerations"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from shared_rpc import instrumentation as i
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.context import CURRENT_RUN
 
 __all__ = ["JsonFormatter", "LogFormat", "LogLevel", "RequestIdFilter", "TextFormatter", "configure", "log_event"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.handle import Handle
+from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.runtime import Runtime
-from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
     import torch

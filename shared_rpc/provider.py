@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cas
 
 import msgspec
 
-from shared_rpc.endpoints import Endpoint, Registry, describe
+from shared_rpc.client.preload import preload_codec
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.exits import forget, remember
-from shared_rpc.hosting import host
+from shared_rpc.lifecycle.hosting import host
+from shared_rpc.lifecycle.main_end import forget, remember
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations import Operations
-from shared_rpc.preload import preload_codec
+from shared_rpc.protocol.generations import Generation
 from shared_rpc.refreshing import Refreshing
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
-from shared_rpc.server import Server
+from shared_rpc.server.endpoints import Endpoint, Registry, describe
+from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, is_child, resolve_role
-from shared_rpc.wire.generations import Generation
 
 if TYPE_CHECKING:
     from shared_rpc.decorators import Decorator, ManagedDecorator
@@ -301,7 +301,7 @@ class Provider(Operations, Refreshing):
             return LocalRuntime(self, self._inherited)
         worker = host()
         if worker is not None:
-            return worker.adopt(self)
+            return cast(Runtime, worker.adopt(self))
         Server(self).start()  # which calls serve_with()
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from shared_rpc.client.watching import Subscription
     from shared_rpc.handle import Handle
+    from shared_rpc.protocol.generations import Generation
+    from shared_rpc.protocol.ticket import Ticket
     from shared_rpc.runtime import Runtime
-    from shared_rpc.ticket import Ticket
-    from shared_rpc.wire.generations import Generation
 
 __all__ = ["Refreshing"]
 

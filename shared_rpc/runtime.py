@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client import Client
+from shared_rpc.client.sync import Client
 from shared_rpc.handle import Handle
 from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
 from shared_rpc.settings import Role
-from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
     import torch
 
     from shared_rpc.client.watching import Subscription
     from shared_rpc.handle import Handle
+    from shared_rpc.protocol.generations import Generation
+    from shared_rpc.protocol.ticket import Ticket
     from shared_rpc.provider import Provider
-    from shared_rpc.server import Server
-    from shared_rpc.ticket import Ticket
-    from shared_rpc.wire.generations import Generation
+    from shared_rpc.server.server import Server
 
 __all__ = ["BufferCalls", "ClientRuntime", "GenerationCalls", "LocalRuntime", "Runtime", "ServerRuntime", "TaskCalls"]
 

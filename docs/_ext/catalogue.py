@@ -13,9 +13,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from shared_rpc import errors
-from shared_rpc.wire import catalogue, frames
-from shared_rpc.wire import worker as worker_messages
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol import catalogue, frames
+from shared_rpc.protocol import worker as worker_messages
+from shared_rpc.protocol.messages import Message
 
 
 class _Made(SphinxDirective):

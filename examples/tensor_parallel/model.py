@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shared_rpc.sharding import Replicate, Rules, Shard
+from shared_rpc.extras.sharding import Replicate, Rules, Shard
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from shared_rpc import Client, Handle
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.sharding import gather_state_dict, shard_state_dict
+from shared_rpc.extras.sharding import gather_state_dict, shard_state_dict
 
 HERE = Path(__file__).parent
 #: Float32 sums in another order.

@@ -11,7 +11,7 @@ import torch
 from model import CONFIG, RULES, Transformer
 
 from shared_rpc import Provider
-from shared_rpc.sharding import shard_state_dict
+from shared_rpc.extras.sharding import shard_state_dict
 
 provider = Provider()
 

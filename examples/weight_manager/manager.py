@@ -17,7 +17,7 @@ import torch
 from models import architecture
 
 from shared_rpc import Provider
-from shared_rpc.safetensors import load as load_weights
+from shared_rpc.extras.safetensors import load as load_weights
 
 provider = Provider(device=os.environ.get("DEVICE", "auto"))
 WEIGHTS = Path(os.environ.get("WEIGHTS", "weights"))

@@ -19,8 +19,8 @@ from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.instrumentation import HookFactory, add_hook
+from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.logs import LogFormat, LogLevel, configure
-from shared_rpc.server.signals import End, wait_for_signal
 from shared_rpc.settings import take_service_variables
 
 

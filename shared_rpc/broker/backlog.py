@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shared_rpc.errors import ServerBusy
 from shared_rpc.server.executor import Invocation
-from shared_rpc.store.descriptors import open_limit
+from shared_rpc.server.state.descriptors import open_limit
 
 if TYPE_CHECKING:
     from shared_rpc.broker.relay import Relayed

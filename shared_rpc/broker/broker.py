@@ -28,18 +28,18 @@ from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker
 from shared_rpc.broker.zygote import WorkerZygote
-from shared_rpc.endpoints import Registry
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.memory.segments import BOUND
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
+from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.store.descriptors import Descriptors
-from shared_rpc.store.objects import usage_of
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
+from shared_rpc.server.state.descriptors import Descriptors
+from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
     from shared_rpc.server.exporter import Exporter

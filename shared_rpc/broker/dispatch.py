@@ -12,11 +12,11 @@ from shared_rpc.broker.backlog import Backlog
 from shared_rpc.broker.relay import Relayed, message_of, outcome_of
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
 
 if TYPE_CHECKING:
     from shared_rpc.broker.executor import WorkerExecutor

@@ -10,7 +10,7 @@ from shared_rpc.broker.dispatch import Dispatcher
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.relay import Relayed
 from shared_rpc.broker.worker import Worker
-from shared_rpc.records import Record
+from shared_rpc.protocol.records import Record
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.session_lanes import Lanes

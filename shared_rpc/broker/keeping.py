@@ -15,9 +15,9 @@ import msgspec
 from shared_rpc.broker.persistence import Persistence, RestoredService, code_of
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol import worker as w
 from shared_rpc.server.core import Core
-from shared_rpc.store.objects import StoredObject
-from shared_rpc.wire import worker as w
+from shared_rpc.server.state.objects import StoredObject
 
 __all__ = ["Keeping"]
 
@@ -116,11 +116,11 @@ class _Storing:
         self._core = core
 
     def listed(self, stored: StoredObject) -> None:
-        """See :class:`shared_rpc.store.objects.Watcher`."""
+        """See :class:`shared_rpc.server.state.objects.Watcher`."""
         specs = {spec.name: spec for spec in self._core.registry.all()}
         terms = self._core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
         self._persistence.keep(self._key, stored, code_of(specs.get(stored.endpoint)), terms)
 
     def unlisted(self, stored: StoredObject) -> None:
-        """See :class:`shared_rpc.store.objects.Watcher`."""
+        """See :class:`shared_rpc.server.state.objects.Watcher`."""
         self._persistence.forget(stored.object_id)

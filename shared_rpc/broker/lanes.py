@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import Lender, Record
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.records import Lender, Record
 from shared_rpc.server.session_lanes import SessionLane
-from shared_rpc.wire import worker as w
 
 if TYPE_CHECKING:
     from shared_rpc.broker.worker import Worker

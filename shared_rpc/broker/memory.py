@@ -10,10 +10,10 @@ from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.memory.inventory import DeviceFacts
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
 from shared_rpc.server.device_memory import LocalMemory
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
 

@@ -30,11 +30,11 @@ import msgspec
 from shared_rpc.broker.systemd import Notifier, Passed
 from shared_rpc.memory.revisions import restored_page
 from shared_rpc.memory.segments import BOUND, Segment, SegmentInfo
-from shared_rpc.records import Record
-from shared_rpc.store.buffers import Terms
-from shared_rpc.store.objects import StoredObject
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.records import Record
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.server.state.buffers import Terms
+from shared_rpc.server.state.objects import StoredObject
 
 __all__ = ["Persistence", "RestoredObject", "RestoredService", "code_of"]
 

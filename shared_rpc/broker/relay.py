@@ -12,12 +12,12 @@ import msgspec
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import Arguments, Record
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import Arguments, Record
+from shared_rpc.protocol.values import encode
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.values import encode
 
 if TYPE_CHECKING:
     from shared_rpc.broker.executor import WorkerExecutor

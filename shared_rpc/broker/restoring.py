@@ -13,10 +13,10 @@ from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.specs import EndpointSpec
 
 __all__ = ["Earlier", "Service"]
 

@@ -18,11 +18,11 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.stderr import Tail
 from shared_rpc.broker.zygote import Begun
 from shared_rpc.errors import WorkerCrashed
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.link import Link
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
-from shared_rpc.wire.specs import EndpointSpec
 from shared_rpc.zygote.process import ForkedProcess
 
 __all__ = ["Worker"]

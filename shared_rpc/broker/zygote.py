@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.wire.worker import Imports
+from shared_rpc.protocol.worker import Imports
 from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Refused, Request, Step, Stream, Unfit, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting
 from shared_rpc.zygote.title import ROOM

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shared_rpc.wire.tasks import Progress, TaskInfo
+from shared_rpc.protocol.tasks import Progress, TaskInfo
 
 __all__ = [
     "ago",

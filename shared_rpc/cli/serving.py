@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shared_rpc.amounts import check_quotas, in_bytes, quotas_of
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.logs import LogFormat, LogLevel, configure
+from shared_rpc.worker.amounts import check_quotas, in_bytes, quotas_of
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
     from shared_rpc.runtime import Runtime
-    from shared_rpc.server import Server
+    from shared_rpc.server.server import Server
 
 __all__ = ["reload", "serve"]
 
@@ -142,10 +142,10 @@ def _serve_in_process(
     quota: list[str],
     options: dict[str, Any],
 ) -> None:
-    from shared_rpc.exits import close_all, end_now_if_busy
-    from shared_rpc.hosting import set_host
-    from shared_rpc.loading import load_providers
-    from shared_rpc.server.signals import wait_for_signal
+    from shared_rpc.lifecycle.hosting import set_host
+    from shared_rpc.lifecycle.main_end import close_all, end_now_if_busy
+    from shared_rpc.lifecycle.signals import wait_for_signal
+    from shared_rpc.worker.app import load_providers
 
     host = _InProcessHost(base_path, device, socket, quota, options)
     set_host(host)
@@ -187,9 +187,9 @@ class _InProcessHost:
         self.servers: dict[Provider, Server] = {}
 
     def adopt(self, provider: Provider) -> Runtime:
-        """See :class:`shared_rpc.hosting.Host`."""
+        """See :class:`shared_rpc.lifecycle.hosting.Host`."""
         from shared_rpc.runtime import ServerRuntime
-        from shared_rpc.server import Server
+        from shared_rpc.server.server import Server
 
         if provider not in self.servers:
             provider.base_path = self._base_path if self._base_path is not None else provider.base_path

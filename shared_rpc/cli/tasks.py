@@ -14,7 +14,7 @@ from shared_rpc.cli.discovery import live_servers, the_owner, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, keywords
 from shared_rpc.cli.rendering import ago, as_json, one_line, status_of, steps, table, task_object, took
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["call", "cancel", "tasks", "wait"]
 

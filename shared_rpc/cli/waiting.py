@@ -18,8 +18,8 @@ from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, st
 from shared_rpc.client import operations
 from shared_rpc.client.results import Result
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
-from shared_rpc.records import TensorTable
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.protocol.records import TensorTable
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["display_for", "wait"]
 

@@ -2,7 +2,3 @@
 
 The one for coroutines is in :mod:`shared_rpc.client.aio`: a command that only asks does without an event loop's library.
 """
-
-from shared_rpc.client.sync import Client
-
-__all__ = ["Client"]

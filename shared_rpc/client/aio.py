@@ -32,11 +32,11 @@ from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.handle import AsyncHandle, Lease, forgone, unreachable
+from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.reaper import Job
-from shared_rpc.ticket import Ticket, read_ticket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.tasks import TaskInfo
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.tasks import TaskInfo
+from shared_rpc.protocol.ticket import Ticket, read_ticket
 
 if TYPE_CHECKING:
     import torch

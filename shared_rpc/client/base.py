@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
+from shared_rpc.client.preload import preload_codec
 from shared_rpc.client.watching import Watch
+from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.preload import preload_codec
-from shared_rpc.reaper import REAPER, Job, weakly
+from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
-from shared_rpc.ticket import Ticket, read_ticket
 
 __all__ = ["OWN_TIMEOUT", "BaseClient"]
 

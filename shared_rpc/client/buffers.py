@@ -9,10 +9,10 @@ from typing import Any
 from shared_rpc.client.results import result_of, valued
 from shared_rpc.client.steps import Operation, Request, Tell, Work, ask
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.interrupts import is_interrupt
+from shared_rpc.lifecycle.interrupts import is_interrupt
 from shared_rpc.memory.devices import device_id
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.buffers import Extent
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.buffers import Extent
 
 __all__ = ["create", "free", "get", "list_devices", "request_of"]
 

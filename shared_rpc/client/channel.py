@@ -18,10 +18,10 @@ from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, connect_error, r
 from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message
-from shared_rpc.wire.frames import Frame
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["Channel"]
 

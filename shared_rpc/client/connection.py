@@ -15,11 +15,11 @@ from typing import Self, cast
 from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
-from shared_rpc.interrupts import is_interrupt, is_of_handler, passed_over
-from shared_rpc.peers import peer_of
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
+from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "Stranger", "connect_error", "nobody_listens", "refuse_stranger"]
 

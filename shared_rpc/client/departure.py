@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from shared_rpc.errors import DeadlineExceeded
-from shared_rpc.peers import peer_of
+from shared_rpc.protocol.peers import peer_of
 
 __all__ = ["Departure"]
 

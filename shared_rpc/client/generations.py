@@ -11,8 +11,8 @@ from shared_rpc.client.steps import Operation, Reply, Request, ask
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.wire import generations as g
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
 
 __all__ = ["latest", "news", "refresh", "retire", "revision_page"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ProtocolError
 from shared_rpc.handle import Lease
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
 
 __all__ = ["Holdings", "held_of", "to_hold"]
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.lifecycle.finalizer import REAPER, weakly
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.reaper import REAPER, weakly
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
 
 __all__ = ["Lane", "LaneClosed"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.steps import Operation, Request, ask
-from shared_rpc.wire import messages as m
-from shared_rpc.wire import monitoring as mo
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
 
 __all__ = ["AsyncMonitoring", "Monitoring"]
 

@@ -11,8 +11,8 @@ from shared_rpc.client.results import Result, result_of, valued
 from shared_rpc.client.sending import Lanes, encoded, lower, no_lane, send
 from shared_rpc.client.steps import Notify, Operation, Request, Tell, ask
 from shared_rpc.errors import ProtocolError, StaleHandleError
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = [
     "call",

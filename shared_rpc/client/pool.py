@@ -16,9 +16,9 @@ from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.handle import Lease
-from shared_rpc.interrupts import is_interrupt, passed_over
-from shared_rpc.reaper import REAPER
-from shared_rpc.wire import messages as m
+from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.interrupts import is_interrupt, passed_over
+from shared_rpc.protocol import messages as m
 
 __all__ = ["RETRY", "ConnectionPool", "Session", "Turn", "nobody_there"]
 

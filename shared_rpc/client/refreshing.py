@@ -15,12 +15,11 @@ from shared_rpc.client.base import BaseClient
 from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.watching import ConnectionSource, Subscription, Watch
 from shared_rpc.errors import ConnectError, ConnectionClosed
-from shared_rpc.handle import AsyncHandle, Handle
+from shared_rpc.handle import AsyncHandle, Handle, updating, updating_async
+from shared_rpc.lifecycle.finalizer import weakly
 from shared_rpc.memory.revisions import Page
-from shared_rpc.reaper import weakly
-from shared_rpc.revised import updating, updating_async
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.generations import Generation, Refreshes
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.generations import Generation, Refreshes
 
 if TYPE_CHECKING:
     from shared_rpc.client.pool import Session

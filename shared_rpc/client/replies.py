@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded, ProtocolError, RemoteTraceback, from_wire
-from shared_rpc.interrupts import is_of_handler, passed_over
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message, number_of
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.tasks import TaskInfo
+from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, number_of
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = ["event_of", "gave_up", "is_last", "message_of", "to_give_back", "too_late"]
 

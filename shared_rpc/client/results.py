@@ -10,11 +10,11 @@ from typing import Any
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.interrupts import is_interrupt
+from shared_rpc.lifecycle.interrupts import is_interrupt
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
 
 __all__ = ["Result", "result_of", "valued"]
 

@@ -9,14 +9,14 @@ import msgspec
 
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.context import CALLED_BY
 from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
-from shared_rpc.records import EMPTY_TABLE, Arguments
-from shared_rpc.running import CALLED_BY
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.values import encode, lower_call
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
+from shared_rpc.protocol.values import encode, lower_call
 
 __all__ = ["Lanes", "encoded", "lower", "no_lane", "send"]
 

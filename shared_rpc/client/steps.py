@@ -17,10 +17,10 @@ import msgspec
 from shared_rpc.client.lane import Lane
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.tasks import TaskInfo
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.socket import FrameSocket
+from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work", "ask"]
 

@@ -20,12 +20,12 @@ from shared_rpc.client.refreshing import Refreshing
 from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
-from shared_rpc.interrupts import is_interrupt, is_of_handler, passed_over
+from shared_rpc.lifecycle.finalizer import Job, weakly
+from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.reaper import Job, weakly
-from shared_rpc.ticket import Ticket, read_ticket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.tasks import TaskInfo
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.tasks import TaskInfo
+from shared_rpc.protocol.ticket import Ticket, read_ticket
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from typing import Any
 from shared_rpc.client.operations import server_info
 from shared_rpc.client.results import result_of, valued
 from shared_rpc.client.steps import Operation, Request
-from shared_rpc.ticket import Ticket
-from shared_rpc.wire import generations as g
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.ticket import Ticket
 
 __all__ = ["open_ticket"]
 

@@ -12,8 +12,8 @@ from typing import Protocol
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
-from shared_rpc.wire import generations as g
-from shared_rpc.wire.generations import Generation
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol.generations import Generation
 
 __all__ = ["ConnectionSource", "Source", "Subscription", "Watch"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shared_rpc.codec.skeleton import Scan
-from shared_rpc.records import TensorEntry
+from shared_rpc.protocol.records import TensorEntry
 
 __all__ = ["Block", "Span", "blocks", "spans"]
 

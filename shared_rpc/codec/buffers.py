@@ -17,7 +17,7 @@ from shared_rpc.memory.arena import pack
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.records import BufferEntry, TensorTable
+from shared_rpc.protocol.records import BufferEntry, TensorTable
 
 __all__ = ["Buffers", "buffers_of", "place"]
 

@@ -25,7 +25,7 @@ from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Access, Segment, backend_for
-from shared_rpc.records import BufferEntry, StorageEntry, TensorTable
+from shared_rpc.protocol.records import BufferEntry, StorageEntry, TensorTable
 
 __all__ = ["Placement", "copy", "move"]
 

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from shared_rpc.by_value import pickle_by_value
+from shared_rpc.codec.by_value import pickle_by_value
 
 __all__ = ["reduce_remote_class"]
 

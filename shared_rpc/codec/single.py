@@ -20,7 +20,7 @@ from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
 __all__ = ["FIRST", "Copied", "copy_single", "hand_back", "rebuild_single", "take_back"]
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shared_rpc import by_value
+from shared_rpc.codec import by_value
 from shared_rpc.codec.buffers import Buffers
 from shared_rpc.codec.devices import wrong_device
 from shared_rpc.codec.hosted import host_tensors
@@ -29,7 +29,7 @@ from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
-from shared_rpc.records import TensorEntry
+from shared_rpc.protocol.records import TensorEntry
 
 __all__ = ["Scan", "dump", "dump_exception", "graph_outside", "load"]
 

@@ -13,7 +13,7 @@ from shared_rpc.errors import CodecError
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
-from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 
 __all__ = ["bytes_at", "make_storage", "make_tensor", "make_trusted", "named", "read_table", "tensors_of"]
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from shared_rpc.errors import CodecError
+from shared_rpc.lifecycle.finalizer import REAPER, weakly
 from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
 from shared_rpc.memory.segments import Backend
-from shared_rpc.reaper import REAPER, weakly
 
 __all__ = ["Borrower", "Loan", "chunk_of", "keep"]
 

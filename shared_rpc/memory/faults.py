@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
-from shared_rpc import reaper
+from shared_rpc.lifecycle import finalizer as reaper
 
 __all__ = ["Place", "forget_read_only", "watch_read_only"]
 

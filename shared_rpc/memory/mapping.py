@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.interrupts import is_of_handler
+from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
-from shared_rpc.reaper import REAPER
 
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Hold", "Mapping", "MappingTable"]
 

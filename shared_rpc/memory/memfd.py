@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import starmap
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.interrupts import is_of_handler
+from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
 
 __all__ = ["HOST", "MemfdBackend"]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.peers import peer_of
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.scripts.front import GO, Signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
 from shared_rpc.scripts.options import Script, parse

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shared_rpc.peers import peer_of
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.scripts.wire import Incoming, Lost, packed
 from shared_rpc.settings import resolve_base_path
 

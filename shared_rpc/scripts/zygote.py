@@ -20,7 +20,7 @@ import msgspec
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.peers import peer_of
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.scripts.main_module import Fork, Request
 from shared_rpc.scripts.watcher import begin_script
 from shared_rpc.scripts.wire import GREETING, Incoming, Lost, packed
@@ -36,9 +36,9 @@ __all__ = ["main"]
 #: what a script imported last time differs from script to script, and some libraries start threads, or CUDA, when imported.
 _MODULES = (
     *("numpy", "torch"),
-    *("shared_rpc.provider", "shared_rpc.client", "shared_rpc.client.aio", "shared_rpc.codec", "shared_rpc.building"),
-    *("shared_rpc.in_process", "shared_rpc.exits", "shared_rpc.spawn", "shared_rpc.safetensors", "shared_rpc.ticket"),
-    *("shared_rpc.memory.memfd", "shared_rpc.server"),
+    *("shared_rpc.provider", "shared_rpc.client.sync", "shared_rpc.client.aio", "shared_rpc.codec", "shared_rpc.building"),
+    *("shared_rpc.in_process", "shared_rpc.lifecycle.main_end", "shared_rpc.spawn", "shared_rpc.extras.safetensors"),
+    *("shared_rpc.protocol.ticket", "shared_rpc.memory.memfd", "shared_rpc.server.server"),
 )
 #: Seconds that a message has to come whole.
 _PATIENCE = 10.0

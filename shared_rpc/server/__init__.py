@@ -1,5 +1,1 @@
-"""The server: anyio around the store."""
-
-from shared_rpc.server.server import Server
-
-__all__ = ["Server"]
+"""The server: an event loop around its state, and the handlers of requests."""

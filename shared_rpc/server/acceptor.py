@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
-from shared_rpc.peers import peer_of
+from shared_rpc.protocol.peers import peer_of
 from shared_rpc.server.connection import Connection
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket

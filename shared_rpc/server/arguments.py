@@ -10,12 +10,12 @@ import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
 from shared_rpc.memory.segments import Segment, new_segment_id
-from shared_rpc.records import Arguments, Lender
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import Arguments, Lender
+from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.core import Core
 from shared_rpc.server.session_lanes import SessionLane
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.values import decode_call
 
 if TYPE_CHECKING:
     from shared_rpc.server.connection import Connection

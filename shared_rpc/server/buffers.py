@@ -11,15 +11,15 @@ import msgspec
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of
-from shared_rpc.records import ONE_TENSOR, Record, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.buffers import Extent
+from shared_rpc.protocol.records import ONE_TENSOR, Record, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.state.buffers import BufferTable
+from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.store.buffers import BufferTable
-from shared_rpc.store.quotas import Quotas
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.buffers import Extent
 
 __all__ = ["Buffers", "resolve_quotas"]
 

@@ -8,7 +8,7 @@ __all__ = ["BootClock"]
 
 
 class BootClock:
-    """Seconds since the host was started (CLOCK_BOOTTIME); see :class:`shared_rpc.store.clock.Clock`.
+    """Seconds since the host was started (CLOCK_BOOTTIME); see :class:`shared_rpc.server.state.clock.Clock`.
 
     They go on while the host sleeps, do not jump when somebody sets the time, and mean the same to the next process.
     """

@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 from shared_rpc.errors import CapabilityError, ConnectionClosed, ProtocolError, SharedRPCError
-from shared_rpc.peers import Peer
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.peers import Peer
+from shared_rpc.protocol.socket import FrameSocket
 from shared_rpc.server.core import Core
 from shared_rpc.server.requests import Requests
 from shared_rpc.server.sessions import Session, Sessions
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message
-from shared_rpc.wire.frames import Frame
 
 __all__ = ["Connection"]
 

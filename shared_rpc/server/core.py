@@ -14,14 +14,17 @@ from typing import Any
 
 import anyio
 
-from shared_rpc.endpoints import Registry, check_chain, identity_of, key_of
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.mechanisms import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.clock import BootClock
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
+from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
@@ -29,18 +32,15 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.revisions import page_of
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.state.buffers import BufferTable, Terms
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.descriptors import Descriptors
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
+from shared_rpc.server.state.quotas import Quotas
+from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import Sweeper
 from shared_rpc.server.tasks import Tasks
-from shared_rpc.store.buffers import BufferTable, Terms
-from shared_rpc.store.clock import Clock
-from shared_rpc.store.descriptors import Descriptors
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import OBJECT_ID, ObjectStore, StoredObject
-from shared_rpc.store.quotas import Quotas
-from shared_rpc.store.tasks import Task, TaskTable
-from shared_rpc.wire.generations import Generation
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["Core"]
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from shared_rpc.context import CURRENT_RUN, Run
 from shared_rpc.errors import SharedRPCError, TaskCancelled
-from shared_rpc.running import CURRENT_RUN, Run
 from shared_rpc.server.forks import one_process
 from shared_rpc.server.outcomes import Failure
 

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import anyio
 
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.tasks import Tasks
-from shared_rpc.wire.tasks import TaskInfo
 
 __all__ = ["LOCAL_SESSION", "Engine", "PendingCall"]
 

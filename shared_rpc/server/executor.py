@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shared_rpc.records import Arguments, Record
+from shared_rpc.protocol.records import Arguments, Record
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import Progress
 
 __all__ = ["Executor", "Invocation"]
 

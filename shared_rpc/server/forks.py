@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.context import CURRENT_RUN
 
 __all__ = ["end_if_forked", "one_process"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.generations import Generation
 from shared_rpc.server.core import Core
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter
-from shared_rpc.wire import generations as g
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.generations import Generation
 
 if TYPE_CHECKING:
     from shared_rpc.server.arguments import ArgumentReader

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter, tell
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore, StoredObject
-from shared_rpc.store.tasks import TASK_SESSION
-from shared_rpc.wire.generations import Generation
-from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.tasks import TASK_SESSION
 
 __all__ = ["Generations", "refreshable"]
 

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared_rpc.endpoints import Endpoint
+from shared_rpc.context import CURRENT_RUN, Run
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
+from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.reaper import REAPER
-from shared_rpc.records import Arguments, Record
-from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.server.coroutines import Coroutines
+from shared_rpc.server.endpoints import Endpoint
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.forks import end_if_forked
 from shared_rpc.server.lanes import Lane

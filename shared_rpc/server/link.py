@@ -8,10 +8,10 @@ import socket
 from collections.abc import Callable
 
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire.catalogue import decode_message
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["Link"]
 

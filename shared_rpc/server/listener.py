@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.own_files import open_own
-from shared_rpc.peers import Peer, peer_of
+from shared_rpc.protocol.own_files import open_own
+from shared_rpc.protocol.peers import Peer, peer_of
 from shared_rpc.settings import checked_path
 
 __all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]

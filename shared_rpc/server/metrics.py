@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from shared_rpc.instrumentation import Outcome
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.server.meter import BUILD_BUCKETS, CALL_BUCKETS, Durations, Meter
-from shared_rpc.store.objects import usage_of
+from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

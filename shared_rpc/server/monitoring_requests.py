@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.frames import Frame
 from shared_rpc.server.core import Core
 from shared_rpc.server.sessions import Sessions
-from shared_rpc.wire import messages as m
-from shared_rpc.wire import monitoring as mo
-from shared_rpc.wire.frames import Frame
 
 __all__ = ["MONITORING_HANDLERS", "MonitoringRequests"]
 

@@ -18,7 +18,7 @@ from shared_rpc.instrumentation import (
     Outcome,
 )
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.store.objects import StoredObject
+from shared_rpc.server.state.objects import StoredObject
 
 __all__ = ["Listeners", "Observed"]
 

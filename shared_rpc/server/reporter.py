@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from shared_rpc.wire.tasks import Progress
+from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["Reporter"]
 

@@ -13,6 +13,11 @@ import msgspec
 
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.instrumentation import HOOKS, RequestFailed
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.tasks import TaskInfo
+from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.arguments import ArgumentReader
 from shared_rpc.server.core import Core
 from shared_rpc.server.generation_requests import GENERATION_HANDLERS, GenerationRequests
@@ -21,11 +26,6 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 from shared_rpc.server.session_lanes import SessionLane
 from shared_rpc.server.sessions import Sessions
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.tasks import TaskInfo
-from shared_rpc.wire.values import decode_call
 
 if TYPE_CHECKING:
     from shared_rpc.server.connection import Connection

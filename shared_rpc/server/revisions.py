@@ -6,8 +6,8 @@ from shared_rpc.errors import StaleHandleError
 from shared_rpc.memory.mechanisms import chosen
 from shared_rpc.memory.revisions import new_page, read_only
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.store.objects import ObjectStore, StoredObject
-from shared_rpc.store.quotas import Quotas
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.quotas import Quotas
 
 __all__ = ["page_of"]
 

@@ -14,20 +14,20 @@ import msgspec
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
-from shared_rpc.records import Arguments, Record
+from shared_rpc.protocol.records import Arguments, Record
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import Progress, TaskInfo
 from shared_rpc.server.executor import Executor, Invocation
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.state.calls import CallTable, Flight
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.statistics import Statistics
-from shared_rpc.store.calls import CallTable, Flight
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore, StoredObject
-from shared_rpc.store.tasks import TASK_SESSION
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import Progress, TaskInfo
 
 if TYPE_CHECKING:
-    from shared_rpc.store.tasks import Task
+    from shared_rpc.server.state.tasks import Task
 
 __all__ = ["CallArguments", "Delivery", "Runs", "Waiter", "close_arguments", "tell"]
 

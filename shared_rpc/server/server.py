@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.instrumentation import HOOKS
+from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.server.acceptor import Acceptor
@@ -21,9 +22,8 @@ from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
 from shared_rpc.server.meter import Meter
 from shared_rpc.server.metrics import read
-from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
 from shared_rpc.settings import resolve_base_path, socket_path
-from shared_rpc.store.descriptors import Descriptors, mapped_limit
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider
@@ -40,7 +40,8 @@ class Server:
     :param provider: whose endpoints to serve; those shared later are served too.
     :param socket_path: where to listen; by default what the provider's base path and device give.
     :param max_workers: threads that run endpoints; by default four more than there are cores, and at most 32.
-    :param max_bytes: memory budget in bytes for objects nobody holds, see :class:`~shared_rpc.store.objects.ObjectStore`.
+    :param max_bytes: memory budget in bytes for objects nobody holds, see
+        :class:`~shared_rpc.server.state.objects.ObjectStore`.
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until somebody fetches it.
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):

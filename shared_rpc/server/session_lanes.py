@@ -10,7 +10,7 @@ import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
 from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
-from shared_rpc.records import Lender
+from shared_rpc.protocol.records import Lender
 
 __all__ = ["Lanes", "SessionLane"]
 

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.instrumentation import HOOKS, SessionClosed, SessionOpened
-from shared_rpc.peers import Peer
+from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.core import Core
-from shared_rpc.store.objects import usage_of
+from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
     from shared_rpc.server.connection import Connection

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
-from shared_rpc.store.clock import Clock
+from shared_rpc.server.state.clock import Clock
 
 __all__ = ["Sweeper"]
 

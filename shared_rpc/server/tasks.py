@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
 from shared_rpc.instrumentation import HOOKS, TaskChanged
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import Progress, TaskStatus
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore
-from shared_rpc.store.tasks import TASK_SESSION, Task, TaskTable
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import Progress, TaskStatus
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore
+from shared_rpc.server.state.tasks import TASK_SESSION, Task, TaskTable
 
 __all__ = ["Tasks"]
 

@@ -16,7 +16,7 @@ import os
 import weakref
 from contextlib import suppress
 
-from shared_rpc.own_files import open_own
+from shared_rpc.protocol.own_files import open_own
 
 __all__ = ["Election"]
 

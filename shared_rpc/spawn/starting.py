@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from shared_rpc.errors import ConnectError
-from shared_rpc.own_files import open_own
+from shared_rpc.protocol.own_files import open_own
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import server_environment
 from shared_rpc.spawn.election import Election

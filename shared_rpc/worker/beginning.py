@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import msgspec
 
-from shared_rpc.wire.worker import Imports
+from shared_rpc.protocol.worker import Imports
 from shared_rpc.worker.imports import Learner
 from shared_rpc.zygote.child import inherited_environment
 

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio
 import msgspec
 
-from shared_rpc.amounts import check_quotas, quotas_of
-from shared_rpc.ending import end_now, end_within
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
+from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, backend_for
-from shared_rpc.records import Arguments
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.link import Link
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.catalogue import encode_message
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
-from shared_rpc.wire.specs import EndpointSpec
+from shared_rpc.worker.amounts import check_quotas, quotas_of
 from shared_rpc.worker.builds import Builds
 from shared_rpc.worker.hosted import Hosted, arguments_of, given_back
 from shared_rpc.worker.overrides import Overrides
@@ -80,7 +80,7 @@ class WorkerHost:
         self._ready.wait()
 
     def adopt(self, provider: Provider) -> Runtime:
-        """See :class:`shared_rpc.hosting.Host`."""
+        """See :class:`shared_rpc.lifecycle.hosting.Host`."""
         with self._adopting:
             for hosted in self._hosted.values():
                 if hosted.provider is provider:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from shared_rpc.errors import SegmentNotFound
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import Arguments
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import Lane, lanes_of
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.values import decode_call
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider

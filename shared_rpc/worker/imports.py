@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 
+from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import watched_environment
-from shared_rpc.wire.worker import Imports
 
 __all__ = ["Learner"]
 

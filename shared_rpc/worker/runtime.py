@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client import Client
+from shared_rpc.client.sync import Client
+from shared_rpc.context import CALLED_BY, CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.running import CALLED_BY, CURRENT_RUN
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.runtime import ClientRuntime
 from shared_rpc.settings import Role
-from shared_rpc.wire.generations import Generation
-from shared_rpc.wire.tasks import TaskInfo
 
 if TYPE_CHECKING:
     from shared_rpc.provider import Provider

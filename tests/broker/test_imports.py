@@ -43,9 +43,9 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
 BROKER = """
     import os, sys
     from contextlib import nullcontext
-    from shared_rpc.endpoints import Registry, describe
+    from shared_rpc.server.endpoints import Registry, describe
     from shared_rpc.memory.memfd import HOST
-    from shared_rpc.records import EMPTY_TABLE, Record
+    from shared_rpc.protocol.records import EMPTY_TABLE, Record
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
     from shared_rpc.server.lanes import lanes_of
@@ -162,7 +162,7 @@ def test_a_broker_and_a_client_need_no_torch(broker: tuple[Child, str], children
     assert server.expect("holds") == "holds 2 objects, 8192 bytes, 1 leases"
     for child, word in ((server, "loaded"), (client, "attached")):
         loaded = set(child.expect(word).split())
-        assert "shared_rpc.wire.frames" in loaded
+        assert "shared_rpc.protocol.frames" in loaded
         assert not {"torch", "numpy", "shared_rpc.codec", "cuda.bindings"} & loaded
     client.tell("enough")
     assert client.close() == (0, "")

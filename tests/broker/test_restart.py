@@ -29,9 +29,9 @@ from shared_rpc.client.steps import Reply
 from shared_rpc.handle import Lease
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.records import EMPTY_TABLE
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.frames import Frame
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import EMPTY_TABLE
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.processes import eventually
 

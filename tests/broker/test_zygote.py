@@ -110,14 +110,14 @@ def test_what_serves_knows_the_main_file_of_the_fork(zygote: Zygote, tmp_path: P
         "serves",
         """
         from shared_rpc import Provider
-        import shared_rpc.exits as exits
+        import shared_rpc.lifecycle.main_end as exits
         from tell import say
 
         provider = Provider(device="cpu", execution_mode="local")
         say(exits._main_file)
         """,
     )
-    zygote.prepare("shared_rpc.exits", "shared_rpc.provider")
+    zygote.prepare("shared_rpc.lifecycle.main_end", "shared_rpc.provider")
     assert zygote.fork("serves").told() == str(tmp_path / "serves.py")
 
 

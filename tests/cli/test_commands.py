@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, __version__
-from shared_rpc.amounts import in_bytes
 from shared_rpc.cli.doctor import examine
+from shared_rpc.worker.amounts import in_bytes
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH, ROOT, Child
 
@@ -733,8 +733,8 @@ def test_looking_loads_no_torch(served: Server, connect: Callable[..., Client], 
     ran = Ran("-X", "importtime", *MODULE, *command)
     assert ran.code == 0
     imported = {line.rpartition("|")[2].strip() for line in ran.errors.splitlines()}
-    assert "shared_rpc.client.sync" in imported
-    assert not imported & {"torch", "cloudpickle", "shared_rpc.codec", "shared_rpc.server"}
+    assert "shared_rpc.client.base" in imported
+    assert not imported & {"torch", "cloudpickle", "shared_rpc.codec", "shared_rpc.server.server"}
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])

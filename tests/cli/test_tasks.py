@@ -23,7 +23,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.rendering import percent, steps, task_object
-from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from tests.cli.test_commands import MODULE, Ran, cli
 from tests.kit.forks import Popen, run
 from tests.kit.processes import PYTHONPATH, Child, eventually

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shared_rpc.sharding import shard_state_dict
+from shared_rpc.extras.sharding import shard_state_dict
 from tests.kit.processes import PYTHONPATH, ROOT, Child, eventually
 
 EXAMPLE = ROOT / "examples" / "tensor_parallel"

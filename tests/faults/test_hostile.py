@@ -20,18 +20,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
-from shared_rpc.running import CURRENT_RUN
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
+from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import connection as connection_module
 from shared_rpc.server import engine
 from shared_rpc.server import requests as requests_module
-from shared_rpc.wire import generations as g
-from shared_rpc.wire import messages as m
-from shared_rpc.wire import monitoring as mo
-from shared_rpc.wire.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
-from shared_rpc.wire.values import SkeletonRef, TensorRef, encode
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
 
@@ -613,7 +613,7 @@ def test_a_stolen_token(server: Server, children: list[Child]) -> None:
         assert isinstance(held, m.Result)
         thief = python(
             f"""
-            from shared_rpc.wire import messages as m
+            from shared_rpc.protocol import messages as m
             from tests.kit.raw import Raw
 
             with Raw({server.socket_path!r}, token={owner.welcome.token!r}) as raw:
@@ -702,7 +702,7 @@ def test_a_client_that_reads_late(server: Server) -> None:
 
 FLOODS = {
     "of pings": """
-        from shared_rpc.wire import messages as m
+        from shared_rpc.protocol import messages as m
         from tests.kit.raw import Raw, frame_of
 
         with Raw(PATH) as raw:

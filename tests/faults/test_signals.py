@@ -151,8 +151,8 @@ def test_what_does_not_end_is_ended(kind: str, which: str, app: BrokerApp, child
         kind,
         which,
         """
-import shared_rpc.server.signals, threading
-shared_rpc.server.signals._GRACE = 0.5
+import shared_rpc.lifecycle.signals, threading
+shared_rpc.lifecycle.signals._GRACE = 0.5
 def left():
     threading.Event().wait()
 """,

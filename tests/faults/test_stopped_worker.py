@@ -24,10 +24,10 @@ from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.relay import Relayed
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import Arguments
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.executor import Invocation
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.specs import EndpointSpec
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually, python
 

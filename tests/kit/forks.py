@@ -54,9 +54,15 @@ NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 MODULES = (
     *("torch", "torch._dynamo", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
     *("typer._adapters", "typer._click.decorators", "annotated_types"),
-    *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client", "shared_rpc.client.aio"),
-    *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server", "shared_rpc.codec"),
-    *("shared_rpc.building", "shared_rpc.in_process", "shared_rpc.exits", "shared_rpc.spawn", "shared_rpc.ticket"),
+    *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client.sync", "shared_rpc.client.aio"),
+    *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server", "shared_rpc.codec"),
+    *(
+        "shared_rpc.building",
+        "shared_rpc.in_process",
+        "shared_rpc.lifecycle.main_end",
+        "shared_rpc.spawn",
+        "shared_rpc.protocol.ticket",
+    ),
     *("shared_rpc.memory.memfd", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
 )
 #: Variables with these beginnings are read when a process starts. (Imports in this process set those of torch's compiler.)

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message, encode_message
-from shared_rpc.wire.frames import Frame, encode_frame
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, encode_message
+from shared_rpc.protocol.frames import Frame, encode_frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.socket import FrameSocket
 
 #: linux/fcntl.h
 _F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8

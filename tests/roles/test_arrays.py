@@ -22,7 +22,7 @@ from shared_rpc.errors import CapabilityError, CodecError, SharedRPCError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.segments import Segment
-from shared_rpc.records import BufferEntry, Record, TensorTable
+from shared_rpc.protocol.records import BufferEntry, Record, TensorTable
 from tests.kit.apps import App
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter

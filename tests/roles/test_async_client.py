@@ -33,9 +33,9 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.records import EMPTY_TABLE
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.socket import FrameSocket
 from tests.kit.processes import eventually, open_fds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]

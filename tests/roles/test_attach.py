@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Provider, Server, by_value
-from shared_rpc.by_value import pickle_by_value
-from shared_rpc.codec import placement
+from shared_rpc import Provider, Server
+from shared_rpc.codec import by_value, placement
+from shared_rpc.codec.by_value import pickle_by_value
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.interpreter import Interpreter, bits

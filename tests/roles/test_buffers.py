@@ -30,7 +30,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw
 
@@ -733,7 +733,7 @@ def test_a_coroutine_that_is_cancelled(client: Client, slow: list[int], go: thre
 BROKER = """
     import os, sys
     from contextlib import nullcontext
-    from shared_rpc.endpoints import Registry
+    from shared_rpc.server.endpoints import Registry
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
     from shared_rpc.server.lanes import lanes_of

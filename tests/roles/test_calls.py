@@ -16,7 +16,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, RemoteError, SharedRPCError
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 

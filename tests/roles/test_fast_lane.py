@@ -18,9 +18,9 @@ from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.values import TensorRef, encode
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw, sealed_memory
 

@@ -13,8 +13,8 @@ import torch
 
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc import instrumentation as i
+from shared_rpc.context import request_id
 from shared_rpc.logs import JsonFormatter, RequestIdFilter, TextFormatter, configure, log_event
-from shared_rpc.running import request_id
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, python
 

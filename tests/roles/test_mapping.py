@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, SEGMENT_LIMIT, pack
 from shared_rpc.memory.devices import device_id, device_kind, device_tag
 from shared_rpc.memory.mapping import MappingTable
 from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
-from shared_rpc.reaper import REAPER
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 
@@ -579,7 +579,7 @@ def test_fork_forgets_no_user_that_was_just_gone(children: list[Child]) -> None:
         """
         import os, threading
         from shared_rpc.memory.mapping import MAPPINGS
-        from shared_rpc.reaper import REAPER
+        from shared_rpc.lifecycle.finalizer import REAPER
 
         class User: pass
 

@@ -10,9 +10,9 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.values import TensorRef, encode
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.models import Tied
 from tests.kit.processes import Child, python
 from tests.kit.raw import Raw

@@ -14,10 +14,10 @@ import torch
 
 from shared_rpc import Client, Progress, Provider, Server
 from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
+from shared_rpc.extras.safetensors import filling, find, load
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.memfd import HOST
-from shared_rpc.records import Record
-from shared_rpc.safetensors import filling, find, load
+from shared_rpc.protocol.records import Record
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -194,7 +194,7 @@ def test_a_file_that_was_cut_in_its_header(file: Path, size: int) -> None:
 def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
     """Is an error that names the tensor, and not the end of the process."""
     found = find(file)
-    monkeypatch.setattr("shared_rpc.safetensors.find", lambda _: found)
+    monkeypatch.setattr("shared_rpc.extras.safetensors.find", lambda _: found)
     os.truncate(file, found[0].offset + 2)
     with pytest.raises(CheckpointError, match=r"was cut off while it was read: tensor '\w+' lacks its bytes"):
         load(file, "cpu")

@@ -18,7 +18,7 @@ from shared_rpc import Client, Handle, Provider, Server
 from shared_rpc.client import connection as connection_module
 from shared_rpc.client import results
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
-from shared_rpc.wire import messages as m
+from shared_rpc.protocol import messages as m
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 

@@ -16,6 +16,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.codec import take_back
+from shared_rpc.context import CURRENT_RUN, Run
 from shared_rpc.errors import (
     CapabilityError,
     CodecError,
@@ -27,12 +28,11 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.records import StorageEntry, TensorEntry, TensorTable
-from shared_rpc.running import CURRENT_RUN, Run
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.values import DtypeRef, encode
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.values import DtypeRef, encode
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 

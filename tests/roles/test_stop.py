@@ -17,8 +17,8 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.protocol import messages as m
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.wire import messages as m
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -390,7 +390,7 @@ def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:
     child = python(
         """
         import faulthandler, signal, sys
-        from shared_rpc.server.signals import End, wait_for_signal
+        from shared_rpc.lifecycle.signals import End, wait_for_signal
 
         faulthandler.dump_traceback_later(30, exit=True)
         steps = moment = 1

@@ -16,9 +16,9 @@ import torch
 
 from shared_rpc import Client, Provider, Server, progress, raise_if_cancelled
 from shared_rpc.errors import ConnectionClosed, TaskError
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message, number_of
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, number_of
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw
 

@@ -37,9 +37,9 @@ from shared_rpc.errors import (
     TaskError,
 )
 from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
 from shared_rpc.server.reporter import Reporter
-from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
 from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.models import Locked
 from tests.kit.processes import eventually

@@ -24,8 +24,8 @@ from shared_rpc import (
     TaskInfo,
     Ticket,
     materialize,
-    safetensors,
 )
+from shared_rpc.extras import safetensors
 
 provider = Provider()
 Provider(Path("/run/app"), enabled=True, execution_mode="client", device="cuda:1", timeout=None, server_startup_timeout=5)

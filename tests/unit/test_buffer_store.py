@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.records import EMPTY_TABLE, Record
-from shared_rpc.store.buffers import BufferTable
-from shared_rpc.store.objects import StoredObject
-from shared_rpc.store.quotas import Quotas
-from shared_rpc.wire.buffers import ITEM_SIZES, Extent
+from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
+from shared_rpc.protocol.records import EMPTY_TABLE, Record
+from shared_rpc.server.state.buffers import BufferTable
+from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.state.quotas import Quotas
 from tests.unit.test_store import Shelf, record_of
 
 #: What a device of these tests has, in bytes.

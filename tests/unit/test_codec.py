@@ -27,7 +27,7 @@ from torch.nn.utils import parametrizations, parametrize
 from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, publish
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.records import Record
+from shared_rpc.protocol.records import Record
 from tests.kit.interpreter import bits
 from tests.kit.models import Everything, Labelled, Locked, Marked, Scaled, State, Tied
 

@@ -14,13 +14,13 @@ from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.memfd import HOST
-from shared_rpc.records import EMPTY_TABLE, Arguments
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
-from shared_rpc.wire.specs import EndpointSpec
 
 KEY, SESSION = "provider", "session"
 

@@ -24,9 +24,9 @@ from shared_rpc.errors import (
     from_wire,
     to_wire,
 )
-from shared_rpc.wire.catalogue import decode_message, encode_message
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Error
+from shared_rpc.protocol.catalogue import decode_message, encode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Error
 
 
 def tree(root: type[SharedRPCError]) -> list[type[SharedRPCError]]:

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from shared_rpc import Client, Server
 from shared_rpc.errors import ProtocolError
-from shared_rpc.transport import FrameSocket
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import encode_message
-from shared_rpc.wire.frames import (
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.frames import (
     FDS_PER_MESSAGE,
     HEADER_SIZE,
     MAX_FDS,
@@ -30,6 +29,7 @@ from shared_rpc.wire.frames import (
     Limits,
     encode_frame,
 )
+from shared_rpc.protocol.socket import FrameSocket
 
 
 @dataclass

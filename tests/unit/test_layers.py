@@ -16,23 +16,19 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
-    ["ending", "errors", "interrupts", "reaper", "by_value", "instrumentation", "peers"],
-    ["settings", "memory", "own_files", "sharding"],
-    ["zygote"],
-    ["records"],
-    ["wire"],
-    ["revised", "ticket"],
-    ["endpoints", "handle", "running"],
-    ["store", "transport", "codec", "logs", "building"],
-    ["preload", "safetensors"],
-    ["client", "server"],
+    ["errors", "instrumentation"],
+    ["settings"],
+    ["lifecycle", "zygote"],
+    ["memory"],
+    ["protocol"],
+    ["codec", "context", "handle"],
+    ["client", "building", "logs", "extras", "server"],
     ["in_process_generations"],
-    ["in_process", "exits", "broker"],
-    ["runtime", "hosting"],
+    ["in_process", "broker"],
+    ["runtime"],
     ["spawn"],
     ["operations", "refreshing", "decorators"],
     ["provider"],
-    ["loading", "amounts"],
     ["worker"],
     ["verification"],
     ["scripts"],
@@ -148,13 +144,15 @@ def test_the_package_itself_imports_nothing_at_once() -> None:
     assert at_once <= {"__future__", "importlib", "typing"}
 
 
-def test_wire_and_store_are_pure() -> None:
+def test_protocol_and_state_are_pure() -> None:
     """They neither wait nor talk, not even in a function, and neither does what they are made of."""
-    pure = {"errors", "wire", "store", "endpoints", "records"}
+    pure = ("errors", "protocol", "server.state", "server.endpoints")
     impure = [
         f"{found.module}, line {found.line}: imports {found.target}"
         for found in all_imports()
-        if found.module.partition(".")[0] in pure and found.target.partition(".")[0] in IMPURE
+        if f"{found.module}.".startswith(tuple(f"{name}." for name in pure))
+        and found.target.partition(".")[0] in IMPURE
+        and found.module not in ("protocol.socket", "protocol.peers", "protocol.ticket")
     ]
     assert impure == []
 
@@ -170,14 +168,14 @@ def test_torch_is_imported_by_the_codec_and_model_building_alone() -> None:
 
 
 def test_server_and_client_load_the_codec_late() -> None:
-    """Only when a tensor is to be taken apart or rebuilt; store, wire and transport never do."""
+    """Only when a tensor is to be taken apart or rebuilt; the server's state and the protocol never do."""
     users = {
         (found.module.partition(".")[0], found.late)
         for found in all_imports()
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"preload", "client", "server", "in_process", "safetensors"}
+    assert {layer for layer, _ in users} == {"client", "server", "in_process", "extras", "worker"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.frames import encode_frame
 from shared_rpc.server.link import Link
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.catalogue import encode_message
-from shared_rpc.wire.frames import encode_frame
 
 
 @pytest.mark.asyncio

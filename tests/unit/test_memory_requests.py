@@ -9,9 +9,9 @@ import pytest
 
 from shared_rpc.broker.memory import MemoryRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
 
 
 class FakeWorker:

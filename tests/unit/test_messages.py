@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.wire import catalogue
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message, encode_message, number_of
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
-from shared_rpc.wire.specs import EndpointSpec, Parameter
+from shared_rpc.protocol import catalogue
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, encode_message, number_of
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.specs import EndpointSpec, Parameter
 
 
 def below(kind: type[Message]) -> list[type[Message]]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.sharding import Placement, Replicate, Shard, gather_state_dict, part_of, place, shard_state_dict
+from shared_rpc.extras.sharding import Placement, Replicate, Shard, gather_state_dict, part_of, place, shard_state_dict
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 

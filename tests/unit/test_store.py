@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.records import EMPTY_TABLE, Record
-from shared_rpc.store.calls import CallTable, Flight
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.protocol.records import EMPTY_TABLE, Record
+from shared_rpc.server.state.calls import CallTable, Flight
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 
 
 class Clock:

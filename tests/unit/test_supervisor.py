@@ -14,9 +14,9 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.zygote import Begun, WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
 
 
 class FakeWorker:

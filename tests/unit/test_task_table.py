@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.errors import ServerBusy, TaskError
-from shared_rpc.store.tasks import TRANSITIONS, Task, TaskTable
-from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.server.state.tasks import TRANSITIONS, Task, TaskTable
 
 PENDING, RUNNING = TaskStatus.PENDING, TaskStatus.RUNNING
 COMPLETED, FAILED, CANCELLED = TaskStatus.COMPLETED, TaskStatus.FAILED, TaskStatus.CANCELLED

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ProtocolError
-from shared_rpc.wire import messages as m
-from shared_rpc.wire.catalogue import decode_message, encode_message
-from shared_rpc.wire.frames import Frame
-from shared_rpc.wire.values import (
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, encode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.values import (
     DtypeRef,
     SkeletonRef,
     TensorRef,

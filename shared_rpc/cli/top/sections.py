@@ -14,7 +14,7 @@ from shared_rpc.cli.top.bars import Glyphs, bar, sparkline
 from shared_rpc.cli.top.columns import Column, clipped, table
 from shared_rpc.cli.top.controls import State, selected_index
 from shared_rpc.cli.top.snapshot import Rates, Snapshot
-from shared_rpc.wire.tasks import Progress
+from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["Section", "View", "builds_of", "clients_of", "device_name", "lasted", "objects", "others"]
 

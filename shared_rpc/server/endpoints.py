@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
-from shared_rpc.wire.specs import EndpointSpec, Parameter
-from shared_rpc.wire.values import DtypeRef, canonical, lower
+from shared_rpc.protocol.specs import EndpointSpec, Parameter
+from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
 __all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "identity_of", "key_of"]
 

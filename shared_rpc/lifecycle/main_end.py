@@ -8,24 +8,56 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from shared_rpc.ending import end_now
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.server import Server
-from shared_rpc.server.signals import wait_for_signal
+from shared_rpc.lifecycle.ending import end_now
+from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.settings import is_child
 
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
+__all__ = ["RunningServer", "Serves", "close_all", "end_now_if_busy", "forget", "remember"]
 
-__all__ = ["close_all", "end_now_if_busy", "forget", "remember"]
+
+class RunningServer(Protocol):
+    """A server that goes on when the main code has ended."""
+
+    @property
+    def socket_path(self) -> str:
+        """Where it listens."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an endpoint runs."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it serves."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+class Serves(Protocol):
+    """What may have a server when the main code ends: a provider."""
+
+    def _serves_at_end(self) -> bool:
+        """Whether it goes on serving."""
+
+    def _server_at_end(self) -> RunningServer | None:
+        """The server that goes on, started where it was not yet."""
+
+    def _after_fork(self) -> None:
+        """Forget, in a forked child, what is the parent's."""
+
+    def close(self) -> None:
+        """End what it has."""
+
 
 #: Those that are not closed: a server's provider must live on when the names of its script are gone.
-_providers: dict[Provider, None] = {}
+_providers: dict[Serves, None] = {}
 
 
-def remember(provider: Provider) -> None:
+def remember(provider: Serves) -> None:
     """Ask this provider at the end."""
     global _main_file  # noqa: PLW0603
     _providers[provider] = None
@@ -33,7 +65,7 @@ def remember(provider: Provider) -> None:
     _main_file = getattr(sys.modules["__main__"], "__file__", _main_file)
 
 
-def forget(provider: Provider) -> None:
+def forget(provider: Serves) -> None:
     """It is closed."""
     _providers.pop(provider, None)
 
@@ -70,9 +102,9 @@ threading._shutdown = _end_of_main  # type: ignore[attr-defined]
 
 def _serve() -> None:
     """Ask every provider whether it goes on serving; if so, return when the process was asked to end."""
-    serving: list[Server] = []
+    serving: list[RunningServer] = []
 
-    def begin() -> list[Server] | None:
+    def begin() -> list[RunningServer] | None:
         serving.extend(server for server in (provider._server_at_end() for provider in _providers) if server is not None)
         for server in serving:
             print(f"shared_rpc: serving at {server.socket_path} until SIGINT or SIGTERM", file=sys.stderr, flush=True)
@@ -125,7 +157,7 @@ def close_all() -> None:
         provider.close()
 
 
-def end_now_if_busy(servers: Iterable[Server]) -> None:
+def end_now_if_busy(servers: Iterable[RunningServer]) -> None:
     """End the process where a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter
     must not be torn down under it.
     """

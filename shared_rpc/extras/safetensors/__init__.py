@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CheckpointError
-from shared_rpc.safetensors.headers import StoredTensor, find
+from shared_rpc.extras.safetensors.headers import StoredTensor, find
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +52,8 @@ def load(
     :raises CapabilityError: if the device has not enough memory.
     :raises TaskCancelled: if the task that runs this was cancelled.
     """
+    from shared_rpc.extras.safetensors.filling import fill
     from shared_rpc.memory.devices import device_id
-    from shared_rpc.safetensors.filling import fill
 
     chosen = [tensor for tensor in find(path) if wanted is None or wanted(tensor.name)]
     return fill(chosen, device_id(device), readers)

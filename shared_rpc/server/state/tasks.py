@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from shared_rpc.errors import ServerBusy, TaskError
-from shared_rpc.store.clock import Clock
-from shared_rpc.wire.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.server.state.clock import Clock
 
 __all__ = ["TASK_SESSION", "TRANSITIONS", "Task", "TaskTable"]
 

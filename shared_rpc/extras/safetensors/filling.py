@@ -10,13 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
+from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
+from shared_rpc.extras.safetensors.headers import StoredTensor
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.memfd import HOST
-from shared_rpc.running import progress, raise_if_cancelled
-from shared_rpc.safetensors.headers import StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
 
 
 def fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, torch.Tensor]:
-    """See :func:`shared_rpc.safetensors.load`.
+    """See :func:`shared_rpc.extras.safetensors.load`.
 
     :param device: the id of a device.
     """

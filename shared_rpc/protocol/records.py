@@ -135,7 +135,7 @@ class Record:
 
 @dataclass(slots=True)
 class Arguments:
-    """A call's arguments as plain data (see :mod:`shared_rpc.wire.values`), with the memory they refer to.
+    """A call's arguments as plain data (see :mod:`shared_rpc.protocol.values`), with the memory they refer to.
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they

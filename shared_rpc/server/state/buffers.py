@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_rpc.errors import BufferNotFound, ServerBusy
-from shared_rpc.records import Record
-from shared_rpc.store.clock import Clock
-from shared_rpc.store.leases import LeaseTable
-from shared_rpc.store.objects import ObjectStore, StoredObject
+from shared_rpc.protocol.records import Record
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 
 __all__ = ["BufferTable", "Terms"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.wire.messages import Call, Message
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import Progress
+from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import Progress
 
 __all__ = [
     "Allocate",

@@ -1,6 +1,6 @@
 """Generations and revisions of objects: what is told of them, and the messages that ask.
 
-Their numbers are in :mod:`shared_rpc.wire.catalogue`.
+Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.wire.messages import Call, Message
+from shared_rpc.protocol.messages import Call, Message
 
 __all__ = [
     "AwaitRefreshes",
@@ -70,16 +70,16 @@ class Refreshes(Message):
 
 
 class GetLatest(Message):
-    """Ask for the :class:`~shared_rpc.wire.messages.Result` of what is current now of an object's key, with a lease."""
+    """Ask for the :class:`~shared_rpc.protocol.messages.Result` of what is current now of an object's key, with a lease."""
 
     object_id: str
 
 
 class GetObject(Message):
-    """Ask for the :class:`~shared_rpc.wire.messages.Result` of an object that is there, with a lease.
+    """Ask for the :class:`~shared_rpc.protocol.messages.Result` of an object that is there, with a lease.
 
     ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place. Of a buffer it is
-    :class:`~shared_rpc.wire.messages.GetBuffer`, whose terms count.
+    :class:`~shared_rpc.protocol.messages.GetBuffer`, whose terms count.
     """
 
     object_id: str
@@ -89,7 +89,7 @@ class GetObject(Message):
 class Retire(Message):
     """Free what nobody holds of superseded objects, those of an endpoint or one of an id.
 
-    The answer is :class:`~shared_rpc.wire.messages.FactsList`, about those that are left.
+    The answer is :class:`~shared_rpc.protocol.messages.FactsList`, about those that are left.
     """
 
     target: str

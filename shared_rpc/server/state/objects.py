@@ -5,7 +5,8 @@ invalidation, when its ``idle_ttl`` passes without a lease or an access, or when
 room: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
 be exceeded by what clients hold.
 
-Raw buffers are objects too. They are listed without a key, which the cache does not touch: :mod:`shared_rpc.store.buffers`.
+Raw buffers are objects too. They are listed without a key, which the cache does not touch:
+:mod:`shared_rpc.server.state.buffers`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.records import Record
-from shared_rpc.store.clock import Clock
-from shared_rpc.store.descriptors import Descriptors
-from shared_rpc.store.leases import LeaseTable
+from shared_rpc.protocol.records import Record
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.descriptors import Descriptors
+from shared_rpc.server.state.leases import LeaseTable
 
 __all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher", "usage_of"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.errors import ProtocolError
-from shared_rpc.wire import generations as g
-from shared_rpc.wire import messages as m
-from shared_rpc.wire import monitoring as mo
-from shared_rpc.wire import worker as w
-from shared_rpc.wire.frames import Frame
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame
 
 __all__ = ["decode_message", "encode_message", "number_of"]
 

@@ -1,11 +1,11 @@
 """What people ask who watch a server: who is connected, what is being built; and to drop one thing that they see.
 
-The numbers of these messages are in :mod:`shared_rpc.wire.catalogue`.
+The numbers of these messages are in :mod:`shared_rpc.protocol.catalogue`.
 """
 
 from __future__ import annotations
 
-from shared_rpc.wire.messages import Message
+from shared_rpc.protocol.messages import Message
 
 __all__ = ["GetStatistics", "InvalidateObject", "ListRuns", "ListSessions"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.records import EMPTY_TABLE
-from shared_rpc.wire.specs import EndpointSpec
-from shared_rpc.wire.tasks import TaskInfo, TaskStatus
+from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["Message"]
 
@@ -58,7 +58,7 @@ class Endpoints(Message):
 class Call(Message):
     """Run an endpoint, or join its run, or take its cached result.
 
-    ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.wire.values`; ``table`` is a tensor table over
+    ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.protocol.values`; ``table`` is a tensor table over
     ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server knows these by id.
     The payload holds skeletons of ``skeletons`` bytes each.
 
@@ -66,7 +66,7 @@ class Call(Message):
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
     ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
 
-    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.running.Run.chain`.
+    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.context.Run.chain`.
     """
 
     endpoint: str

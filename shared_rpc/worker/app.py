@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from shared_rpc.by_value import pickle_by_value
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.provider import Provider
 
@@ -35,6 +34,8 @@ def load_providers(target: str) -> list[Provider]:
 
 
 def _load_file(path: Path) -> ModuleType:
+    from shared_rpc.codec.by_value import pickle_by_value
+
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
     name = path.stem

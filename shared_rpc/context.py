@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from shared_rpc.errors import TaskCancelled, sendable
-from shared_rpc.wire.tasks import Progress
+from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled", "request_id"]
 

@@ -24,8 +24,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from shared_rpc.ending import end_within
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.lifecycle.ending import end_within
 
 __all__ = ["End", "wait_for_signal"]
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
-    from shared_rpc.runtime import Runtime
+from typing import Any, Protocol
 
 __all__ = ["Host", "host", "set_host"]
 
@@ -14,8 +10,8 @@ __all__ = ["Host", "host", "set_host"]
 class Host(Protocol):
     """What a worker does with the providers of its app."""
 
-    def adopt(self, provider: Provider) -> Runtime:
-        """Have the broker serve a provider; its own calls go there from then on."""
+    def adopt(self, provider: Any) -> Any:
+        """Have the broker serve a provider: the runtime to which the provider's own calls go from then on."""
 
 
 _hosts: list[Host] = []
