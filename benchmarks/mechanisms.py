@@ -15,8 +15,8 @@ from benchmarks.report import Report, Row
 from benchmarks.segment_process import receive, send
 from benchmarks.stats import Sample
 from shared_rpc.errors import SharedRPCError
-from shared_rpc.memory.mechanisms import PREFERENCE, survey
-from shared_rpc.memory.segments import BOUND, Mechanism, Segment
+from shared_rpc.memory.backends.choice import PREFERENCE, survey
+from shared_rpc.memory.segments import EXPORTER_OWNED, Mechanism, Segment
 
 __all__ = ["run"]
 
@@ -54,7 +54,7 @@ def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> 
 def _gpu() -> tuple[str, dict[Mechanism, str]]:
     """The first GPU, and what it lacks for each mechanism."""
     try:
-        from shared_rpc.memory.cuda import visible_gpus
+        from shared_rpc.memory.backends.cuda import visible_gpus
 
         gpus = visible_gpus()
     except ImportError as error:
@@ -112,7 +112,7 @@ class _Subject:
                 self.texts["reads on"] = _answer(consumer, do="read", value=_VALUE)
                 send(later, segment, *others)
                 self.texts["opens"] = _answer(late, do="open", value=_VALUE)
-                below = self.mechanism in BOUND
+                below = self.mechanism in EXPORTER_OWNED
                 self.texts["opens below"] = _answer(late, do="open_below", value=_VALUE) if below else self.texts["opens"]
                 self.texts["reads after"] = _answer(consumer, do="read", value=_VALUE)
                 for fd in others:
@@ -122,10 +122,10 @@ class _Subject:
         """What the driver takes beside the voucher: had while its maker lives."""
         if self.mechanism != "pool":
             return []
-        from shared_rpc.memory.bound import voucher_of
-        from shared_rpc.memory.desk import fetch
+        from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
+        from shared_rpc.memory.backends.fd_server import fetch
 
-        voucher = voucher_of(segment.fileno())
+        voucher = export_descriptor_of(segment.fileno())
         return [fetch(voucher.desk, voucher.token)]
 
     def _protected(self, segment: Segment) -> str:

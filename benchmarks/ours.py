@@ -53,7 +53,7 @@ def load_lazy_modules(device: str) -> None:
     import shared_rpc.codec
 
     if device != "cpu":
-        import shared_rpc.memory.vmm  # noqa: F401
+        import shared_rpc.memory.backends.vmm  # noqa: F401
 
 
 def main() -> None:

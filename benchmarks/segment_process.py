@@ -15,7 +15,8 @@ from benchmarks.processes import configuration, next_command, say
 from benchmarks.stats import timed
 from benchmarks.steps import MAKING, MAPPING, Watch
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.segments import Backend, Segment, SegmentInfo, backend_for
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.segments import Backend, Segment, SegmentInfo
 
 __all__ = ["receive", "send"]
 
@@ -144,11 +145,11 @@ class _End:
         """The same as the driver has it: the library refuses memory whose maker has ended."""
 
         def opened() -> str:
-            from shared_rpc.memory.bound import BoundBackend, voucher_of
+            from shared_rpc.memory.backends.exporter_owned import ExporterOwnedBackend, export_descriptor_of
 
-            assert isinstance(self.backend, BoundBackend), "a mechanism whose memory ends with its maker"
+            assert isinstance(self.backend, ExporterOwnedBackend), "a mechanism whose memory ends with its maker"
             backend: Any = self.backend
-            voucher = voucher_of(self.held.fileno())
+            voucher = export_descriptor_of(self.held.fileno())
             memory = backend.open_pool(self.others[0], voucher) if self.others else backend.open(voucher)
             self.address = memory.address
             return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"

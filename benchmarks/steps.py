@@ -28,15 +28,15 @@ class Parts(NamedTuple):
 MAKING: dict[Mechanism, Parts] = {
     "memfd": Parts("create"),
     "vmm": Parts("create", "export", (f"{_DRIVER}:cuMemExportToShareableHandle",)),
-    "ipc": Parts("create", "export", (f"{_DRIVER}:cuIpcGetMemHandle", "shared_rpc.memory.liveness:issue")),
+    "ipc": Parts("create", "export", (f"{_DRIVER}:cuIpcGetMemHandle", "shared_rpc.memory.backends.liveness:issue")),
     "pool": Parts(
         "create",
         "export",
         (
             f"{_DRIVER}:cuMemPoolExportToShareableHandle",
             f"{_DRIVER}:cuMemPoolExportPointer",
-            "shared_rpc.memory.desk:DESK.leave",
-            "shared_rpc.memory.liveness:issue",
+            "shared_rpc.memory.backends.fd_server:FD_SERVER.leave",
+            "shared_rpc.memory.backends.liveness:issue",
         ),
     ),
 }

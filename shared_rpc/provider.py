@@ -14,8 +14,8 @@ from shared_rpc.client.preload import preload_codec
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import forget, remember
+from shared_rpc.memory.backends.choice import MechanismOption, facts, settle
 from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.mechanisms import MechanismOption, facts, settle
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations import Operations
 from shared_rpc.protocol.generations import Generation

@@ -29,7 +29,7 @@ from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
-from shared_rpc.memory.segments import BOUND
+from shared_rpc.memory.segments import EXPORTER_OWNED
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
@@ -275,7 +275,7 @@ class Broker:
     def said(self, worker: Worker, message: Message, frame: Frame) -> None:
         """See :class:`Watcher`."""
         if isinstance(message, w.Ran):
-            bound = {info.id for info in message.segments if info.mechanism in BOUND}
+            bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
             if bound:
                 self._bound.setdefault(worker, set()).update(bound)
         if isinstance(message, w.Returned):

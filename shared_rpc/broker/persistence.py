@@ -29,7 +29,7 @@ import msgspec
 
 from shared_rpc.broker.systemd import Notifier, Passed
 from shared_rpc.memory.revisions import restored_page
-from shared_rpc.memory.segments import BOUND, Segment, SegmentInfo
+from shared_rpc.memory.segments import EXPORTER_OWNED, Segment, SegmentInfo
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Record
 from shared_rpc.protocol.specs import EndpointSpec
@@ -152,7 +152,7 @@ class Persistence:
         :param code: see :func:`code_of`.
         """
         record = stored.record
-        if self._closed or any(segment.info.mechanism in BOUND for segment in record.segments):
+        if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in record.segments):
             return
         for segment in record.segments:
             if segment.info.id not in self._users:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shared_rpc.errors import SharedRPCError
-from shared_rpc.memory.mechanisms import PREFERENCE, chosen, survey
+from shared_rpc.memory.backends.choice import PREFERENCE, chosen, survey
 from shared_rpc.server.listener import why_not_there
 from shared_rpc.settings import resolve_base_path, resolve_role
 
@@ -88,7 +88,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _host_memory() -> Iterator[Finding]:
-    from shared_rpc.memory.memfd import HOST
+    from shared_rpc.memory.backends.host import HOST
 
     try:
         with HOST.create(1) as segment:
@@ -119,7 +119,7 @@ def _torch() -> Iterator[Finding]:
 
 def _gpus() -> Iterator[Finding]:
     try:
-        from shared_rpc.memory.cuda import peer_capable, visible_gpus
+        from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
     except ImportError as error:
         yield Finding("CUDA driver", "limited", f"{error}", "pip install 'shared-rpc[cuda]' where there is a GPU")
         return

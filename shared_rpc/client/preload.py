@@ -17,4 +17,4 @@ def preload_codec() -> None:
     importlib.import_module("shared_rpc.codec")
     if torch.version.cuda is not None:
         with suppress(ImportError):  # told when a GPU is really asked for
-            importlib.import_module("shared_rpc.memory.vmm")
+            importlib.import_module("shared_rpc.memory.backends.vmm")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.arena import pack
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
-from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.protocol.records import BufferEntry, TensorTable
 

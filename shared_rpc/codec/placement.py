@@ -20,11 +20,12 @@ from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.borrowing import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
-from shared_rpc.memory.segments import Access, Segment, backend_for
+from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.protocol.records import BufferEntry, StorageEntry, TensorTable
 
 __all__ = ["Placement", "copy", "move"]

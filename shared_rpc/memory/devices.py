@@ -38,7 +38,7 @@ def device_id(device: str) -> str:
             return "cpu"
         raise CapabilityError(f"device={device!r}, and torch {torch.__version__} finds no CUDA device: use device='cpu'")
     with gpu_support():
-        from shared_rpc.memory.cuda import uuid_of, visible_gpus
+        from shared_rpc.memory.backends.cuda import uuid_of, visible_gpus
     ordinal = int(index) if index else torch.cuda.current_device()
     if ordinal >= len(visible_gpus()):
         raise CapabilityError(f"device={device!r}, and this process sees {len(visible_gpus())} GPUs")
@@ -72,5 +72,5 @@ def torch_device(device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     with gpu_support():
-        from shared_rpc.memory.cuda import ordinal_of
+        from shared_rpc.memory.backends.cuda import ordinal_of
     return torch.device("cuda", ordinal_of(device))

@@ -6,11 +6,12 @@ import functools
 import os
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.devices import device_kind
-from shared_rpc.memory.segments import backend_for, gpu_support
+from shared_rpc.memory.segments import gpu_support
 
 if TYPE_CHECKING:
-    from shared_rpc.memory.cuda import CudaBackend
+    from shared_rpc.memory.backends.cuda import CudaBackend
 
 __all__ = ["DeviceFacts", "devices_of", "facts_of", "free_bytes"]
 
@@ -33,7 +34,7 @@ def devices_of(device: str) -> tuple[str, ...]:
     if device == "cpu":
         return ("cpu",)
     with gpu_support():
-        from shared_rpc.memory.vmm import visible_gpus
+        from shared_rpc.memory.backends.vmm import visible_gpus
     return (*visible_gpus(), "cpu")
 
 

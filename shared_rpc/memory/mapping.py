@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from shared_rpc.errors import CapabilityError
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.lifecycle.interrupts import is_of_handler
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
-from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo, backend_for
+from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo
 
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Hold", "Mapping", "MappingTable"]
 

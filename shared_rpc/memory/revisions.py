@@ -29,9 +29,10 @@ from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
 from shared_rpc.memory import futex
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import torch_device
-from shared_rpc.memory.memfd import HOST
-from shared_rpc.memory.segments import Segment, SegmentInfo, backend_for, new_segment_id
+from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
 
 __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 

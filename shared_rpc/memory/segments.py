@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import warnings
@@ -17,7 +16,7 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["BOUND", "Access", "Backend", "Mechanism", "Segment", "SegmentInfo", "backend_for", "gpu_support", "new_segment_id"]
+__all__ = ["EXPORTER_OWNED", "Access", "Backend", "Mechanism", "Segment", "SegmentInfo", "gpu_support", "new_segment_id"]
 
 #: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
 #: nobody else sees it. The last is for host memory.
@@ -25,7 +24,7 @@ Access = Literal["read_write", "read", "copy"]
 #: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
 Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
 #: Those whose memory belongs to the process that made it, and ends with it.
-BOUND: frozenset[Mechanism] = frozenset({"ipc", "pool"})
+EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +76,7 @@ class Segment:
     def __init__(self, info: SegmentInfo, fd: int) -> None:
         self.info = info
         self._descriptor = _Descriptor(fd) if fd >= 0 else None
-        if info.mechanism in BOUND:
+        if info.mechanism in EXPORTER_OWNED:
             _bound.add(self)
 
     @classmethod
@@ -220,7 +219,7 @@ class Backend(Protocol):
 
 @contextmanager
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:
-    """Around an import of what drives a GPU, as :mod:`shared_rpc.memory.cuda`: what is missing is told as what to install.
+    """Around an import of what drives a GPU: what is missing is told as what to install.
 
     :param what: what it is needed for.
     """
@@ -228,37 +227,3 @@ def gpu_support(what: str = "GPU memory") -> Iterator[None]:
         yield
     except ImportError as error:
         raise CapabilityError(f"{what} needs cuda-bindings ({error}): pip install 'shared-rpc[cuda]'") from error
-
-
-def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
-    """The backend of a device id, ``"cpu"`` or a GPU's UUID.
-
-    :param mechanism: how a segment that is there was made; None for the one by which this process makes its own.
-    :raises CapabilityError: if this process cannot use that device, or not in that way.
-    """
-    if mechanism is None:
-        from shared_rpc.memory.mechanisms import chosen
-
-        mechanism = chosen(device).name
-    return _backend_for(device, mechanism)
-
-
-@functools.cache
-def _backend_for(device: str, mechanism: Mechanism) -> Backend:
-    if (device == "cpu") != (mechanism == "memfd"):
-        raise CapabilityError(f"no memory on {device} is shared by the mechanism {mechanism!r}")
-    if mechanism == "memfd":
-        from shared_rpc.memory.memfd import HOST
-
-        return HOST
-    with gpu_support(f"memory on {device} that is shared by the mechanism {mechanism!r}"):
-        if mechanism == "ipc":
-            from shared_rpc.memory.ipc import IpcBackend
-
-            return IpcBackend(device)
-        if mechanism == "pool":
-            from shared_rpc.memory.pool_ipc import PoolBackend
-
-            return PoolBackend(device)
-        from shared_rpc.memory.vmm import gpu
-    return gpu(device)

@@ -38,7 +38,7 @@ _MODULES = (
     *("numpy", "torch"),
     *("shared_rpc.provider", "shared_rpc.client.sync", "shared_rpc.client.aio", "shared_rpc.codec", "shared_rpc.building"),
     *("shared_rpc.in_process", "shared_rpc.lifecycle.main_end", "shared_rpc.spawn", "shared_rpc.extras.safetensors"),
-    *("shared_rpc.protocol.ticket", "shared_rpc.memory.memfd", "shared_rpc.server.server"),
+    *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),
 )
 #: Seconds that a message has to come whole.
 _PATIENCE = 10.0

@@ -16,7 +16,7 @@ import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.instrumentation import HOOKS
-from shared_rpc.memory.mechanisms import lifetime
+from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
@@ -63,7 +63,8 @@ class Core:
     :param memory: where buffers are made; by default in this process.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
-    :param mechanism: how the executor's process makes segments, for those who ask: see :mod:`shared_rpc.memory.mechanisms`.
+    :param mechanism: how the executor's process makes segments, for those who ask: see
+        :mod:`shared_rpc.memory.backends.choice`.
     """
 
     def __init__(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import Segment, backend_for
+from shared_rpc.memory.segments import Segment
 
 __all__ = ["DeviceMemory", "LocalMemory"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared_rpc.errors import StaleHandleError
-from shared_rpc.memory.mechanisms import chosen
+from shared_rpc.memory.backends.choice import chosen
 from shared_rpc.memory.revisions import new_page, read_only
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

@@ -17,9 +17,10 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.lifecycle.ending import end_now, end_within
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import Segment, backend_for
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import encode_message
 from shared_rpc.protocol.frames import Frame

@@ -31,7 +31,7 @@ def loaded_by(code: str) -> set[str]:
 )
 def test_importing_loads_no_torch(code: str) -> None:
     """Sharing a function and asking a server start at once; torch takes seconds."""
-    assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.vmm"} & loaded_by(code)
+    assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"} & loaded_by(code)
 
 
 def test_importing_the_package_loads_nothing_of_it() -> None:
@@ -44,7 +44,7 @@ BROKER = """
     import os, sys
     from contextlib import nullcontext
     from shared_rpc.server.endpoints import Registry, describe
-    from shared_rpc.memory.memfd import HOST
+    from shared_rpc.memory.backends.host import HOST
     from shared_rpc.protocol.records import EMPTY_TABLE, Record
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core

@@ -27,7 +27,7 @@ from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Reply
 from shared_rpc.handle import Lease
-from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame

@@ -391,7 +391,7 @@ def test_a_model_has_about_the_size_that_was_asked_for(asked: int) -> None:
 
 def test_a_shared_file_counts_once_and_a_closed_one_not_at_all() -> None:
     """By its inode, whether it is open, mapped or both."""
-    from shared_rpc.memory.memfd import HOST
+    from shared_rpc.memory.backends.host import HOST
 
     me, before = os.getpid(), segment_bytes([os.getpid()])
     with HOST.create(1 << 20) as segment:

@@ -18,8 +18,8 @@ import torch
 
 from shared_rpc import Client
 from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
-from shared_rpc.memory.memfd import HOST
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory import desk as desk_module
-from shared_rpc.memory import liveness
-from shared_rpc.memory.bound import voucher_of
-from shared_rpc.memory.desk import DESK, fetch
-from shared_rpc.memory.mechanisms import lifetime
+from shared_rpc.memory.backends import fd_server as desk_module
+from shared_rpc.memory.backends import liveness
+from shared_rpc.memory.backends.choice import lifetime
+from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
+from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from tests.kit.bound_host import BACKEND, BoundHost
 from tests.kit.conformance import Peer
@@ -37,7 +37,7 @@ HOLDER = """
 #: A process that issues a voucher and sends it.
 MAKER = """
     import socket, sys, threading
-    from shared_rpc.memory import liveness
+    from shared_rpc.memory.backends import liveness
     ended = threading.Event()
     fd = liveness.issue(b"from afar", ended.set)
     with socket.socket(socket.AF_UNIX) as sock:
@@ -206,7 +206,7 @@ def test_a_voucher_of_another_release_is_refused() -> None:
         closing(Segment(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))) as segment,
         pytest.raises(CapabilityError, match="one release on both sides"),
     ):
-        voucher_of(segment.fileno())
+        export_descriptor_of(segment.fileno())
 
 
 # Does its maker live?
@@ -232,7 +232,7 @@ def test_a_forked_child_of_the_maker_keeps_nothing(children: list[Child]) -> Non
     child = python(
         """
         import os, sys, threading
-        from shared_rpc.memory import liveness
+        from shared_rpc.memory.backends import liveness
         from tests.kit.bound_host import BACKEND
 
         segment = BACKEND.create(1)
@@ -266,7 +266,7 @@ def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children:
     child = python(
         """
         import os, socket, sys
-        from shared_rpc.memory import liveness
+        from shared_rpc.memory.backends import liveness
         fd = liveness.issue(b"content", lambda: None)
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(%r)
@@ -357,7 +357,7 @@ def test_memory_of_another_mechanism_is_refused() -> None:
 def test_a_maker_that_gave_its_memory_back_is_told() -> None:
     """A desk that has nothing for the token any more."""
     with pytest.raises(CapabilityError, match="gave it back"), closing(BoundHost().create(1)):
-        fetch(DESK.address, bytes(16))
+        fetch(FD_SERVER.address, bytes(16))
 
 
 def test_the_lifetime_of_memory_is_told() -> None:
@@ -375,22 +375,22 @@ def left() -> Iterator[tuple[bytes, int]]:
     """A token for which the desk hands out the reading end of a pipe, and the writing end."""
     token = os.urandom(16)
     read, write = os.pipe()
-    DESK.leave(token, read)
+    FD_SERVER.leave(token, read)
     yield token, write
-    DESK.withdraw(token)
+    FD_SERVER.withdraw(token)
     os.close(write)
 
 
 def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> None:
     """Every one who shows the token has a descriptor of his own, until it is withdrawn."""
     token, write = left
-    one, other = fetch(DESK.address, token), fetch(DESK.address, token)
+    one, other = fetch(FD_SERVER.address, token), fetch(FD_SERVER.address, token)
     os.write(write, b"ab")
     assert (os.read(one, 1), os.read(other, 1)) == (b"a", b"b")
     assert not os.get_inheritable(one)
-    DESK.withdraw(token)
+    FD_SERVER.withdraw(token)
     with pytest.raises(CapabilityError, match="gave it back"):
-        fetch(DESK.address, token)
+        fetch(FD_SERVER.address, token)
     os.close(one)
     os.close(other)
 
@@ -400,8 +400,8 @@ def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch
     token, _ = left
     monkeypatch.setattr(desk_module, "_ASKING", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect("\0" + DESK.address)
-        os.close(fetch(DESK.address, token))
+        silent.connect("\0" + FD_SERVER.address)
+        os.close(fetch(FD_SERVER.address, token))
         assert silent.recv(1) == b""
 
 

@@ -15,9 +15,9 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
-from shared_rpc.memory import mechanisms
-from shared_rpc.memory.mechanisms import Choice, chosen, facts, settle
-from shared_rpc.memory.segments import Mechanism, SegmentInfo, backend_for
+from shared_rpc.memory.backends import choice as mechanisms
+from shared_rpc.memory.backends.choice import Choice, backend_for, chosen, facts, settle
+from shared_rpc.memory.segments import Mechanism, SegmentInfo
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 

@@ -10,8 +10,9 @@ from contextlib import closing
 import pytest
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.memfd import HOST, MemfdBackend
-from shared_rpc.memory.segments import Backend, Mechanism, Segment, backend_for
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.segments import Backend, Mechanism, Segment
 from tests.kit import segment_peer
 from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance
@@ -59,8 +60,8 @@ class TestBoundHost(BackendConformance):
 
 
 def _gpu_backend(mechanism: Mechanism) -> Backend:
-    from shared_rpc.memory.cuda import visible_gpus
-    from shared_rpc.memory.mechanisms import survey
+    from shared_rpc.memory.backends.choice import survey
+    from shared_rpc.memory.backends.cuda import visible_gpus
 
     uuid = visible_gpus()[0]
     if survey(uuid)[mechanism]:
@@ -116,7 +117,7 @@ class TestVmm(BackendConformance):
         child = python(
             f"""
             from shared_rpc.errors import CapabilityError
-            from shared_rpc.memory.segments import backend_for
+            from shared_rpc.memory.backends.choice import backend_for
             try:
                 backend_for({device!r})
             except CapabilityError as error:
@@ -204,7 +205,7 @@ def test_gpu_memory_without_cuda_bindings(children: list[Child]) -> None:
         import sys
         sys.modules["cuda.bindings"] = None
         from shared_rpc.errors import CapabilityError
-        from shared_rpc.memory.segments import backend_for
+        from shared_rpc.memory.backends.choice import backend_for
         try:
             backend_for("GPU-00000000-0000-0000-0000-000000000000")
         except CapabilityError as error:
@@ -220,7 +221,7 @@ def test_host_memory_needs_no_torch(children: list[Child]) -> None:
     child = python(
         """
         import sys
-        from shared_rpc.memory.segments import backend_for
+        from shared_rpc.memory.backends.choice import backend_for
         backend = backend_for("cpu")
         segment = backend.create(1)
         backend.unmap(backend.map(segment.fileno(), segment.info.nbytes, "read_write"), segment.info.nbytes)

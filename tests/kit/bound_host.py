@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from shared_rpc.memory.bound import BoundBackend, Memory, Voucher
-from shared_rpc.memory.desk import DESK, fetch
-from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, ExporterOwnedBackend, Memory
+from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
+from shared_rpc.memory.backends.host import HOST
 
 
-class BoundHost(BoundBackend):
+class BoundHost(ExporterOwnedBackend):
     """What CUDA's pools promise, over memfds: a descriptor and a handle are needed to open what is another process's."""
 
     mechanism = "pool"
@@ -25,22 +25,22 @@ class BoundHost(BoundBackend):
     @property
     def desk(self) -> str:
         """Where memfds are handed out."""
-        return DESK.address
+        return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
         """A memfd, mapped here; the desk has its descriptor."""
         with HOST.create(nbytes) as segment:
             address = HOST.map(segment.fileno(), nbytes, "read_write")
-            DESK.leave(token, os.dup(segment.fileno()))
+            FD_SERVER.leave(token, os.dup(segment.fileno()))
         return Memory(address, handle=str(nbytes).encode())
 
     def free(self, token: bytes, memory: Memory) -> None:
         """Unmap it here, and take it off the desk."""
-        DESK.withdraw(token)
+        FD_SERVER.withdraw(token)
         self.freed.append(memory.address)
         HOST.unmap(memory.address, int(memory.handle))
 
-    def open(self, voucher: Voucher) -> Memory:
+    def open(self, voucher: ExportDescriptor) -> Memory:
         """Ask the desk, and map what it hands out."""
         fd = fetch(voucher.desk, voucher.token)
         try:

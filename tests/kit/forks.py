@@ -63,7 +63,7 @@ MODULES = (
         "shared_rpc.spawn",
         "shared_rpc.protocol.ticket",
     ),
-    *("shared_rpc.memory.memfd", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
+    *("shared_rpc.memory.backends.host", "shared_rpc.scripts.command", "shared_rpc.zygote.serving"),
 )
 #: Variables with these beginnings are read when a process starts. (Imports in this process set those of torch's compiler.)
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")

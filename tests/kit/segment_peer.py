@@ -21,7 +21,8 @@ import sys
 
 import msgspec
 
-from shared_rpc.memory.segments import Backend, Segment, SegmentInfo, backend_for
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.segments import Backend, Segment, SegmentInfo
 from tests.kit.processes import open_fds
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from shared_rpc import Client, Provider, Server
 from shared_rpc.codec import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError, SharedRPCError
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.memfd import HOST
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import BufferEntry, Record, TensorTable
 from tests.kit.apps import App

@@ -31,7 +31,7 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
-from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE

@@ -26,9 +26,9 @@ from shared_rpc.errors import (
     ServerBusy,
     SharedRPCError,
 )
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
-from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from tests.kit.processes import Child, eventually, open_fds, python

@@ -18,9 +18,9 @@ from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, SEGMENT_LIMIT, pack
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.devices import device_id, device_kind, device_tag
 from shared_rpc.memory.mapping import MappingTable
-from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
@@ -267,7 +267,7 @@ def test_no_descriptor_to_be_had(no_leaks: None, children: list[Child]) -> None:
         """
         import os, resource
         from shared_rpc.memory.mapping import MappingTable
-        from shared_rpc.memory.memfd import HOST
+        from shared_rpc.memory.backends.host import HOST
         table = MappingTable()
         segments = [HOST.create(1) for _ in range(3)]
         before = os.listdir("/proc/self/fd")
@@ -726,7 +726,7 @@ def test_devices_where_a_gpu_is_visible() -> None:
     """``auto`` and ``cuda`` are the current GPU's UUID; an index too high is an error that says how many there are."""
     import torch
 
-    from shared_rpc.memory.vmm import visible_gpus
+    from shared_rpc.memory.backends.vmm import visible_gpus
 
     seen = visible_gpus()
     assert device_id("auto") == device_id("cuda") == seen[torch.cuda.current_device()]

@@ -14,9 +14,9 @@ import torch
 
 from shared_rpc import Client, Handle, Provider, Server, codec
 from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ConnectionClosed, ServerBusy
+from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
-from shared_rpc.memory.memfd import MemfdBackend
 from shared_rpc.memory.segments import Segment
 from tests.kit.apps import ROLES
 from tests.kit.processes import eventually

@@ -15,8 +15,8 @@ import torch
 from shared_rpc import Client, Progress, Provider, Server
 from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
 from shared_rpc.extras.safetensors import filling, find, load
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.memfd import HOST
 from shared_rpc.protocol.records import Record
 
 save_file = pytest.importorskip("safetensors.torch").save_file

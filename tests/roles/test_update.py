@@ -22,7 +22,7 @@ from shared_rpc.errors import (
     UpdateInterrupted,
 )
 from shared_rpc.memory import futex, revisions
-from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
 from shared_rpc.memory.segments import SegmentInfo
 from tests.kit.apps import App, at_once

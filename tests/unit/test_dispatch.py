@@ -13,7 +13,7 @@ from shared_rpc.broker.dispatch import Dispatcher
 from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import WorkerCrashed
-from shared_rpc.memory.memfd import HOST
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message

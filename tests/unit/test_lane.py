@@ -16,10 +16,10 @@ from shared_rpc.client import lane as lane_module
 from shared_rpc.client.lane import Lane
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory import borrowing
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.memfd import MemfdBackend
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.segments import backend_for
 
 
 class Gpu(MemfdBackend):

@@ -18,8 +18,8 @@ from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, pack
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.memfd import HOST, MemfdBackend
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Record
 from tests.kit.models import Everything, Tied

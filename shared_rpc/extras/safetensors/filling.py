@@ -14,9 +14,9 @@ from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
 from shared_rpc.extras.safetensors.headers import StoredTensor
 from shared_rpc.memory.arena import pack
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
-from shared_rpc.memory.memfd import HOST
 
 if TYPE_CHECKING:
     import torch

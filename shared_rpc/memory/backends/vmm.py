@@ -13,7 +13,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.cuda import (
+from shared_rpc.memory.backends.cuda import (
     CudaBackend,
     DeviceBytes,
     DriverError,
@@ -26,7 +26,7 @@ from shared_rpc.memory.cuda import (
 )
 from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
 
-# The driver's names are shared_rpc.memory.cuda's; they were here first, and stay importable from here.
+# The driver's names are shared_rpc.memory.backends.cuda's; they were here first, and stay importable from here.
 __all__ = ["DeviceBytes", "VmmBackend", "gpu", "peer_capable", "supports_vmm", "uuid_of", "visible_gpus"]
 
 _FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

@@ -17,7 +17,7 @@ import threading
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["DESK", "Desk", "fetch"]
+__all__ = ["FD_SERVER", "FdServer", "fetch"]
 
 _log = logging.getLogger("shared_rpc")
 
@@ -27,7 +27,7 @@ _ASKING, _ANSWERING = 1.0, 10.0
 _UCRED = struct.Struct("iII")
 
 
-class Desk:
+class FdServer:
     """The desk of this process, opened with the first descriptor that is left there."""
 
     def __init__(self) -> None:
@@ -132,5 +132,5 @@ def _uid_of(sock: socket.socket) -> int:
     return int(uid)
 
 
-DESK = Desk()
-os.register_at_fork(after_in_child=DESK._after_fork)
+FD_SERVER = FdServer()
+os.register_at_fork(after_in_child=FD_SERVER._after_fork)

@@ -1,9 +1,9 @@
 """Segments whose memory belongs to the process that made it: what CUDA's IPC and its pools have in common.
 
-The descriptor is a voucher (see :mod:`shared_rpc.memory.liveness`). Every mapping, the maker's own too, keeps a copy of it
-until it is unmapped, so that the maker learns when the last user has gone, whatever ended it, and frees the memory only
-then. Consumers must not open memory twice: the driver gives the same address again, and its pools unmap it for both with the
-first free. So a table maps each segment once in a process, and counts.
+The descriptor is an export descriptor (see :mod:`shared_rpc.memory.backends.liveness`). Every mapping, the maker's own too,
+keeps a copy of it until it is unmapped, so that the maker learns when the last user has gone, whatever ended it, and frees the
+memory only then. Consumers must not open memory twice: the driver gives the same address again, and its pools unmap it for both
+with the first free. So a table maps each segment once in a process, and counts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import ClassVar
 import msgspec
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory import liveness
-from shared_rpc.memory.desk import TOKEN_BYTES
+from shared_rpc.memory.backends import liveness
+from shared_rpc.memory.backends.fd_server import TOKEN_BYTES
 from shared_rpc.memory.segments import Access, Mechanism, Segment, SegmentInfo, new_segment_id
 
-__all__ = ["BoundBackend", "Memory", "Voucher", "voucher_of"]
+__all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descriptor_of"]
 
 
-class Voucher(msgspec.Struct, frozen=True, array_like=True):
+class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """What is needed to open memory of another process.
 
     ``pid`` is its maker's, ``handle`` what the driver takes, and ``desk`` where the maker hands out a descriptor for
@@ -43,10 +43,10 @@ class Voucher(msgspec.Struct, frozen=True, array_like=True):
     desk: str = ""
 
 
-_decoder = msgspec.msgpack.Decoder(Voucher)
+_decoder = msgspec.msgpack.Decoder(ExportDescriptor)
 
 
-def voucher_of(fd: int) -> Voucher:
+def export_descriptor_of(fd: int) -> ExportDescriptor:
     """What a bound segment's descriptor says.
 
     :raises CapabilityError: if it is no such descriptor.
@@ -79,7 +79,7 @@ class _Use:
     copies: list[int] = field(default_factory=list)
 
 
-class BoundBackend(ABC):
+class ExporterOwnedBackend(ABC):
     """The contract of :class:`~shared_rpc.memory.segments.Backend` over memory that dies with its maker.
 
     A subclass says how memory is made, freed, opened and closed. None of these is called while another one runs.
@@ -112,7 +112,7 @@ class BoundBackend(ABC):
         """Give back what :meth:`make` made."""
 
     @abstractmethod
-    def open(self, voucher: Voucher) -> Memory:
+    def open(self, voucher: ExportDescriptor) -> Memory:
         """Open memory of another process, alive or not.
 
         :raises CapabilityError: if the driver refuses.
@@ -139,7 +139,7 @@ class BoundBackend(ABC):
         with self._lock:
             memory = self._made[token] = self.make(size, token)
             try:
-                voucher = Voucher(self.mechanism, self.uuid, size, os.getpid(), token, memory.handle, self.desk)
+                voucher = ExportDescriptor(self.mechanism, self.uuid, size, os.getpid(), token, memory.handle, self.desk)
                 fd = liveness.issue(msgspec.msgpack.encode(voucher), partial(self._unused, token))
             except BaseException:
                 del self._made[token]
@@ -152,7 +152,7 @@ class BoundBackend(ABC):
 
         :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
         """
-        voucher = voucher_of(fd)
+        voucher = export_descriptor_of(fd)
         if (voucher.mechanism, voucher.device) != (self.mechanism, self.uuid):
             raise CapabilityError(
                 f"the descriptor is for memory on {voucher.device} by the mechanism {voucher.mechanism!r}, and was announced "
@@ -175,7 +175,7 @@ class BoundBackend(ABC):
                 made += (use.memory.address,)
             return use.memory.address
 
-    def _open(self, fd: int, voucher: Voucher) -> _Use:
+    def _open(self, fd: int, voucher: ExportDescriptor) -> _Use:
         made = self._made.get(voucher.token)
         if made is not None:
             # The driver opens no handle in the process that made it.
@@ -230,10 +230,10 @@ class BoundBackend(ABC):
         for use in self._uses.values():
             for copy in use.copies:
                 os.close(copy)
-        BoundBackend.__init__(self)
+        ExporterOwnedBackend.__init__(self)
 
 
-_backends: weakref.WeakSet[BoundBackend] = weakref.WeakSet()
+_backends: weakref.WeakSet[ExporterOwnedBackend] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

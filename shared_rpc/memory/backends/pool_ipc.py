@@ -2,7 +2,8 @@
 
 A pool is exported as a descriptor, and an allocation of it as 64 bytes; a consumer needs both. "The imported memory must be
 freed from all importing processes before being freed in the exporting process" (CUDA Driver API, Stream Ordered Memory
-Allocator): see :mod:`shared_rpc.memory.bound`. Every segment has a pool of its own, because a pool that was exported gives its
+Allocator): see :mod:`shared_rpc.memory.backends.exporter_owned`. Every segment has a pool of its own, because a pool that was
+exported gives its
 memory back when it is destroyed.
 
 What is minded here: a second import of an allocation gives the first one's address, and the first free unmaps both; a
@@ -17,10 +18,10 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.bound import Memory, Voucher
-from shared_rpc.memory.cuda import DriverError, attribute, check, location_of, opaque, opaque_bytes, visible_gpus
-from shared_rpc.memory.desk import DESK, fetch
-from shared_rpc.memory.ipc import BoundCudaBackend
+from shared_rpc.memory.backends.cuda import DriverError, attribute, check, location_of, opaque, opaque_bytes, visible_gpus
+from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, Memory
+from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
+from shared_rpc.memory.backends.legacy_ipc import ExporterOwnedCudaBackend
 
 __all__ = ["PoolBackend", "supports_pools"]
 
@@ -35,7 +36,7 @@ def supports_pools(ordinal: int) -> tuple[bool, bool]:
     )
 
 
-class PoolBackend(BoundCudaBackend):
+class PoolBackend(ExporterOwnedCudaBackend):
     """Segments that are pools of one allocation."""
 
     mechanism = "pool"
@@ -47,10 +48,10 @@ class PoolBackend(BoundCudaBackend):
     @property
     def desk(self) -> str:
         """Where this process hands out its pools."""
-        return DESK.address
+        return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """See :class:`BoundBackend`. The pool's descriptor is left at the desk."""
+        """See :class:`ExporterOwnedBackend`. The pool's descriptor is left at the desk."""
         self.require_visible()
         with self.working():
             try:
@@ -67,7 +68,7 @@ class PoolBackend(BoundCudaBackend):
                 os.set_inheritable(fd, False)
                 handle = opaque_bytes(check(driver.cuMemPoolExportPointer(address)))
                 fd, left = -1, fd
-                DESK.leave(token, left)
+                FD_SERVER.leave(token, left)
             except (DriverError, CapabilityError) as error:
                 if fd >= 0:
                     os.close(fd)
@@ -89,20 +90,20 @@ class PoolBackend(BoundCudaBackend):
         check(driver.cuMemPoolDestroy(pool))
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """See :class:`BoundBackend`."""
-        DESK.withdraw(token)
+        """See :class:`ExporterOwnedBackend`."""
+        FD_SERVER.withdraw(token)
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
 
-    def open(self, voucher: Voucher) -> Memory:
-        """See :class:`BoundBackend`."""
+    def open(self, voucher: ExportDescriptor) -> Memory:
+        """See :class:`ExporterOwnedBackend`."""
         fd = fetch(voucher.desk, voucher.token)
         try:
             return self.open_pool(fd, voucher)
         finally:
             os.close(fd)
 
-    def open_pool(self, fd: int, voucher: Voucher) -> Memory:
+    def open_pool(self, fd: int, voucher: ExportDescriptor) -> Memory:
         """Open the allocation of a pool whose descriptor is there already.
 
         :raises CapabilityError: if the driver refuses.
@@ -129,7 +130,7 @@ class PoolBackend(BoundCudaBackend):
             driver.cuMemPoolSetAccess(pool, [_right(peer)], 1)
 
     def close(self, memory: Memory) -> None:
-        """See :class:`BoundBackend`."""
+        """See :class:`ExporterOwnedBackend`."""
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
 

@@ -6,14 +6,26 @@ a provider asks for. Consumers have no choice: a segment says how it was made.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.memory.segments import BOUND, Mechanism, Segment, gpu_support
+from shared_rpc.memory.segments import EXPORTER_OWNED, Backend, Mechanism, Segment, gpu_support
 
-__all__ = ["PREFERENCE", "Choice", "MechanismOption", "chosen", "facts", "lacking", "lifetime", "settle", "survey"]
+__all__ = [
+    "PREFERENCE",
+    "Choice",
+    "MechanismOption",
+    "backend_for",
+    "chosen",
+    "facts",
+    "lacking",
+    "lifetime",
+    "settle",
+    "survey",
+]
 
 MechanismOption = Literal["auto", "vmm", "ipc", "pool"]
 
@@ -46,9 +58,9 @@ _forced: set[str] = set()
 def lacking(ordinal: int) -> dict[Mechanism, str]:
     """What a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
     with gpu_support():
-        from shared_rpc.memory.ipc import supports_ipc
-        from shared_rpc.memory.pool_ipc import supports_pools
-        from shared_rpc.memory.vmm import supports_vmm
+        from shared_rpc.memory.backends.legacy_ipc import supports_ipc
+        from shared_rpc.memory.backends.pool_ipc import supports_pools
+        from shared_rpc.memory.backends.vmm import supports_vmm
     vmm, vmm_fds = supports_vmm(ordinal)
     pools, pool_fds = supports_pools(ordinal)
     return {
@@ -68,7 +80,7 @@ def survey(device: str) -> dict[Mechanism, str]:
     :raises CapabilityError: if this process sees no GPU.
     """
     with gpu_support():
-        from shared_rpc.memory.cuda import ordinal_of
+        from shared_rpc.memory.backends.cuda import ordinal_of
     return lacking(ordinal_of(device))
 
 
@@ -152,9 +164,42 @@ def facts(asked: str, device: str) -> dict[str, Any]:
 
 def lifetime(segments: Iterable[Segment]) -> str:
     """How long the memory of an object lives, for people; ``""`` for as long as anybody holds it. The segments are borrowed."""
-    from shared_rpc.memory.bound import voucher_of
+    from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
-    makers = sorted({voucher_of(segment.fileno()).pid for segment in segments if segment.info.mechanism in BOUND})
+    owned = [segment for segment in segments if segment.info.mechanism in EXPORTER_OWNED]
+    makers = sorted({export_descriptor_of(segment.fileno()).pid for segment in owned})
     if not makers:
         return ""
     return "bound to the life of pid " + ", pid ".join(map(str, makers))
+
+
+def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
+    """The backend of a device id, ``"cpu"`` or a GPU's UUID.
+
+    :param mechanism: how a segment that is there was made; None for the one by which this process makes its own.
+    :raises CapabilityError: if this process cannot use that device, or not in that way.
+    """
+    if mechanism is None:
+        mechanism = chosen(device).name
+    return _backend_for(device, mechanism)
+
+
+@functools.cache
+def _backend_for(device: str, mechanism: Mechanism) -> Backend:
+    if (device == "cpu") != (mechanism == "memfd"):
+        raise CapabilityError(f"no memory on {device} is shared by the mechanism {mechanism!r}")
+    if mechanism == "memfd":
+        from shared_rpc.memory.backends.host import HOST
+
+        return HOST
+    with gpu_support(f"memory on {device} that is shared by the mechanism {mechanism!r}"):
+        if mechanism == "ipc":
+            from shared_rpc.memory.backends.legacy_ipc import IpcBackend
+
+            return IpcBackend(device)
+        if mechanism == "pool":
+            from shared_rpc.memory.backends.pool_ipc import PoolBackend
+
+            return PoolBackend(device)
+        from shared_rpc.memory.backends.vmm import gpu
+    return gpu(device)

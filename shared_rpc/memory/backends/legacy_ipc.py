@@ -3,7 +3,7 @@
 For GPUs and drivers without virtual memory management. The memory belongs to the process that made it, consumers can always
 write to it, and one process has it at one address. "Calling cuMemFree on an exported memory region before calling
 cuIpcCloseMemHandle in the importing context will result in undefined behavior" (CUDA Driver API, Memory Management):
-see :mod:`shared_rpc.memory.bound` for how that is kept from happening.
+see :mod:`shared_rpc.memory.backends.exporter_owned` for how that is kept from happening.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.bound import BoundBackend, Memory, Voucher
-from shared_rpc.memory.cuda import CudaBackend, DriverError, attribute, check, opaque, opaque_bytes, relaxed_captures
+from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, attribute, check, opaque, opaque_bytes, relaxed_captures
+from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, ExporterOwnedBackend, Memory
 
-__all__ = ["BoundCudaBackend", "IpcBackend", "supports_ipc"]
+__all__ = ["ExporterOwnedCudaBackend", "IpcBackend", "supports_ipc"]
 
 _LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -29,12 +29,12 @@ def supports_ipc(ordinal: int) -> bool:
     return bool(attribute(ordinal, "UNIFIED_ADDRESSING") and attribute(ordinal, "IPC_EVENT_SUPPORTED"))
 
 
-class BoundCudaBackend(CudaBackend, BoundBackend):
+class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):
     """What allocates on a GPU and is bound to this process: a stream of its own, so that no other one is waited for."""
 
     def __init__(self, uuid: str) -> None:
         CudaBackend.__init__(self, uuid)
-        BoundBackend.__init__(self)
+        ExporterOwnedBackend.__init__(self)
 
     @functools.cached_property
     def stream(self) -> Any:
@@ -53,7 +53,7 @@ class BoundCudaBackend(CudaBackend, BoundBackend):
         check(driver.cuStreamSynchronize(self.stream))
 
 
-class IpcBackend(BoundCudaBackend):
+class IpcBackend(ExporterOwnedCudaBackend):
     """Segments that are allocations of their own, of which the driver makes a handle."""
 
     mechanism = "ipc"
@@ -63,7 +63,7 @@ class IpcBackend(BoundCudaBackend):
     )
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """See :class:`BoundBackend`."""
+        """See :class:`ExporterOwnedBackend`."""
         self.require_visible()
         with self.working():
             try:
@@ -79,12 +79,12 @@ class IpcBackend(BoundCudaBackend):
         return Memory(int(address), handle)
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """See :class:`BoundBackend`."""
+        """See :class:`ExporterOwnedBackend`."""
         with self.working():
             check(driver.cuMemFree(memory.address))
 
-    def open(self, voucher: Voucher) -> Memory:
-        """See :class:`BoundBackend`."""
+    def open(self, voucher: ExportDescriptor) -> Memory:
+        """See :class:`ExporterOwnedBackend`."""
         handle = opaque(driver.CUipcMemHandle(), voucher.handle)
         with self.working():
             try:
@@ -93,6 +93,6 @@ class IpcBackend(BoundCudaBackend):
                 raise CapabilityError(str(error)) from error
 
     def close(self, memory: Memory) -> None:
-        """See :class:`BoundBackend`."""
+        """See :class:`ExporterOwnedBackend`."""
         with self.working():
             check(driver.cuIpcCloseMemHandle(memory.address))
