@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import threading
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_what_changed_is_built_anew(app: BrokerApp) -> None:
     assert client.call("model") is model
     assert not handle.get_object_info()["stale"]
     eventually(lambda: not is_running(earlier[0]), what="the old worker ends")
+
+
+def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the same size and time is not taken for the one that was compiled before."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    app.start(fresh=True)
+    client = app.connect()
+    assert client.call("answer").tolist() == [1, 1]
+    before = app.file.stat()
+    app.write(NEW)
+    os.utime(app.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert app.file.stat().st_size == before.st_size
+    client.reload()
+    assert client.call("answer").tolist() == [2, 2]
 
 
 def test_a_handle_of_what_changed(app: BrokerApp) -> None:
