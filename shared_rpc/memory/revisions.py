@@ -32,7 +32,7 @@ from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import torch_device
-from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.segments import Descriptor, Segment, SegmentInfo, new_segment_id
 
 __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 
@@ -76,14 +76,11 @@ class Page:
         self._memory = tuple(info for info in memory if info.device != "cpu")
         with page:
             futex.supported()
-            self._fd = os.dup(page.fileno())
-            try:
-                self._address = HOST.map(self._fd, page.info.nbytes, page.info.access)
-            except BaseException:
-                os.close(self._fd)
-                raise
-        weakref.finalize(self, _close, self._address, page.info.nbytes, self._fd).atexit = False
-        self._inode = os.fstat(self._fd).st_ino
+            self._descriptor = page.descriptor()
+        made: list[int] = []
+        weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
+        self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access, made)
+        self._inode = os.fstat(self._descriptor.number).st_ino
         self._revision = ctypes.c_uint64.from_address(self._address)
         self._pid = ctypes.c_uint32.from_address(self._address + 8)
 
@@ -121,7 +118,7 @@ class Page:
     def _check_writer(self, seen: int) -> None:
         self._refuse_own_update("wait for")
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))
+        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_GETLK, asked))
         if answer[0] != fcntl.F_UNLCK or self.revision != seen:
             return
         pid = int(self._pid.value)
@@ -198,11 +195,11 @@ class Page:
             )
         if thread is not None:
             self._refuse_own_update("update")
-        lock = _Lock(self._fd)
+        lock = _Lock(self._descriptor.number, thread)
         if not lock.taken:
             return None
         if thread is not None:
-            _updating[self._inode] = thread
+            _updating[self._inode] = lock
         revision = self.revision
         update = Update(self, lock, revision + 1 if revision % 2 == 0 else revision + 2)
         self._pid.value = os.getpid()
@@ -211,7 +208,8 @@ class Page:
         return update
 
     def _refuse_own_update(self, what: str) -> None:
-        if _updating.get(self._inode) == threading.get_ident():
+        lock = _updating.get(self._inode)
+        if lock is not None and lock.thread == threading.get_ident():
             raise ConfigurationError(
                 f"this thread is updating object {self.object_id}, and would wait for itself: {what} it after that"
             )
@@ -263,42 +261,46 @@ class Update:
 
 
 class _Lock:
-    """A description of the page of its own: locks are between descriptions, and end with the last copy of one."""
+    """A description of the page of its own: locks are between descriptions, and end with the last copy of one.
 
-    def __init__(self, page: int) -> None:
+    One that nobody refers to any more is released, as where a signal handler raised before there was an update.
+
+    :param thread: whose update it is for.
+    """
+
+    def __init__(self, page: int, thread: int | None) -> None:
+        self.thread = thread
         try:
-            self._fd = os.open(f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
+            self._descriptor = Descriptor.opened(os.open, f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise CapabilityError(f"an update needs a second descriptor of its object's page, by /proc: {error}") from error
         _locks.add(self)
         self.taken = False
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             self.taken = True
         except (BlockingIOError, PermissionError):
             self.close()
 
     def release(self) -> None:
         """Also of the copies that a process which is just being started may have."""
-        if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+        if self._descriptor.number >= 0:
+            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         self.close()
 
     def close(self) -> None:
         """Let go of this process's copy alone."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._descriptor.close()
 
 
-#: The threads that update something now, by the inode of its page.
-_updating: dict[int, int] = {}
+#: What threads of this process update now, by the inode of its page.
+_updating: weakref.WeakValueDictionary[int, _Lock] = weakref.WeakValueDictionary()
 _locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
 
 
-def _close(address: int, nbytes: int, fd: int) -> None:
-    HOST.unmap(address, nbytes)
-    os.close(fd)
+def _unmap(addresses: list[int], nbytes: int) -> None:
+    for address in addresses:
+        HOST.unmap(address, nbytes)
 
 
 def _after_fork() -> None:

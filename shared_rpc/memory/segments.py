@@ -47,7 +47,7 @@ def new_segment_id() -> str:
     return secrets.token_hex(8)
 
 
-class _Descriptor:
+class Descriptor:
     """An open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
     point at which a finaliser, a signal handler or another thread may run.
     """
@@ -57,9 +57,23 @@ class _Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+    @classmethod
+    def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
+        """Own the descriptor that a function returns, which is one of C.
+
+        No signal handler runs between the function's end and the moment in which its descriptor has an owner.
+        """
+        descriptor = cls(-1)
+        deque(map(setattr, (descriptor,), ("number",), starmap(function, (arguments,))), 0)
+        return descriptor
+
+    def close(self) -> None:
+        """Close it now, whoever else refers to this object; closing twice is harmless."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    __del__ = close
 
 
 class Segment:
@@ -75,24 +89,20 @@ class Segment:
 
     def __init__(self, info: SegmentInfo, fd: int) -> None:
         self.info = info
-        self._descriptor = _Descriptor(fd) if fd >= 0 else None
+        self._descriptor = Descriptor(fd) if fd >= 0 else None
         if info.mechanism in EXPORTER_OWNED:
             _bound.add(self)
 
     @classmethod
     def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
-        """Make an owner of the descriptor that a function returns, which is one of C.
-
-        No signal handler runs between the function's end and the moment in which its descriptor has an owner.
-        """
-        segment, descriptor = cls(info, -1), _Descriptor(-1)
-        deque(map(setattr, (descriptor,), ("number",), starmap(function, (arguments,))), 0)
-        segment._descriptor = descriptor
+        """Make an owner of the descriptor that a function returns, see :meth:`Descriptor.opened`."""
+        segment = cls(info, -1)
+        segment._descriptor = Descriptor.opened(function, *arguments)
         return segment
 
     def adopt(self, fds: list[int]) -> None:
         """Own the first of some descriptors from here on, which is taken out of their list."""
-        descriptor = _Descriptor(-1)
+        descriptor = Descriptor(-1)
         # No call from here on, after which a signal handler might raise: it is in the list or has an owner.
         descriptor.number = fds[0]
         del fds[0]
@@ -103,9 +113,13 @@ class Segment:
 
         :raises ValueError: if it is closed.
         """
-        return self._owned().number
+        return self.descriptor().number
 
-    def _owned(self) -> _Descriptor:
+    def descriptor(self) -> Descriptor:
+        """Its descriptor, which lives as long as somebody refers to it, though this object is closed.
+
+        :raises ValueError: if it is closed.
+        """
         descriptor = self._descriptor
         if descriptor is None:
             raise ValueError(f"segment {self.info.id} is closed")
@@ -123,7 +137,7 @@ class Segment:
         """
         info = self.info if access is None else msgspec.structs.replace(self.info, access=access)
         other = Segment(info, -1)
-        other._descriptor = self._owned()
+        other._descriptor = self.descriptor()
         return other
 
     def close(self) -> None:

@@ -123,6 +123,20 @@ def task(client: Client) -> None:
         client.execute("fails", callback=lambda info: None)
 
 
+def buffer(client: Client) -> None:
+    """Make one, get it as others do, and end it for those."""
+    with client.create_buffer(4096) as made, client.get_buffer(made.object_id) as again:
+        again.value.fill_(3)
+        assert made.value[-1] == 3
+        client.free_buffer(made)
+
+
+def update(client: Client) -> None:
+    """Write in place; what an interrupted one leaves half done, the next one ends."""
+    with client.call("kept") as handle, client.update(handle) as value:
+        value.fill_(3)
+
+
 OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a call": lambda client: client.call("nothing", 2),
     "a tensor there and back": lambda client: client.call("doubled", ARGUMENT),
@@ -133,6 +147,8 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a handle's block": hold,
     "several releases": release_several,
     "a task": task,
+    "a buffer": buffer,
+    "an update": update,
     "a question": lambda client: client.get_server_info(),
 }
 
