@@ -47,7 +47,7 @@ PICTURES = [
     Picture("call", "shared-rpc call train steps=200", until=r"1[0-4]\d/200"),
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
-    Picture("top", "shared-rpc top", until=r" [56]\d\d/1000", columns=112, lines=22, beside="traffic.py", measured=True),
+    Picture("top", "shared-rpc top", until=r" [56]\d\d/1000", columns=124, lines=28, beside="traffic.py", measured=True),
     Picture("verify", "shared-rpc verify", lines=60, measured=True),
 ]
 

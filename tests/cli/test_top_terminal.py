@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, progress
+from shared_rpc import Client, Provider, Server, instrumentation, progress
 from tests.cli.test_commands import MODULE, Ran, cli
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually
@@ -74,24 +75,29 @@ def plain(written: bytes) -> str:
 
 def row(top: Tty, beginning: str) -> str:
     """The first line of the screen that begins so, ``""`` if there is none."""
-    return next((line for line in top.lines if line.startswith(beginning)), "")
+    return next((line.strip() for line in top.lines if line.strip().startswith(beginning)), "")
 
 
-def test_what_is_seen(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """Objects with their sizes and the process that holds them, memory, calls, clients; the view itself is no client."""
+def test_what_is_seen(
+    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor, tty: Callable[..., Tty]
+) -> None:
+    """Objects with their sizes and who holds them, memory, builds, calls, clients; the view itself is no client."""
     client = connect()
     with client.call("load", 8), client.create_buffer(4 * MIB, ttl=600):
         client.call("table", 1)
-        top = tty(columns=160)
-        screen = top.until("load(mib=8)", "table(key=1)", "buffer", "calls/s")
+        call = threads.submit(client.call, "gated")
+        top = tty(columns=160, lines=40)
+        screen = top.until("load(mib=8)", "table(key=1)", "buffer", "calls/s", "1/4 the first shard")
         assert f"pid {os.getpid()}" in screen and served.socket_path in screen
-        assert "14.0 MiB in 3 objects" in screen and "2 leases" in screen and "1 client" in screen
+        assert "14.0 MiB in 3 objects" in screen and "2 leases" in screen and "1 client" in screen and "1 build" in screen
         assert f"{os.getpid()} python" in row(top, "load(mib=8)") and "8.0 MiB" in row(top, "load(mib=8)")
-        assert "held by" in row(top, "objects 3 by size")
-        bar = "█" * 6 + "▓" * 3 + "░" * 31
-        assert row(top, "cpu").split()[:8] == ["cpu", bar, "10.0", "MiB", "4.0", "MiB", "64.0", "MiB"]
-        order = [line.split()[0] for line in top.lines[-20:] if line.startswith(("load(", "table(", "buffer "))]
+        assert row(top, "cpu").split()[:8] == ["cpu", "█" * 3 + "▓" + "░" * 16, "10.0", "MiB", "4.0", "MiB", "64.0", "MiB"]
+        assert row(top, "gated").split()[1] == "█" * 5 + "░" * 15
+        order = [line.split()[0] for line in top.lines if line.split()[:1] in (["load(mib=8)"], ["table(key=1)"], ["buffer"])]
         assert order == ["load(mib=8)", "buffer", "table(key=1)"]
+        go.set()
+        call.result(20)
+        top.until_gone("1/4 the first shard")
         quit_from(top)
     assert [one["pid"] for one in client.list_sessions()] == [os.getpid()]
 
@@ -103,109 +109,18 @@ def test_an_object_is_invalidated(served: Server, connect: Callable[..., Client]
         client.call("table", key)
     top = tty("--sort", "name")
     top.until("table(key=2)")
-    top.press("jj")
-    top.until("invalidate")
-    eventually(lambda: any("table(key=1)" in line for line in top.highlighted))
-    top.press("i")
+    top.press("\x1b[Bi")
     top.until("invalidate table(key=1)?", "y yes  e all 3 of table  Esc no")
     assert len(client.list_objects()) == 3
     top.press("y")
-    top.until("table(key=1) dropped from the cache")
-    top.until("objects 2 by name")
+    top.until("table(key=1) dropped from the cache", "objects 2 by name")
     assert sorted(item["cache_key"] for item in client.list_objects()) == ["table(key=0)", "table(key=2)"]
 
-    top.press("ie")
+    top.press("i")
+    top.until("e all 2 of table")
+    top.press("e")
     top.until("2 cached results of table dropped", "objects 0")
     assert client.list_objects() == []
-    quit_from(top)
-
-
-def test_a_buffer_is_freed(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """Its holder keeps it, and nobody else gets it."""
-    client = connect()
-    with client.create_buffer(4 * MIB) as buffer:
-        top = tty(columns=120)
-        top.until("objects 1")
-        top.press("jiy")
-        top.until(f"buffer {buffer.object_id} freed")
-        eventually(lambda: "freed" in row(top, "buffer"))
-        assert not client.free_buffer(buffer.object_id)
-        quit_from(top)
-
-
-def test_a_question_is_answered_with_no(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """Esc alone is a key of its own, though the keys with arrows begin with it."""
-    connect().call("table", 1)
-    top = tty()
-    top.until("objects 1")
-    top.press("\x1b[Bi")
-    top.until("y yes")
-    top.press("\x1b")
-    top.until("left as it is")
-    assert len(connect().list_objects()) == 1
-    quit_from(top)
-
-
-def test_sorting_and_filtering(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """The list follows each key at once."""
-    client = connect()
-    handles = [client.call("load", mib) for mib in (1, 3)]
-    client.call("table", 0)
-    top = tty()
-
-    def names() -> list[str]:
-        return [line.split()[0] for line in top.lines if line.startswith(("load(", "table("))]
-
-    eventually(lambda: names() == ["load(mib=3)", "table(key=0)", "load(mib=1)"])
-    top.press("r")
-    eventually(lambda: names() == ["load(mib=1)", "table(key=0)", "load(mib=3)"])
-    top.press("sss")
-    top.until("by name")
-    eventually(lambda: names() == ["load(mib=1)", "load(mib=3)", "table(key=0)"])
-    top.press("/TAB")
-    top.until("endpoints with: TAB")
-    eventually(lambda: names() == ["table(key=0)"])
-    top.press("\r")
-    top.until("objects 1/3", "endpoints with 'TAB'")
-    top.press("\x1b")
-    eventually(lambda: len(names()) == 3)
-    top.press("?")
-    top.until("sort by the next", "any key: back")
-    top.press("x")
-    top.until("objects 3")
-    assert handles
-    quit_from(top)
-
-
-def test_a_build_and_its_progress(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor, tty: Callable[..., Tty]
-) -> None:
-    """Of a direct call; it is shown while it goes on, and counted after."""
-    call = threads.submit(connect().call, "gated")
-    top = tty(columns=120)
-    top.until("builds 1", "1/4 the first shard")
-    bar = row(top, "gated").split()[1]
-    assert bar == "█" * 10 + "░" * 30
-    go.set()
-    call.result(20)
-    top.until_gone("builds 1")
-    top.until("calls")
-    assert row(top, "gated").split()[-2:] == ["1", "0"]
-    quit_from(top)
-
-
-def test_calls_by_the_second(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """Of an endpoint that is called again and again, with the share that the cache answers; and errors."""
-    client = connect()
-    top = tty(columns=120)
-    top.until("objects")
-
-    def busy() -> bool:
-        client.call("table", 0)
-        cells = row(top, "table ").split() if "\ntable " in top.text else ["", "0.0"]
-        return cells[1] not in ("0.0", "-") and cells[3] == "100%"
-
-    eventually(busy)
     quit_from(top)
 
 
@@ -214,14 +129,12 @@ def test_forty_columns_and_another_size(served: Server, connect: Callable[..., C
     with connect().call("load", 8):
         top = tty("-d", "600", columns=40, lines=24)  # it is not by looking again that it notices
         top.until("load(mib=8)", "8.0 MiB")
-        assert "held by" not in top.text
+        assert "endpoint" not in top.text
         top.resize(140, 30)
         top.until("held by", "endpoint", f"{os.getpid()} python")
-        top.resize(20, 5)
-        top.until_gone("held by")
         top.resize(1, 1)
         top.resize(80, 24)
-        top.until("load(mib=8)", "q quit")
+        top.until("load(mib=8)", "q Quit")
         quit_from(top)
 
 
@@ -229,8 +142,8 @@ def test_the_environment_does_not_fix_the_size(served: Server, tty: Callable[...
     """A shell may export what the size was once."""
     terminal = Tty(*MODULE, "top", columns=100, lines=30, environ={"COLUMNS": "50", "LINES": "10"})
     try:
-        terminal.until("q quit")
-        assert terminal.lines[-1].startswith("q quit")
+        terminal.until("q Quit")
+        assert terminal.lines[-1].startswith("q Quit")
     finally:
         terminal.close()
 
@@ -240,7 +153,7 @@ def test_waiting_for_a_server(
 ) -> None:
     """Without one it says what starts one, and shows the first that comes; when that goes it waits for the next."""
     provider.share("ones")(lambda: torch.ones(1))
-    top = tty(columns=100)
+    top = tty(columns=200)
     assert "shared-rpc serve app.py" in top.until("no server answers in", "start one with").replace("\n", " ")
     first = serve()
     top.until("objects 0", "s-cpu.sock")
@@ -257,21 +170,10 @@ def test_waiting_for_a_server(
 
 
 def test_forty_columns_and_no_server(base_path: str, tty: Callable[..., Tty]) -> None:
-    """The reason and the command are shown whole, on as many lines as they need, and keys are answered."""
+    """The reason and the command are shown whole, on as many lines as they need."""
     top = tty(columns=40, lines=24)
-    screen = " ".join(top.until("no server answers in", "start one with", "q quit").split())
+    screen = " ".join(top.until("no server answers in", "start one with", "q Quit").split())
     assert "'shared-rpc serve app.py'" in screen and "--base-path or --socket" in screen
-    top.press("?")
-    top.until("any key: back")
-    top.press("x")
-    top.until("no server answers in")
-    quit_from(top)
-
-
-def test_waiting_at_a_socket(base_path: str, tty: Callable[..., Tty]) -> None:
-    """Of a server that was named; the command is told with that name."""
-    top = tty("--socket", f"{base_path}-other.sock", columns=100)
-    top.until("s-other.sock", "shared-rpc serve")
     quit_from(top)
 
 
@@ -302,8 +204,7 @@ def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tt
     child.process.send_signal(signal.SIGSTOP)
     top.until("lost the server")
     top.press("?")
-    top.until("this help")
-    top.press("x")
+    top.until("Focus Next")
     child.process.send_signal(signal.SIGCONT)
     top.until_gone("lost the server")
     child.process.send_signal(signal.SIGSTOP)
@@ -335,55 +236,63 @@ def test_the_terminal_is_left_as_it_was(base_path: str, tty: Callable[..., Tty],
     assert b"Traceback" not in top.written
 
 
-def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child]) -> None:
-    """Its window is closed: nothing goes on without being seen, or is told to nobody."""
-    code = """
-        import os, pty, sys
+@pytest.mark.parametrize("told", [True, False], ids=["with a signal", "without"])
+def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child], told: bool) -> None:
+    """Its window is closed: nothing goes on without being seen. The kernel tells the first process of the terminal only."""
+    code = f"""
+        import os, pty, signal, subprocess, sys
 
+        command = [sys.executable, "-m", "shared_rpc.cli", "top", "-d", "0.05"]
+        told, tell = os.pipe()
         pid, ours = pty.fork()
+        if pid == 0 and {told}:
+            os.execv(sys.executable, command)
         if pid == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.cli", "top", "-d", "0.05"])
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            os.write(tell, b"%d" % subprocess.call(command))
+            os._exit(0)
         seen = b""
         while b"objects 0" not in seen:
             seen += os.read(ours, 4096)
         os.close(ours)
-        print("ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print("ended with", code if {told} else os.read(told, 9).decode(), flush=True)
     """
     child = Child("-c", textwrap.dedent(code), environ={"TERM": "xterm"})
     children.append(child)
     assert child.expect("ended with") == f"ended with {128 + signal.SIGHUP}"
 
 
-def test_a_defect_leaves_the_terminal_as_it_was(base_path: str, tty: Callable[..., Tty]) -> None:
-    """What went wrong is told after that, where it stays."""
-    code = """
+def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
+    """To the server it is a client that has closed, and none that crashed."""
+    events: list[instrumentation.Event] = []
+    instrumentation.add_hook(events.append)
+    try:
+        top = tty()
+        top.until("objects 0")
+        quit_from(top)
+
+        def of(kind: type[Any]) -> list[Any]:
+            return [event for event in events if isinstance(event, kind) and event.pid == top.process.pid]
+
+        eventually(lambda: len(of(instrumentation.SessionClosed)) == len(of(instrumentation.SessionOpened)))
+        assert {event.clean for event in of(instrumentation.SessionClosed)} == {True}
+    finally:
+        instrumentation.remove_hook(events.append)
+
+
+@pytest.mark.parametrize("where", ["app.totals", "watching.Watcher.look"])
+def test_a_defect_leaves_the_terminal_as_it_was(served: Server, tty: Callable[..., Tty], where: str) -> None:
+    """It ends the view, whichever thread it is in: a screen that stands still would be a lie. It is told where it stays."""
+    code = f"""
         import sys
         from shared_rpc.cli import main
-        from shared_rpc.cli.top import loop
+        from shared_rpc.cli.top import app, watching
 
         def broken(*_):
             raise ZeroDivisionError("a defect")
 
-        loop.frame, whole, sys.argv[1:] = (lambda *size: (setattr(loop, "frame", broken), whole(*size))[1]), loop.frame, ["top"]
-        main()
-    """
-    top = tty(command=("-c", textwrap.dedent(code)))
-    assert top.end() == 1
-    assert top.restored
-    assert "ZeroDivisionError: a defect" in plain(top.written[top.written.rfind(NORMAL) :])
-
-
-def test_a_defect_of_the_thread_that_asks(served: Server, tty: Callable[..., Tty]) -> None:
-    """It ends the view as well: a screen that stands still would be a lie."""
-    code = """
-        import sys
-        from shared_rpc.cli import main
-        from shared_rpc.cli.top import sampler
-
-        def broken(*_):
-            raise ZeroDivisionError("a defect")
-
-        sampler.look, sys.argv[1:] = broken, ["top"]
+        {where}, sys.argv[1:] = broken, ["top"]
         main()
     """
     top = tty(command=("-c", textwrap.dedent(code)))
@@ -464,13 +373,13 @@ def test_an_order_that_there_is_not(base_path: str) -> None:
     assert cli("top", "--sort", "colour").complaint == "--sort colour: use size, age, leases, name or access"
 
 
-def test_top_loads_no_torch(served: Server) -> None:
-    """As all commands that only ask it starts fast; no server and no event loop either."""
+def test_one_frame_loads_no_torch(served: Server) -> None:
+    """As all commands that only ask it starts fast; no server, no event loop and no Textual either."""
     ran = Ran("-X", "importtime", *MODULE, "top", "--once", "-d", "0.05")
     assert ran.code == 0
     loaded = {line.rpartition("|")[2].strip() for line in ran.errors.splitlines()}
-    assert "shared_rpc.cli.top.layout" in loaded
-    assert not {"torch", "numpy", "shared_rpc.server", "shared_rpc.codec", "asyncio"} & loaded
+    assert "shared_rpc.cli.top.tables" in loaded
+    assert not {"torch", "numpy", "shared_rpc.server", "shared_rpc.codec", "asyncio", "textual"} & loaded
 
 
 def test_a_terminal_of_letters(served: Server, connect: Callable[..., Client]) -> None:
@@ -479,6 +388,24 @@ def test_a_terminal_of_letters(served: Server, connect: Callable[..., Client]) -
     ran = cli("top", "--once", "-d", "0.05", environ={"PYTHONIOENCODING": "ascii"})
     assert (ran.code, ran.errors) == (0, "")
     assert "# objects" in ran.output and "█" not in ran.output
+
+
+def test_without_textual(served: Server, tty: Callable[..., Tty]) -> None:
+    """The error says how to install it; what needs no live view is there all the same."""
+    code = """
+        import sys
+        sys.modules["textual"] = None
+        from shared_rpc.cli import main
+        sys.argv[1:] = ["top", "-d", "0.05", *sys.argv[1:]]
+        main()
+    """
+    top = tty(command=("-c", textwrap.dedent(code)))
+    assert top.end() == 1
+    assert "the live view needs the package textual: pip install 'shared-rpc[top]'" in " ".join(top.text.split())
+    assert ALTERNATE not in top.written
+    once = tty(command=("-c", textwrap.dedent(code), "--once"))
+    assert once.end() == 0
+    assert "objects" in once.text
 
 
 def test_no_keyboard(served: Server, tmp_path: Path) -> None:

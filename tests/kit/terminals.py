@@ -88,13 +88,6 @@ class Tty:
         """How the terminal is set now, or was when the command had ended."""
         return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
 
-    @property
-    def highlighted(self) -> list[str]:
-        """The lines that begin in reverse video."""
-        with self._lock:
-            rows = range(self._screen.lines)
-            return [self._screen.display[row].rstrip() for row in rows if self._screen.buffer[row][0].reverse]
-
     def until(self, *texts: str, seconds: float = 20.0) -> str:
         """Wait until the screen shows all of these: the screen. Where lines are broken depends on the length of a path."""
 

@@ -12,9 +12,6 @@ from shared_rpc.errors import ConfigurationError
 
 __all__ = ["top"]
 
-#: Cells of a line where no terminal sets a limit.
-_UNLIMITED = 10_000
-
 
 def top(
     interval: Annotated[
@@ -34,8 +31,8 @@ def top(
     from rich.console import Console
 
     from shared_rpc.cli.discovery import find_server
-    from shared_rpc.cli.top.controls import ORDERS, State
-    from shared_rpc.cli.top.loop import print_once, run
+    from shared_rpc.cli.top.printing import print_once
+    from shared_rpc.cli.top.tables import ORDERS
 
     if sort not in ORDERS:
         *others, last = ORDERS
@@ -43,8 +40,17 @@ def top(
     find = functools.partial(find_server, socket, base_path)
     console = Console(highlight=False)
     if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
-        print_once(find, interval, State(sort=sort), console, console.width if sys.stdout.isatty() else _UNLIMITED)
+        print_once(find, interval, sort, console)
         return
-    ended_by = run(find, interval, State(sort=sort), console)
-    if ended_by is not None:
-        raise typer.Exit(128 + ended_by)
+    try:
+        import textual  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "the live view needs the package textual: pip install 'shared-rpc[top]'; "
+            "'shared-rpc top --once' prints the same without it"
+        ) from error
+    from shared_rpc.cli.top.terminal import run
+
+    code = run(find, interval, sort, console)
+    if code:
+        raise typer.Exit(code)

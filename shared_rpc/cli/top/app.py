@@ -1,0 +1,325 @@
+"""The live view as a Textual application: what is shown is in tables.py, who asks the server in watching.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.coordinate import Coordinate
+from textual.events import Key, Resize
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.timer import Timer
+from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
+
+from shared_rpc.cli.rendering import one_line, origin
+from shared_rpc.cli.top.tables import ORDERS, Choice, Table, View, arranged, detail, headline, objects, others, totals
+from shared_rpc.cli.top.watching import Action, Facts, Snapshot, Watcher, pause, rates
+from shared_rpc.errors import SharedRPCError
+
+__all__ = ["TopApp"]
+
+#: Looks that the history of calls goes back.
+_REMEMBERED = 120
+#: Rows of a table at most: Textual measures every cell anew, which takes a third of a millisecond for a row.
+_ROWS = 500
+#: Cells of an elastic column at least: the first one, which has up to a third of the width, and the last.
+_LEAST = 14
+
+
+class Grid(DataTable[Text]):
+    """A table whose rows are replaced again and again."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "cursor_down", "Down", show=False),
+        Binding("k", "cursor_up", "Up", show=False),
+        Binding("home,g", "scroll_top", "First", show=False),
+        Binding("end,G", "scroll_bottom", "Last", show=False),
+    ]
+
+    def show(self, table: Table) -> None:
+        """Replace the rows. The first row stays under the cursor; any other keeps it, wherever it is now."""
+        place, scrolled = self.cursor_row, self.scroll_offset
+        kept = self.selected if place else None
+        # Without its watchers: they would scroll to the cursor, away from what the user has scrolled to.
+        self.set_reactive(DataTable.cursor_coordinate, Coordinate(0, 0))
+        self.clear(columns=True)
+        titles = [Text(name.rstrip(">"), justify="right" if name.endswith(">") else "left") for name in table.columns]
+        widths = [max(cell.cell_len for cell in column) for column in zip(titles, *table.rows, strict=True)]
+        widths[0] = min(widths[0], max(self.app.size.width // 3, _LEAST))
+        # The last one has what is left, but for the gaps and a bar to scroll with.
+        rest = self.app.size.width - sum(widths[:-1]) - 2 * self.cell_padding * len(widths) - 1
+        widths[-1] = min(widths[-1], max(rest, _LEAST))
+        for title, width in zip(titles, widths, strict=True):
+            self.add_column(title, width=width)
+        for key, cells in zip_longest(table.keys, table.rows):
+            for title, cell in zip(titles, cells, strict=True):
+                cell.justify, cell.overflow = title.justify, "ellipsis"
+            self.add_row(*cells, key=key)
+        row = self.get_row_index(kept) if kept is not None and kept in self.rows else place
+        self.set_reactive(DataTable.cursor_coordinate, Coordinate(min(place, max(self.row_count - 1, 0)), 0))
+        self.set_scroll(*scrolled)
+        self.move_cursor(row=row, scroll=row != place)
+
+    @property
+    def selected(self) -> str | None:
+        """The key of the row under the cursor."""
+        if not self.is_valid_row_index(self.cursor_row):
+            return None
+        return self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+
+
+class Question(ModalScreen[str]):
+    """A question that is answered with one key."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        """Show the text."""
+        yield Static(self._text, markup=False)
+
+    def on_key(self, event: Key) -> None:
+        """Take any key as the answer."""
+        event.stop()
+        self.dismiss(event.key)
+
+
+class TopApp(App[None]):
+    """The view of a server.
+
+    :param watcher: asks the server, in threads.
+    :param interval: seconds from look to look.
+    :param parts: see :class:`View`.
+    """
+
+    CSS = """
+    #facts { text-wrap: nowrap; text-overflow: ellipsis; }
+    #trouble { color: $text-error; display: none; }
+    #others { height: auto; max-height: 60%; }
+    #others Grid { max-height: 50vh; display: none; }
+    Grid { scrollbar-size: 0 1; }
+    #objects { height: 1fr; min-height: 3; }
+    #detail { max-height: 5; color: $text-muted; }
+    .-short #detail { display: none; }
+    #order { height: 1; }
+    #order Static { width: 1fr; color: $text-muted; }
+    Sparkline { width: 20; height: 1; }
+    Input { border: none; height: 1; padding: 0; display: none; }
+    Question { align: center bottom; background: transparent; }
+    Question Static { background: $warning-muted; color: $text-warning; }
+    """
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (14, "-tall")]  # noqa: RUF012
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("question_mark,h", "help", "Help", key_display="?"),
+        Binding("s", "sort(1)", "Sort"),
+        Binding("S", "sort(-1)", "Sort by the previous", show=False),
+        Binding("r", "reverse", "Reverse"),
+        Binding("i", "invalidate", "Invalidate"),
+        Binding("slash,f", "filter", "Filter", key_display="/"),
+        Binding("escape", "show_all", "Show all", show=False),
+        Binding("ctrl+c", f"end({signal.SIGINT:d})", "Quit", show=False, priority=True),
+        Binding("ctrl+backslash", f"end({signal.SIGQUIT:d})", "Quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", "Suspend", show=False, priority=True),
+    ]
+
+    class Looked(Message):
+        """A look has ended: what was found or why nothing was, the seconds it took, and the result of an action before it."""
+
+        def __init__(self, found: Snapshot | str, seconds: float, notice: str) -> None:
+            super().__init__()
+            self.found, self.seconds, self.notice = found, seconds, notice
+
+    def __init__(self, watcher: Watcher, interval: float, sort: str, parts: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._watcher, self._watching = watcher, threading.Lock()
+        self._interval = interval
+        self._parts = parts
+        self._next: Timer | None = None
+        self._history: deque[float] = deque(maxlen=_REMEMBERED)
+        self._view: View | None = None
+        self._choice = Choice(sort)
+        self._former_filter = ""
+
+    def compose(self) -> ComposeResult:
+        """Stack facts, tables and keys."""
+        yield Static("shared-rpc top", id="facts", markup=False)
+        yield Static(id="trouble", markup=False)
+        with VerticalScroll(id="others"):
+            for name in ("memory", "builds", "calls", "workers", "clients"):
+                grid = Grid(id=name, show_cursor=False)
+                grid.can_focus = False
+                yield grid
+        yield Grid(id="objects", cursor_type="row")
+        yield Static(id="detail", markup=False)
+        with Horizontal(id="order"):
+            yield Static(markup=False)
+            yield Sparkline()
+        yield Input(placeholder="endpoints with")
+        yield Footer(compact=True)
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self.query_one("#objects").focus()
+        self.look()
+
+    @work(thread=True)
+    def look(self, action: Action | None = None) -> None:
+        """Ask the server for everything, after an action if there is one."""
+        with self._watching:
+            notice = self._watcher.carry_out(action) if action is not None else ""
+            begin = time.monotonic()
+            try:
+                found: Snapshot | str = self._watcher.look()
+            except SharedRPCError as error:
+                found, begin = str(error), time.monotonic()
+            self.post_message(self.Looked(found, time.monotonic() - begin, notice))
+
+    @on(Looked)
+    def _looked(self, message: Looked) -> None:
+        begin, trouble = time.monotonic(), self.query_one("#trouble", Static)
+        if message.notice:
+            self.notify(message.notice, markup=False)
+        if isinstance(message.found, str):
+            trouble.update(one_line(message.found))
+            self._view = replace(self._view, rates={}) if self._view is not None else None
+        else:
+            speed = rates(self._view.snapshot if self._view is not None else None, message.found)
+            self._history.extend([sum(rate.calls for rate in speed.values())] if speed else [])
+            self._view = View(message.found, speed, self._parts, os.getpid())
+        trouble.display = isinstance(message.found, str)
+        self._draw()
+
+        def drawn() -> None:
+            # Whatever looks there were, of a timer or after an action: there is one next one.
+            if self._next is not None:
+                self._next.stop()
+            self._next = self.set_timer(pause(self._interval, message.seconds + time.monotonic() - begin), self.look)
+
+        self.call_after_refresh(drawn)
+
+    def on_resize(self, event: Resize) -> None:
+        """Fit the tables to the terminal."""
+        self.console.size = event.size  # else Textual asks the terminal for its size with every cell that it measures
+        self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        view, choice = self._view, self._choice
+        if view is None:
+            return
+        self.query_one("#facts", Static).update(Text("\n").join([headline(view), totals(view)]))
+        for name, table in others(view).items():
+            grid = self.query_one(f"#{name}", Grid)
+            grid.display = bool(table.rows)
+            grid.show(table)
+        shown, whole = self._shown(), len(view.snapshot.objects)
+        self.query_one("#objects", Grid).show(objects(view, shown[:_ROWS]))
+        order = f"objects {f'{len(shown)}/' if choice.filter else ''}{whole} by {choice.sort}"
+        order += ", reversed" if choice.reverse else ""
+        order += f", the first {_ROWS}" if len(shown) > _ROWS else ""
+        order += f", endpoints with {one_line(choice.filter)!r}, Esc: all" if choice.filter else ""
+        self.query_one("#order Static", Static).update(order)
+        self.query_one(Sparkline).data = list(self._history)
+        self._tell()
+
+    @on(DataTable.RowHighlighted, "#objects")
+    def _tell(self) -> None:
+        item = self._selected()
+        text = detail(self._view, item) if self._view is not None and item is not None else ""
+        self.query_one("#detail", Static).update(text)
+
+    def _shown(self) -> Sequence[Facts]:
+        return arranged(self._view.snapshot.objects, self._choice) if self._view is not None else ()
+
+    def _selected(self) -> Facts | None:
+        key = self.query_one("#objects", Grid).selected
+        return next((item for item in self._shown() if item["object_id"] == key), None)
+
+    def _choose(self, **changes: Any) -> None:
+        self._choice = self._choice._replace(**changes)
+        self._draw()
+
+    def action_end(self, number: int) -> None:
+        """End as a signal would."""
+        self.exit(return_code=128 + number)
+
+    def action_help(self) -> None:
+        """Show the keys, or hide them."""
+        if self.screen.query(HelpPanel):
+            self.action_hide_help_panel()
+        else:
+            self.action_show_help_panel()
+
+    def action_sort(self, step: int) -> None:
+        """Sort by the next order or the previous one."""
+        names = list(ORDERS)
+        self._choose(sort=names[(names.index(self._choice.sort) + step) % len(names)], reverse=False)
+
+    def action_reverse(self) -> None:
+        """Reverse the order."""
+        self._choose(reverse=not self._choice.reverse)
+
+    def action_filter(self) -> None:
+        """Ask for a part of an endpoint's name."""
+        self._former_filter = self._choice.filter
+        self.query_one(Input).display = True
+        self.query_one(Input).focus()
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        self._choose(filter=event.value)
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        self.query_one(Input).display = False
+        self.query_one("#objects").focus()
+
+    def action_show_all(self) -> None:
+        """Show all objects; while a filter is typed, those of the filter before."""
+        box = self.query_one(Input)
+        box.value = self._former_filter if box.has_focus else ""
+        self._entered()
+
+    def action_invalidate(self) -> None:
+        """Drop the selected object or its endpoint's, if the user confirms."""
+        item = self._selected()
+        if item is None or self._view is None:
+            self.notify("there is no object to invalidate")
+            return
+        seen, label, endpoint = self._view.snapshot, one_line(origin(item)), one_line(item["endpoint"])
+        if not item["cached"]:
+            self.notify(f"{label} is not in the cache: it goes with its last holder", markup=False)
+            return
+        if item["kind"] == "buffer":
+            actions = {"y": Action("buffer", item["object_id"], f"buffer {item['object_id']}", seen)}
+            question = f"free buffer {item['object_id']}?  y free it  Esc leave it"
+        else:
+            same = sum(one["endpoint"] == item["endpoint"] and one["cached"] for one in seen.objects)
+            actions = {
+                "y": Action("object", item["object_id"], label, seen),
+                "e": Action("endpoint", item["endpoint"], endpoint, seen),
+            }
+            question = f"invalidate {label}?  y yes  e all {same} of {endpoint}  Esc no"
+
+        def answered(key: str | None) -> None:
+            if key in actions:
+                self.look(actions[key])
+            else:
+                self.notify("left as it is")
+
+        self.push_screen(Question(question), answered)

@@ -1,0 +1,295 @@
+"""Tables of a snapshot, as data: the live view and the printed one show the same. Columns that matter most are first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from shared_rpc.cli.rendering import one_line, origin, percent, size, steps
+from shared_rpc.cli.top.watching import Facts, Rates, Snapshot
+from shared_rpc.protocol.tasks import Progress
+
+__all__ = [
+    "ORDERS",
+    "Choice",
+    "Table",
+    "View",
+    "arranged",
+    "bar",
+    "detail",
+    "headline",
+    "lasted",
+    "objects",
+    "others",
+    "parts_for",
+    "totals",
+]
+
+#: Seconds. A run that takes less, and says nothing, is no build to look at.
+_SHORT = 0.25
+_BAR = 20
+#: Cells of an endpoint's name beside a key, which begins with it.
+_NAME = 20
+
+#: What objects are sorted by: the key, and whether the largest is first.
+ORDERS: dict[str, tuple[Callable[[Facts], Any], bool]] = {
+    "size": (lambda item: item["nbytes"], True),
+    "age": (lambda item: -item["created_at"], True),
+    "leases": (lambda item: item["leases"], True),
+    "name": (lambda item: origin(item).casefold(), False),
+    "access": (lambda item: item["last_accessed_at"], True),
+}
+
+
+class Table(NamedTuple):
+    """A table. A column whose name ends in ``>`` is right-aligned; ``keys`` are the ids of rows that can be selected."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Text]]
+    keys: Sequence[str] = ()
+
+
+class Choice(NamedTuple):
+    """The user's choice of objects and of their order."""
+
+    sort: str = "size"
+    reverse: bool = False
+    filter: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """The data of a frame.
+
+    :param parts: characters of bars: results, buffers, others, nothing.
+    :param pid: process id of the view itself, which is a client too.
+    """
+
+    snapshot: Snapshot
+    rates: Mapping[str, Rates] = field(default_factory=dict)
+    parts: str = "█▓▒░"
+    pid: int = 0
+
+
+def parts_for(console: Console) -> str:
+    """Choose the characters of bars that a terminal can show."""
+    return "█▓▒░" if console.encoding.lower().startswith("utf") else "#=+."
+
+
+def headline(view: View) -> Text:
+    """Tell which server it is."""
+    server = view.snapshot.server
+    facts = (
+        f"pid {server['pid']}  {_device(server['device'])}  up {lasted(server['uptime'])}  {one_line(server['socket_path'])}"
+    )
+    return Text.assemble(("shared-rpc top", "bold"), "  ", facts)
+
+
+def totals(view: View) -> Text:
+    """Tell the sums, those that matter most first."""
+    server, used = view.snapshot.server, view.snapshot.server["descriptors"]
+    calls, hits = (sum(getattr(rate, what) for rate in view.rates.values()) for what in ("calls", "hits"))
+    tasks = server["tasks"]["pending"] + server["tasks"]["running"]
+    pieces = [
+        Text(f"{size(server['nbytes'])} in {_several(server['objects'], 'object')}", "bold"),
+        Text(f"{calls:.1f} calls/s" if view.rates else _several(server["calls"], "call")),
+        Text(_several(server["failures"], "error"), "red" if server["failures"] else ""),
+        Text(_several(server["leases"], "lease")),
+        Text(_several(len(_clients(view).rows), "client")),
+        Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
+        Text(_several(len(_builds(view).rows), "build")),
+        Text(_several(tasks, "task")),
+        Text(f"{used['used']} of {used['limit']} descriptors", "red" if used["used"] >= used["limit"] else ""),
+    ]
+    return Text("  ").join(pieces)
+
+
+def others(view: View) -> dict[str, Table]:
+    """Make the tables beside that of the objects, the most important first."""
+    makers = {"memory": _memory, "builds": _builds, "calls": _calls, "workers": _workers, "clients": _clients}
+    return {name: make(view) for name, make in makers.items()}
+
+
+def arranged(found: Sequence[Facts], choice: Choice) -> list[Facts]:
+    """Return the objects that are shown, in their order."""
+    (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
+    shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]
+    # By id first, so that equal ones do not change places.
+    shown.sort(key=lambda item: str(item["object_id"]))
+    shown.sort(key=key, reverse=descending != choice.reverse)
+    return shown
+
+
+def objects(view: View, shown: Sequence[Facts]) -> Table:
+    """Make the table of objects."""
+    now = view.snapshot.wall
+    return Table(
+        ("objects", "size>", "held>", "age>", "state", "used>", "device", "gen>", "endpoint", "held by"),
+        [
+            _row(
+                origin(item),
+                size(item["nbytes"]),
+                _text(item["leases"], "green" if item["leases"] else "dim"),
+                lasted(now - item["created_at"]),
+                _state(item),
+                lasted(now - item["last_accessed_at"]),
+                _device(item["device"]),
+                item["generation"],
+                item["endpoint"][:_NAME],
+                _holders(view, item),
+            )
+            for item in shown
+        ],
+        [item["object_id"] for item in shown],
+    )
+
+
+def detail(view: View, item: Facts) -> str:
+    """Tell of one object what columns have no room for."""
+    facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
+    return f"{item['object_id']}  {one_line(origin(item))}\n{facts}"
+
+
+def _memory(view: View) -> Table:
+    buffers: Counter[str] = Counter()
+    for item in view.snapshot.objects:
+        if item["kind"] == "buffer":
+            buffers[item["device"]] += item["nbytes"]
+    rows = []
+    for one in view.snapshot.devices:
+        kept, total, limit, free = min(buffers[one["id"]], one["used"]), one["total"], one["limit"], one["free"]
+        own = one["used"] - kept
+        # Where there is no quota, the whole is the device's memory, and others have a part of it.
+        rest = max(total - free - one["used"], 0) if limit is None and free is not None else 0
+        whole = bar(view.parts, [(own, "green"), (kept, "cyan"), (rest, "yellow")], total if limit is None else limit)
+        rows.append(_row(_device(one["id"]), whole, size(own), size(kept), _size(limit, "none"), _size(free, "-"), size(total)))
+    bars = " ".join(f"{mark} {what}" for mark, what in zip(view.parts, ("objects", "buffers", "others"), strict=False))
+    return Table(("memory", bars, "objects>", "buffers>", "quota>", "free>", "total>"), rows)
+
+
+def _builds(view: View) -> Table:
+    now, rows = view.snapshot.wall, []
+    for run in view.snapshot.runs:
+        if run["tasks"] or run["progress"] or now - run["created_at"] >= _SHORT:
+            progress = Progress(**run["progress"]) if run["progress"] is not None else None
+            done = bar(view.parts, [(percent(progress) or 0.0, "green")], 100.0)
+            took = "-" if run["started_at"] is None else lasted(now - run["started_at"])
+            state = _text(run["status"], "green" if run["status"] == "running" else "dim")
+            name = run["cache_key"] or run["endpoint"]
+            rows.append(_row(name, done, steps(progress), took, state, len(run["tasks"]), run["calls"]))
+    return Table(("builds", "progress", "", "took>", "state", "tasks>", "calls>"), rows)
+
+
+def _calls(view: View) -> Table:
+    counters, nothing = view.snapshot.endpoints, Rates(0, 0, 0, 0, 0)
+    rows = []
+    for name in sorted(counters, key=lambda name: (-view.rates.get(name, nothing).calls, -counters[name]["calls"], name)):
+        rate, counts = view.rates.get(name), counters[name]
+        share = f"{min(rate.hits / rate.calls, 1.0):.0%}" if rate is not None and rate.calls else _text("-", "dim")
+        errors = _text(_count(counts["errors"]), "red" if counts["errors"] else "dim")
+        more = [_rate(rate and getattr(rate, what)) for what in ("builds", "hits", "joined", "errors")]
+        rows.append(_row(name, _rate(rate and rate.calls), share, _count(counts["calls"]), errors, *more))
+    rates = ("builds/s>", "hits/s>", "joined/s>", "errors/s>")
+    return Table(("calls", "calls/s>", "hits>", "calls>", "errors>", *rates), rows)
+
+
+def _workers(view: View) -> Table:
+    server, rows = view.snapshot.server, []
+    for one in server["workers"]:
+        state = _text(one["state"], "green" if one["state"] == "ready" else "yellow")
+        restarts = _text(one["restarts"], "red" if one["restarts"] else "dim")
+        device = _device(one["device"] or server["device"])
+        rows.append(_row(one["pid"], state, one["runs"], restarts, device, lasted(one["uptime"])))
+    return Table(("worker", "state", "runs>", "restarts>", "device", "up>"), rows)
+
+
+def _clients(view: View) -> Table:
+    sessions = [one for one in view.snapshot.sessions if one["pid"] != view.pid]
+    rows = []
+    for one in sorted(sessions, key=lambda one: (-one["leases"], one["since"], one["session"])):
+        since, command = lasted(view.snapshot.wall - one["since"]), view.snapshot.commands.get(one["pid"], "")
+        rows.append(_row(one["pid"], one["leases"], size(one["nbytes"]), since, one["connections"], command))
+    return Table(("client", "leases>", "holds>", "since>", "conns>", "command"), rows)
+
+
+def bar(marks: str, parts: Sequence[tuple[float, str]], total: float) -> Text:
+    """Draw how much of a whole is what.
+
+    A part of more than nothing has a cell at least while there is one, so that it is seen; what exceeds the total is not drawn.
+    """
+    line, left, begun = Text(), _BAR, 0.0
+    for mark, (amount, style) in zip(marks, parts, strict=False):
+        begun += amount
+        end = round(_BAR * min(begun / total, 1.0)) if total > 0 else 0
+        cells = min(max(end - (_BAR - left), 1 if amount > 0 else 0), left)
+        line.append(mark * cells, style)
+        left -= cells
+    return line.append(marks[-1] * left, "dim")
+
+
+def _state(item: Facts) -> Text:
+    if item["kind"] == "buffer":
+        return _text("" if item["state"] == "listed" else item["state"], "yellow")
+    if item["stale"]:
+        return _text("stale", "red")
+    if not item["current"]:
+        return _text("old", "yellow")
+    return _text("" if item["cached"] else "uncached", "dim")
+
+
+def _holders(view: View, item: Facts) -> str:
+    found = []
+    for holder in item["holders"]:
+        session = one_line(str(holder["session"]))
+        command = f"{holder['pid']} {one_line(view.snapshot.commands.get(holder['pid'], ''))}".rstrip()
+        found.append(f"{session}, not fetched" if session.startswith("task ") else command)
+    return ", ".join(found)
+
+
+def _row(*cells: object) -> list[Text]:
+    return [cell if isinstance(cell, Text) else _text(cell) for cell in cells]
+
+
+def _text(value: object, style: str = "") -> Text:
+    # What others have written moves no cursor.
+    return Text(one_line(str(value)), style)
+
+
+def _size(nbytes: int | None, otherwise: str) -> Text:
+    return _text(otherwise, "dim") if nbytes is None else _text(size(nbytes))
+
+
+def _rate(rate: float | None) -> Text:
+    if rate is None:
+        return _text("-", "dim")
+    return _text(_count(rate) if rate >= 100 else f"{rate:.1f}", "" if rate else "dim")
+
+
+def _count(count: float) -> str:
+    for unit in ("", "k", "M"):
+        if count < 10_000:
+            return f"{count:.0f}{unit}"
+        count /= 1000
+    return f"{count:.0f}G"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def lasted(seconds: float) -> str:
+    """Write a time for people, in few characters: ``"3m"``."""
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(seconds, 0) / divisor:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def _device(device: str) -> str:
+    """Write a device in few characters: of a GPU's UUID the part by which sockets are named too."""
+    return one_line(device[: len("GPU-") + 8] if device.startswith("GPU-") else device)

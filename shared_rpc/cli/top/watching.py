@@ -1,0 +1,170 @@
+"""Looks at a server: what it tells at one moment, what it did between two, and what it is asked to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from shared_rpc import Client
+from shared_rpc.cli.processes import command_of
+from shared_rpc.errors import SharedRPCError
+
+__all__ = ["Action", "Facts", "Rates", "Snapshot", "Watcher", "pause", "rates"]
+
+Facts = dict[str, Any]
+
+#: Of the time at most one part in so many is spent on answers: a server with many objects is not slowed down by being watched.
+_SHARE = 10
+#: Seconds to wait for what a device's driver says, before what it said last is shown; and where it said nothing yet.
+_DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that is shown of a server.
+
+    :param at: seconds of a clock that only goes forward; rates are measured by it.
+    :param wall: Unix seconds; ages are.
+    :param server: the reply of ``get_server_info``; the other fields are named for their requests in the same way.
+    :param endpoints: counters since the server's start, by endpoint.
+    :param commands: command lines by process id, of the processes that are known.
+    """
+
+    at: float
+    wall: float
+    server: Facts
+    objects: Sequence[Facts] = ()
+    devices: Sequence[Facts] = ()
+    runs: Sequence[Facts] = ()
+    sessions: Sequence[Facts] = ()
+    endpoints: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    commands: Mapping[int, str] = field(default_factory=dict)
+
+    def is_of(self, other: Snapshot) -> bool:
+        """Tell whether both are of one server process."""
+        # A server under a service manager keeps its id when it is started again, and counts from nothing.
+        return all(self.server[name] == other.server[name] for name in ("server_id", "pid", "started_at"))
+
+
+class Rates(NamedTuple):
+    """Events per second of an endpoint, between two snapshots."""
+
+    calls: float
+    hits: float
+    joined: float
+    builds: float
+    errors: float
+
+
+def rates(earlier: Snapshot | None, later: Snapshot) -> dict[str, Rates]:
+    """Compute rates by endpoint; none where there is one snapshot only, or where the server was another one."""
+    if earlier is None or later.at <= earlier.at or not later.is_of(earlier):
+        return {}
+    seconds = later.at - earlier.at
+    before: Mapping[str, Mapping[str, int]] = earlier.endpoints
+    return {
+        name: Rates(*(max(counts[what] - before.get(name, {}).get(what, 0), 0) / seconds for what in Rates._fields))
+        for name, counts in later.endpoints.items()
+    }
+
+
+def pause(interval: float, answered_in: float) -> float:
+    """Compute the seconds until the next look, after one that took some seconds."""
+    return max(interval, _SHARE * answered_in)
+
+
+class Action(NamedTuple):
+    """A request to drop something. ``target`` is the id of an object or a buffer, or the name of an endpoint.
+
+    ``seen`` is the snapshot on the screen when the action was chosen.
+    """
+
+    kind: Literal["object", "endpoint", "buffer"]
+    target: str
+    label: str
+    seen: Snapshot
+
+
+class Watcher:
+    """A client of the server that is watched, or of the next one. One thread at a time uses it.
+
+    :param find: returns a client of the server to look at, given the socket of the previous one, or raises the reason why there
+        is none as a :class:`SharedRPCError`.
+    """
+
+    def __init__(self, find: Callable[[str], Client]) -> None:
+        self._find = find
+        self._client: Client | None = None
+        self._path = ""
+        self._latest: Snapshot | None = None
+        self._devices: list[Facts] = []
+        self._asking: threading.Thread | None = None
+        self._commands: dict[int, str] = {}
+
+    def look(self) -> Snapshot:
+        """Ask for everything.
+
+        :raises SharedRPCError: if no server answers, with what was lost or how to start one.
+        """
+        try:
+            if self._client is None:
+                self._client = self._find(self._path)
+                self._path, self._devices = self._client.socket_path, []
+            self._latest = self._ask(self._client)
+        except (SharedRPCError, OSError) as error:
+            self.close()
+            raise SharedRPCError(f"lost the server, and looking for it: {error}" if self._path else str(error)) from error
+        return self._latest
+
+    def carry_out(self, action: Action) -> str:
+        """Do what was asked for, and tell the result. A server other than the one on the screen is not asked."""
+        client = self._client
+        if client is None or self._latest is None or not self._latest.is_of(action.seen):
+            return f"{action.label}: not done, because the server had gone"
+        try:
+            if action.kind == "endpoint":
+                count = client.invalidate_endpoint_cache(action.target)
+                return f"{count} cached result{'' if count == 1 else 's'} of {action.label} dropped"
+            if action.kind == "buffer":
+                done, verb = client.free_buffer(action.target), "freed"
+            else:
+                done, verb = client.invalidate_object(action.target) > 0, "dropped from the cache"
+        except (SharedRPCError, OSError) as error:
+            return f"{action.label}: {error}"
+        return f"{action.label} {verb}" if done else f"{action.label} had gone already"
+
+    def close(self) -> None:
+        """Hang up. The next look finds a server anew."""
+        client, self._client, self._latest = self._client, None, None
+        if client is not None:
+            with suppress(SharedRPCError, OSError):
+                client.close()
+
+    def _ask(self, client: Client) -> Snapshot:
+        devices = self._ask_devices(client)
+        server, objects = client.get_server_info(), client.list_objects()
+        runs, sessions, endpoints = client.list_runs(), client.list_sessions(), client.get_statistics()
+        pids = {holder["pid"] for item in objects for holder in item["holders"]} | {one["pid"] for one in sessions}
+        # A command line is read once for each process.
+        self._commands = {pid: self._commands.get(pid) or command_of(pid, folder=False) for pid in pids}
+        now = time.monotonic(), time.time()
+        return Snapshot(*now, server, objects, devices, runs, sessions, endpoints, self._commands)
+
+    def _ask_devices(self, client: Client) -> list[Facts]:
+        """Return what is known of the devices. A GPU's memory is asked of a worker, which may be busy for long."""
+        if self._asking is None or not self._asking.is_alive():
+
+            def ask() -> None:
+                with suppress(SharedRPCError, OSError):
+                    devices = client.list_devices()
+                    if client is self._client:
+                        self._devices = devices
+
+            self._asking = threading.Thread(target=ask, name="shared-rpc-top-devices", daemon=True)
+            self._asking.start()
+        self._asking.join(_DEVICE_PATIENCE if self._devices else _FIRST_DEVICE_PATIENCE)
+        return self._devices
