@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -380,6 +381,14 @@ class Told(Watcher):
         return "done"
 
 
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    """Wait for what is shown: a pause of the pilot's ends early on a machine that is busy."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it is not shown"
+        await pilot.pause(0.01)
+
+
 class Shown:
     """The application, and what it shows."""
 
@@ -396,6 +405,17 @@ class Shown:
         """Have it look again."""
         self.told.latest = latest
         await self.app.look().wait()
+        await self.drawn()
+
+    async def drawn(self) -> None:
+        """Wait until it shows what it was told last."""
+        latest = self.told.latest
+
+        def shown() -> bool:
+            view = self.app._view
+            return bool(self.text("#trouble")) if isinstance(latest, str) else view is not None and view.snapshot is latest
+
+        await until(self.pilot, shown)
         await self.pilot.pause()
 
     @property
@@ -431,8 +451,9 @@ async def showing(latest: Snapshot, size: tuple[int, int] = (120, 30)) -> AsyncI
     app = TopApp(told, 86400.0, "size", "█▓▒░")
     async with app.run_test(size=size, notifications=True) as pilot:
         await app.workers.wait_for_complete()
-        await pilot.pause()
-        yield Shown(app, pilot, told)
+        shown = Shown(app, pilot, told)
+        await shown.drawn()
+        yield shown
 
 
 def few(*sizes: int) -> Snapshot:
@@ -656,5 +677,6 @@ async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
     app = TopApp(Slow(few(1)), 86400.0, "size", "█▓▒░")
     async with app.run_test() as pilot:
         await pilot.press("h")
-        assert app.screen.query(HelpPanel) and not answers.is_set()
+        await until(pilot, lambda: app.screen.query(HelpPanel))
+        assert not answers.is_set()
         answers.set()
