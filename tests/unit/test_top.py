@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -396,6 +397,20 @@ class Shown:
         """Have it look again."""
         self.told.latest = latest
         await self.app.look().wait()
+        await self.drawn()
+
+    async def drawn(self) -> None:
+        """Wait until it shows what it was told last: a pause of the pilot's ends early on a machine that is busy."""
+        latest = self.told.latest
+        deadline = time.monotonic() + 30
+
+        def shown() -> bool:
+            view = self.app._view
+            return bool(self.text("#trouble")) if isinstance(latest, str) else view is not None and view.snapshot is latest
+
+        while not shown():
+            assert time.monotonic() < deadline, "it does not show what it was told"
+            await self.pilot.pause(0.01)
         await self.pilot.pause()
 
     @property
@@ -431,8 +446,9 @@ async def showing(latest: Snapshot, size: tuple[int, int] = (120, 30)) -> AsyncI
     app = TopApp(told, 86400.0, "size", "█▓▒░")
     async with app.run_test(size=size, notifications=True) as pilot:
         await app.workers.wait_for_complete()
-        await pilot.pause()
-        yield Shown(app, pilot, told)
+        shown = Shown(app, pilot, told)
+        await shown.drawn()
+        yield shown
 
 
 def few(*sizes: int) -> Snapshot:
