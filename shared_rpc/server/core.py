@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
-from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
