@@ -1757,10 +1757,10 @@ def test_a_cached_result_of_an_endpoint_that_is_a_task(app: App) -> None:
     """It makes no task, and is handed out once."""
     load = app.share("load", execution="task", managed=True)(lambda: torch.ones(2))
     handle = load()
-    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 0
+    assert ask(app, lambda core: core.info()["cache_hits"]) == 0
     with load() as other:
         assert other.object_id == handle.object_id
-    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 1
+    assert ask(app, lambda core: core.info()["cache_hits"]) == 1
     assert len(app.provider.list_tasks()) == 1
     handle.release()
     eventually(lambda: leases(app) == 0, seconds=1)
