@@ -119,7 +119,15 @@ def test_every_public_name_has_its_place(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["observability.events", "observability.logs", "extras.safetensors", "extras.sharding", "verification"]
+    "name",
+    [
+        "observability.events",
+        "observability.logs",
+        "extras.progress_bar",
+        "extras.safetensors",
+        "extras.sharding",
+        "verification",
+    ],
 )
 def test_every_public_module_has_its_page(name: str) -> None:
     """It is named for it, and shows every class and function, by itself or as a member of the module."""
