@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shared_rpc.client.aio import AsyncClient
     from shared_rpc.client.sync import Client
     from shared_rpc.client.watching import Subscription
-    from shared_rpc.context import cancelled, forward_tqdm, progress, raise_if_cancelled
+    from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.protocol.generations import Generation
@@ -41,7 +41,6 @@ __all__ = [
     "__version__",
     "cancelled",
     "errors",
-    "forward_tqdm",
     "materialize",
     "progress",
     "raise_if_cancelled",
@@ -65,7 +64,6 @@ _HOMES = {
     "TaskStatus": "shared_rpc.protocol.tasks",
     "Ticket": "shared_rpc.protocol.ticket",
     "cancelled": "shared_rpc.context",
-    "forward_tqdm": "shared_rpc.context",
     "materialize": "shared_rpc.building",
     "progress": "shared_rpc.context",
     "raise_if_cancelled": "shared_rpc.context",

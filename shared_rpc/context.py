@@ -6,16 +6,13 @@ asked, they do nothing.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "forward_tqdm", "progress", "raise_if_cancelled", "request_id"]
+__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
 
 
 class Run:
@@ -53,14 +50,15 @@ def progress(done: float, total: float | None = None, message: str = "") -> None
     """
     run = CURRENT_RUN.get()
     if run is not None:
-        run.report(_progress(done, total, str(message)))
+        run.report(progress_of(done, total, str(message)))
 
 
 #: Characters of a message.
 _SHOWN = 1000
 
 
-def _progress(done: float, total: float | None, message: str) -> Progress:
+def progress_of(done: float, total: float | None, message: str) -> Progress:
+    """Return a report that can be sent."""
     # A message may be the name of a file, and such names need not be text.
     return Progress(float(done), None if total is None else float(total), sendable(message[:_SHOWN]))
 
@@ -87,61 +85,3 @@ def raise_if_cancelled() -> None:
     """
     if cancelled():
         raise TaskCancelled
-
-
-@contextmanager
-def forward_tqdm() -> Iterator[None]:
-    """Report the progress bars of tqdm that are made in this block, in an endpoint, as its progress.
-
-    Hugging Face's bar for loading checkpoints is one of them. A bar that is disabled says nothing here either, and one in
-    another does not hide the outer one for longer than it lives. tqdm must be installed.
-    """
-    from tqdm.std import tqdm
-
-    run = CURRENT_RUN.get()
-    if run is None:
-        yield
-        return
-    _hook(tqdm)
-    token = _forwarding.set(run)
-    try:
-        yield
-    finally:
-        _forwarding.reset(token)
-
-
-_forwarding: ContextVar[Run | None] = ContextVar("forwarding", default=None)
-_hooking = threading.Lock()
-#: The attribute by which a bar, updated from whichever thread, knows its run.
-_MARK = "_shared_rpc_run"
-
-
-def _hook(bar: Any) -> None:
-    """Have tqdm's bars tell of themselves: a library that makes them has its class by name already."""
-    with _hooking:
-        if hasattr(bar, _MARK):
-            return
-        setattr(bar, _MARK, None)
-        made, updated, closed = bar.__init__, bar.update, bar.close
-
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs)
-            setattr(self, _MARK, _forwarding.get())
-            _tell(self)
-
-        def update(self: Any, n: float | None = 1) -> Any:
-            result = updated(self, n)
-            _tell(self)
-            return result
-
-        def close(self: Any) -> None:
-            _tell(self)
-            closed(self)
-
-        bar.__init__, bar.update, bar.close = __init__, update, close
-
-
-def _tell(bar: Any) -> None:
-    run = getattr(bar, _MARK, None)
-    if run is not None and not bar.disable:
-        run.report(_progress(bar.n, bar.total, str(bar.desc or "").rstrip(": ")))

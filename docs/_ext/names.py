@@ -16,7 +16,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-from shared_rpc.instrumentation import Event
+from shared_rpc.observability.events import Event
 
 #: Where a short name may be at home, the public places first.
 HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.decorators")

@@ -18,9 +18,9 @@ from shared_rpc.broker.detaching import detach
 from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
-from shared_rpc.instrumentation import HookFactory, add_hook
 from shared_rpc.lifecycle.signals import End, wait_for_signal
-from shared_rpc.logs import LogFormat, LogLevel, configure
+from shared_rpc.observability.events import HookFactory, add_hook
+from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.settings import take_service_variables
 
 
@@ -54,7 +54,7 @@ def main() -> int:
             _add_hook(name)
         exporter = None
         if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
-            from shared_rpc.server.exporter import Exporter
+            from shared_rpc.observability.exporter import Exporter
 
             exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
         inherited = inherit(take_service_variables())

@@ -20,7 +20,7 @@ from shared_rpc.broker.dispatch import Dispatcher
 from shared_rpc.broker.executor import WorkerExecutor
 from shared_rpc.broker.idling import unused
 from shared_rpc.broker.keeping import Keeping
-from shared_rpc.broker.measuring import Measuring
+from shared_rpc.broker.measuring import add_workers
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
 from shared_rpc.broker.restoring import Earlier, Service
 from shared_rpc.broker.spawning import Spawner
@@ -37,12 +37,13 @@ from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.measures import Measures, measures
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
-    from shared_rpc.server.exporter import Exporter
+    from shared_rpc.observability.exporter import Exporter
 
 __all__ = ["Broker"]
 
@@ -96,7 +97,7 @@ class Broker:
         self._services: dict[str, Service] = {}
         self._keeping = Keeping(inherited or Inherited())
         self._earlier = Earlier(self._services, self._keeping, self._add_service)
-        self._measuring = Measuring(exporter)
+        self._exporter = exporter
         self._bound: dict[Worker, set[str]] = {}
         #: Whether its loop ended though nobody asked for that.
         self.failed = False
@@ -183,7 +184,8 @@ class Broker:
             if self._asked_to_stop:
                 self._scope.cancel()
             try:
-                self._measuring.start(self._loop.call_soon_threadsafe, lambda: tuple(self._services.values()), self._supervisor)
+                if self._exporter is not None:
+                    self._exporter.start(self._loop.call_soon_threadsafe, self._measures)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._spawn(self._zygote.run)
@@ -199,7 +201,8 @@ class Broker:
                         await unused(self._idle_exit, self._look)
                         self._end(f"nobody has used it for {self._idle_exit:g} s")
             finally:
-                self._measuring.stop()
+                if self._exporter is not None:
+                    self._exporter.close()
                 self._dispatcher.stop()
                 for service in self._services.values():
                     service.core.stop()
@@ -210,6 +213,10 @@ class Broker:
 
     def _current(self) -> list[Worker]:
         return self._supervisor.workers
+
+    def _measures(self) -> Measures:
+        servers = measures((service.core, service.acceptor) for service in self._services.values())
+        return add_workers(servers, self._supervisor)
 
     # What the supervisor tells; see Watcher.
 
@@ -237,7 +244,8 @@ class Broker:
         core.on_stop = self._stop_for_client
         listener = self._keeping.listener(message.socket_path)
         acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
-        self._measuring.watch(core.server_id)
+        if self._exporter is not None:
+            self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)
         self._keeping.watch(message, core)
         self._spawn(self._serve, service)

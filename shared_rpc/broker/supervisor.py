@@ -16,7 +16,7 @@ from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
-from shared_rpc.instrumentation import HOOKS, WorkerEnded, WorkerStarted
+from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message

@@ -11,7 +11,7 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.logs import LogFormat, LogLevel, configure
+from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.worker.amounts import check_quotas, in_bytes, quotas_of
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
-from shared_rpc.instrumentation import HOOKS
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
@@ -159,7 +159,6 @@ class Core:
         :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
         :param chain: for a call made by an endpoint, its :attr:`Run.chain`.
         """
-        self.runs.counters["calls"] += 1
         try:
             spec, key = self._bound(endpoint, lowered, chain)
             if HOOKS.registered:
@@ -173,7 +172,6 @@ class Core:
                 return
         except BaseException as error:
             close_arguments(arguments)
-            self.runs.counters["failures"] += 1
             tell(waiter, Failure.of(error))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
@@ -230,7 +228,6 @@ class Core:
         :param request_id: of the request that asks for it, and ``session`` whose it is.
         :raises ServerBusy: if there are too many.
         """
-        self.runs.counters["calls"] += 1
         asker = Waiter(session, lambda outcome: None, request_id=request_id)
         try:
             spec, key = self._bound(endpoint, lowered, frozenset())
@@ -239,7 +236,6 @@ class Core:
             return self.tasks.submit(spec, key, arguments, asker=asker).info
         except BaseException as error:
             close_arguments(arguments)
-            self.runs.counters["failures"] += 1
             tell(asker, Failure.of(error))
             raise
 
@@ -387,16 +383,20 @@ class Core:
             "pools": self.lanes.facts(),
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
-            **self.runs.counters,
+            **self.runs.statistics.totals(),
             **self._executor.facts(),
         }
 
     def _bound(self, endpoint: str, lowered: Lowered, chain: frozenset[str]) -> tuple[EndpointSpec, str | None]:
-        if self.stopped:
-            raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
-        spec = self.registry.get(endpoint)
-        key = key_of(spec, *lowered)
-        check_chain(spec, key, chain)
+        try:
+            if self.stopped:
+                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+            spec = self.registry.get(endpoint)
+            key = key_of(spec, *lowered)
+            check_chain(spec, key, chain)
+        except BaseException:
+            self.runs.statistics.refused += 1
+            raise
         self.runs.statistics.of(spec.name).calls += 1
         return spec, key
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from shared_rpc.instrumentation import (
+from shared_rpc.observability.events import (
     HOOKS,
     CallFinished,
     CallStarted,

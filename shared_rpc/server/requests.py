@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
-from shared_rpc.instrumentation import HOOKS, RequestFailed
+from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
-from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
+from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
@@ -110,7 +110,6 @@ class Runs:
         server_id: str,
     ) -> None:
         self.calls: CallTable[Waiter] = CallTable()
-        self.counters = {"calls": 0, "cache_hits": 0, "joined": 0, "builds": 0, "failures": 0}
         self.statistics = Statistics()
         self._executor = executor
         self._objects = objects
@@ -147,7 +146,6 @@ class Runs:
         waiter.flight = self._join(waiter, key) if spec.singleflight else None
         if waiter.flight is not None:
             close_arguments(arguments)
-            self.counters["joined"] += 1
             self.statistics.of(spec.name).joined += 1
             if waiter.observed is not None:
                 waiter.observed.how = "joined"
@@ -187,7 +185,6 @@ class Runs:
         stored = self._objects.lookup(key) if key is not None else None
         if stored is None:
             return False
-        self.counters["cache_hits"] += 1
         self.statistics.of(spec.name).hits += 1
         if waiter.observed is not None:
             waiter.observed.how = "hit"
@@ -232,7 +229,6 @@ class Runs:
         self._executor.start(self._invocations[flight], lambda outcome: self._ended(flight, outcome))
 
     def _begin(self, flight: Flight[Waiter]) -> None:
-        self.counters["builds"] += 1
         self.statistics.of(flight.endpoint).builds += 1
         self.calls.begin(flight, time.monotonic())
         if HOOKS.registered:
@@ -358,7 +354,6 @@ class Runs:
         self._tell_all(flight.endpoint, self.calls.close(flight), failure)
 
     def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
-        self.counters["failures"] += len(waiters)
         self.statistics.of(endpoint).errors += len(waiters)
         for waiter in waiters:
             tell(waiter, failure)

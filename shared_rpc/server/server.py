@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
-from shared_rpc.instrumentation import HOOKS
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -20,14 +19,13 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
-from shared_rpc.server.meter import Meter
-from shared_rpc.server.metrics import read
+from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
 from shared_rpc.settings import resolve_base_path, socket_path
 
 if TYPE_CHECKING:
+    from shared_rpc.observability.exporter import Exporter
     from shared_rpc.provider import Provider
-    from shared_rpc.server.exporter import Exporter
 
 __all__ = ["Server"]
 
@@ -86,7 +84,6 @@ class Server:
         self._acceptor: Acceptor | None = None
         self._metrics_port, self._metrics_host = metrics_port, metrics_host
         self._exporter: Exporter | None = None
-        self._meter: Meter | None = None
 
     @property
     def socket_path(self) -> str:
@@ -165,7 +162,9 @@ class Server:
             raise
         self._engine, self._acceptor = engine, acceptor
         if exporter is not None:
-            self._measure(exporter, engine, acceptor)
+            exporter.watch(core.server_id)
+            exporter.start(engine.post, lambda: measures([(core, acceptor)]))
+            self._exporter = exporter
         self._provider.serve_with(self)
         _log.info("serving on %s", path)
         return self
@@ -175,23 +174,16 @@ class Server:
         if self._engine is not None and self._acceptor is not None and self._engine.pid == os.getpid():
             self._acceptor.remove_socket()
             self._engine.stop()
-            if self._exporter is not None and self._meter is not None:
-                HOOKS.remove(self._meter)
+            if self._exporter is not None:
                 self._exporter.close()
-                self._exporter = self._meter = None
+                self._exporter = None
 
     def _take_metrics_port(self) -> Exporter | None:
         if self._metrics_port is None:
             return None
-        from shared_rpc.server.exporter import Exporter
+        from shared_rpc.observability.exporter import Exporter
 
         return Exporter(self._metrics_port, self._metrics_host)
-
-    def _measure(self, exporter: Exporter, engine: Engine, acceptor: Acceptor) -> None:
-        meter = Meter(engine.core.server_id)
-        HOOKS.add(meter)
-        exporter.start(engine.post, lambda: (read(engine.core, acceptor, meter), None))
-        self._exporter, self._meter = exporter, meter
 
     def info(self) -> dict[str, Any]:
         """What ``get_server_info`` tells."""

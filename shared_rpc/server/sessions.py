@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from shared_rpc.instrumentation import HOOKS, SessionClosed, SessionOpened
+from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of

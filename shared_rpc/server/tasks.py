@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
-from shared_rpc.instrumentation import HOOKS, TaskChanged
+from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskStatus
 from shared_rpc.server.outcomes import Failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from shared_rpc.instrumentation import HOOKS, BuildFinished, BuildStarted
+from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.server.executor import Invocation
 
 __all__ = ["Builds"]

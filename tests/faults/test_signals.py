@@ -108,7 +108,7 @@ def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path
     """Its loop's, for instance."""
     (tmp_path / "hooks.py").write_text(
         "import signal, threading\n"
-        "from shared_rpc.instrumentation import CallStarted\n"
+        "from shared_rpc.observability.events import CallStarted\n"
         "def hook(event):\n"
         "    if isinstance(event, CallStarted):\n"
         "        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)\n"

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, errors
-from shared_rpc import instrumentation as i
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.observability import events as i
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually, python
 
@@ -361,7 +361,7 @@ def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
     child = python(
         """
         import os
-        from shared_rpc import instrumentation as i
+        from shared_rpc.observability import events as i
 
         i.add_hook(print)
         i.HOOKS._changing.acquire()
@@ -460,7 +460,7 @@ def full() -> torch.Tensor:
 
 HOOK = """
 import sys
-from shared_rpc import instrumentation as i
+from shared_rpc.observability import events as i
 
 def tell(event):
     assert "torch" not in sys.modules
@@ -501,7 +501,7 @@ def test_a_hook_that_is_none(broker_app: BrokerApp, name: str) -> None:
 #: Whoever listens writes a line for each event that a build makes.
 NOTES = """
 import os
-from shared_rpc import instrumentation as i
+from shared_rpc.observability import events as i
 
 def note(event):
     assert os.path.exists(PATH)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
-from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from shared_rpc.errors import ConfigurationError, EndpointNotFound, RefreshError, StaleHandleError
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import eventually
 
@@ -144,6 +144,20 @@ def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
         "builds": 2,
         "errors": 0,
     }
+
+
+def test_totals_are_the_sums_over_endpoints(served: Server, connect: Callable[..., Client]) -> None:
+    """With refreshes, and with calls that no endpoint got."""
+    client = connect()
+    client.call("load", 1), client.call("load", 1), client.refresh("load", 1)
+    with pytest.raises(EndpointNotFound):
+        client.call("nowhere")
+    with pytest.raises(TypeError):
+        client.call("load", nothing=1)
+    of_endpoint, total = client.get_statistics()["load"], client.get_server_info()
+    assert (of_endpoint["calls"], of_endpoint["errors"]) == (3, 0)
+    assert (total["calls"], total["failures"]) == (5, 2)
+    assert (total["cache_hits"], total["builds"], total["joined"]) == (1, 2, 0)
 
 
 def test_an_object_is_invalidated_by_its_id(served: Server, connect: Callable[..., Client]) -> None:

@@ -14,16 +14,17 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import pytest
 import torch
-from tqdm import tqdm
-from tqdm.auto import tqdm as auto_tqdm
+from tqdm.auto import tqdm
+from tqdm.contrib.concurrent import thread_map
 
-from shared_rpc import Client, Handle, Provider, Server, cancelled, forward_tqdm, progress, raise_if_cancelled
+from shared_rpc import Client, Handle, Provider, Server, cancelled, progress, raise_if_cancelled
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
@@ -36,6 +37,7 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
+from shared_rpc.extras.progress_bar import ProgressBar
 from shared_rpc.in_process import InProcessRuntime
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
@@ -1757,10 +1759,10 @@ def test_a_cached_result_of_an_endpoint_that_is_a_task(app: App) -> None:
     """It makes no task, and is handed out once."""
     load = app.share("load", execution="task", managed=True)(lambda: torch.ones(2))
     handle = load()
-    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 0
+    assert ask(app, lambda core: core.info()["cache_hits"]) == 0
     with load() as other:
         assert other.object_id == handle.object_id
-    assert ask(app, lambda core: core.runs.counters["cache_hits"]) == 1
+    assert ask(app, lambda core: core.info()["cache_hits"]) == 1
     assert len(app.provider.list_tasks()) == 1
     handle.release()
     eventually(lambda: leases(app) == 0, seconds=1)
@@ -2135,14 +2137,6 @@ def test_a_thread_of_an_endpoint_that_ended(app: App) -> None:
 # Bars.
 
 
-class Bar(tqdm):  # type: ignore[misc]
-    """A library's own bar, as that of Hugging Face is."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("desc", "Bar")
-        super().__init__(*args, **kwargs)
-
-
 def bars_of(app: App, work: Callable[[], None]) -> list[Progress]:
     """What is told of an endpoint that does ``work``."""
 
@@ -2163,9 +2157,9 @@ def bars_of(app: App, work: Callable[[], None]) -> list[Progress]:
     return told
 
 
-def silent(kind: Any = tqdm, *args: Any, **kwargs: Any) -> Any:
+def silent(*args: Any, **kwargs: Any) -> ProgressBar:
     """A bar that draws nothing."""
-    return kind(*args, file=io.StringIO(), **kwargs)
+    return ProgressBar(*args, file=io.StringIO(), **kwargs)
 
 
 def counted(total: float | None, message: str, *done: float) -> list[Progress]:
@@ -2173,12 +2167,11 @@ def counted(total: float | None, message: str, *done: float) -> list[Progress]:
     return [Progress(float(number), total, message) for number in done]
 
 
-@pytest.mark.parametrize("kind", [tqdm, auto_tqdm, Bar], ids=["tqdm", "auto", "subclass"])
-def test_a_bar_that_is_updated(app: App, kind: Any) -> None:
+def test_a_bar_that_is_updated(app: App) -> None:
     """It is told when it is made, with every update and when it is closed, by its number, total and description."""
 
     def work() -> None:
-        with forward_tqdm(), silent(kind, total=10, desc="weights: ") as bar:
+        with silent(total=10, desc="weights: ") as bar:
             for step in (1, 2, 7):
                 bar.update(step)
 
@@ -2189,10 +2182,9 @@ def test_a_bar_that_is_iterated(app: App) -> None:
     """As often as it would draw itself, and at its end."""
 
     def work() -> None:
-        with forward_tqdm():
-            assert list(silent(tqdm, range(3), mininterval=0, miniters=1)) == [0, 1, 2]
-            for _ in silent(Bar, range(1000), mininterval=1000):
-                continue
+        assert list(silent(range(3), mininterval=0, miniters=1)) == [0, 1, 2]
+        for _ in silent(range(1000), mininterval=1000, desc="Bar"):
+            continue
 
     expected = counted(3.0, "", 0, 1, 2, 3, 3) + counted(1000.0, "Bar", 0, 1000)
     assert bars_of(app, work) == expected
@@ -2202,57 +2194,37 @@ def test_a_bar_without_a_total(app: App) -> None:
     """None is told, and no description is an empty one."""
 
     def work() -> None:
-        with forward_tqdm(), silent() as bar:
+        with silent() as bar:
             bar.update(2.5)
 
     assert bars_of(app, work) == counted(None, "", 0, 2.5, 2.5)
 
 
-def test_a_bar_that_is_updated_by_another_thread(app: App) -> None:
-    """It knows whose it is."""
+def test_a_bar_that_is_updated_by_other_threads(app: App) -> None:
+    """It knows whose it is, as where a library is given its class and works in a pool."""
 
     def work() -> None:
-        with forward_tqdm(), silent(total=4) as bar, ThreadPoolExecutor(2) as pool:
-            for _ in range(4):
-                pool.submit(bar.update, 1).result(10)
+        assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
 
-    assert bars_of(app, work) == counted(4.0, "", 0, 1, 2, 3, 4, 4)
+    told = bars_of(app, work)
+    assert [told[0], told[-1]] == counted(4.0, "", 0, 4)
 
 
-def test_bars_that_are_not_forwarded(app: App) -> None:
-    """One that is disabled, one from before the block, one from after it, and one that is made beside an endpoint."""
+def test_bars_that_are_not_reported(app: App) -> None:
+    """One that is disabled, and tqdm's own: making a class of it changes nothing for others."""
 
     def work() -> None:
-        with silent(total=2) as before:
-            with forward_tqdm():
-                before.update()
-                assert list(tqdm(range(2), disable=True)) == [0, 1]
-                with ThreadPoolExecutor(1) as pool:  # a thread of its own is no part of the block
-                    assert pool.submit(list, silent(Bar, range(2), disable=True)).result(10) == [0, 1]
-            before.update()
-        assert list(silent(tqdm, range(2), mininterval=0)) == [0, 1]
+        assert list(silent(range(2), disable=True)) == [0, 1]
+        assert list(tqdm(range(2), file=io.StringIO(), mininterval=0)) == [0, 1]
 
     assert bars_of(app, work) == []
-
-
-def test_a_bar_that_outlives_its_block(app: App) -> None:
-    """It was made in it."""
-
-    def work() -> None:
-        with forward_tqdm():
-            bar = silent(total=2)
-        bar.update(2)
-        bar.close()
-        bar.close()
-
-    assert bars_of(app, work) == counted(2.0, "", 0, 2, 2)
 
 
 def test_a_bar_in_a_bar(app: App) -> None:
     """The inner one is told while it lives, and then the outer one again."""
 
     def work() -> None:
-        with forward_tqdm(), silent(total=2, desc="files") as outer:
+        with silent(total=2, desc="files") as outer:
             with silent(total=1, desc="parts") as inner:
                 inner.update()
             outer.update()
@@ -2261,33 +2233,14 @@ def test_a_bar_in_a_bar(app: App) -> None:
     assert bars_of(app, work) == expected
 
 
-def test_bars_of_tasks_at_the_same_time(app: App) -> None:
-    """Each is told to its own."""
-    meeting = threading.Barrier(2, timeout=10)
-
-    @app.share(cache=False)
-    def load(number: int) -> torch.Tensor:
-        with forward_tqdm(), silent(total=number, desc=f"task {number}") as bar:
-            meeting.wait()
-            bar.update(number)
-            meeting.wait()
-        return torch.ones(1)
-
-    ids = [app.provider.submit("load", number) for number in (1, 2)]
-    for number, task_id in zip((1, 2), ids, strict=True):
-        app.provider.wait_for_task(task_id, 10)
-        assert [app.provider.get_task_status(task_id).progress] == counted(float(number), f"task {number}", number)
-
-
-def test_a_bar_of_an_async_endpoint(app: App) -> None:
-    """The block is the coroutine's own: others that run meanwhile are not in it."""
+def test_bars_of_coroutines_at_the_same_time(app: App) -> None:
+    """Each is told to its own task."""
     meeting = anyio.Event()
 
     @app.share(cache=False)
     async def load() -> torch.Tensor:
-        with forward_tqdm():
+        with silent(total=1, desc="mine"):
             await meeting.wait()
-            silent(total=1, desc="mine").close()
         return torch.ones(1)
 
     @app.share(cache=False)
@@ -2299,13 +2252,30 @@ def test_a_bar_of_an_async_endpoint(app: App) -> None:
     ids = [app.provider.submit(name) for name in ("load", "other")]
     for task_id in ids:
         app.provider.wait_for_task(task_id, 10)
-    assert [app.provider.get_task_status(task_id).progress for task_id in ids] == [Progress(0.0, 1.0, "mine"), None]
+    assert [app.provider.get_task_status(task_id).progress for task_id in ids] == [
+        Progress(0.0, 1.0, "mine"),
+        Progress(0.0, 1.0, "other"),
+    ]
 
 
-def test_forwarding_without_a_run() -> None:
-    """The block does nothing, and bars are what they are."""
-    with forward_tqdm(), silent(total=3) as bar:
+def test_a_bar_without_a_run() -> None:
+    """It is what tqdm's own is."""
+    with silent(total=3) as bar:
         bar.update(2)
         assert bar.n == 2
-    with pytest.raises(ZeroDivisionError), forward_tqdm():
-        raise ZeroDivisionError
+
+
+def test_the_bar_of_transformers_that_loads_a_checkpoint(app: App, tmp_path: Path) -> None:
+    """Its hook for bars takes ours, as the page on it says."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    hook = transformers.utils.logging.set_tqdm_hook(lambda factory, args, kwargs: ProgressBar(*args, **kwargs))
+    try:
+        told = bars_of(app, lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path, tqdm_class=ProgressBar))
+    finally:
+        transformers.utils.logging.set_tqdm_hook(hook)
+    assert told[-1].done == told[-1].total
+    assert "weights" in told[-1].message

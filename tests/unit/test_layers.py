@@ -16,13 +16,14 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
-    ["errors", "instrumentation"],
+    ["errors"],
     ["settings"],
     ["lifecycle", "zygote"],
     ["memory"],
     ["protocol"],
     ["codec", "context", "handle"],
-    ["client", "building", "logs", "extras", "server"],
+    ["observability"],
+    ["client", "building", "extras", "server"],
     ["in_process_generations"],
     ["in_process", "broker"],
     ["runtime"],

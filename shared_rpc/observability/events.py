@@ -1,8 +1,8 @@
-"""Hooks: what happens in a server, event by event, for whoever wants to count, trace or log it.
+"""Events of a server, and the hooks that receive them: to count, trace or log what happens.
 
 A **hook** is a function that takes one event, a frozen object of one of the classes below. It is called in the thread of the
-server's loop, so it must be quick, wait for nothing, and ask nothing of the server. One that raises harms nobody: that is
-logged, once for each hook. A :class:`HookFactory` makes its hook when the first event comes, and may import what it needs then.
+server's loop, so it must be quick, wait for nothing, and ask nothing of the server. An exception of a hook does no harm: the
+first of each hook is logged. A :class:`HookFactory` makes its hook when the first event comes, and may import what it needs.
 
 ::
 
@@ -12,9 +12,9 @@ logged, once for each hook. A :class:`HookFactory` makes its hook when the first
 
     add_hook(count)
 
-Hooks are those of a process. In a server of the in-process kind they see all events. A broker, which does not load the app,
-takes hooks from its command line (``--hook package.module:name``); those of the app are in its workers, and see what runs
-there, as :class:`BuildStarted` and :class:`BuildFinished`. Times are seconds, sizes bytes.
+Hooks belong to a process. In a server of the in-process kind they receive all events. A broker, which does not load the app,
+takes hooks from its command line (``--hook package.module:name``); those of the app are in its workers, and receive what
+happens there: :class:`BuildStarted` and :class:`BuildFinished`. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -56,21 +56,19 @@ __all__ = [
 
 _log = logging.getLogger("shared_rpc")
 
-#: How a call ended: answered from the cache, by a run that went on already, or by one of its own; with an error; or its caller
-#: no longer waited.
+#: How a call ended: answered from the cache, by a run that had begun already, or by a run of its own; with an error; or given
+#: up by its caller.
 Outcome = Literal["hit", "joined", "built", "failed", "left"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all events. ``server_id`` is that of the server it happened in, ``""`` where it concerns the process, and in
-    a broker's workers.
-    """
+    """Base of all events. ``server_id`` is the server's, ``""`` for an event of the whole process and in a broker's workers."""
 
     server_id: str = ""
 
 
 class CallStarted(Event, frozen=True, kw_only=True):
-    """A call, or the submit of a task, of an endpoint that there is, with arguments that fit.
+    """A call, or the submit of a task, of a registered endpoint with arguments that fit.
 
     ``request_id`` tells it from all others; ``session`` and ``pid`` are its caller's.
     """
@@ -82,8 +80,8 @@ class CallStarted(Event, frozen=True, kw_only=True):
 
 
 class CallFinished(Event, frozen=True, kw_only=True):
-    """It ended, ``seconds`` after its :class:`CallStarted`. ``error`` is the code of what went wrong, see
-    :mod:`shared_rpc.errors`; ``"remote"`` stands for whatever an endpoint raised.
+    """The end of a call, ``seconds`` after its :class:`CallStarted`. ``error`` is the code of its error, see
+    :mod:`shared_rpc.errors`; ``"remote"`` is any exception of an endpoint.
     """
 
     endpoint: str
@@ -96,7 +94,7 @@ class CallFinished(Event, frozen=True, kw_only=True):
 
 
 class BuildStarted(Event, frozen=True, kw_only=True):
-    """A run of an endpoint began. ``request_id`` is that of the call which it was started for."""
+    """The beginning of a run of an endpoint. ``request_id`` is that of the call that started it."""
 
     endpoint: str
     request_id: str
@@ -104,7 +102,7 @@ class BuildStarted(Event, frozen=True, kw_only=True):
 
 
 class BuildFinished(Event, frozen=True, kw_only=True):
-    """It ended, ``seconds`` later. ``cached``: whether its result is one that the cache would list."""
+    """The end of a run, ``seconds`` later. ``cached`` tells whether the cache would list its result."""
 
     endpoint: str
     request_id: str
@@ -114,7 +112,7 @@ class BuildFinished(Event, frozen=True, kw_only=True):
 
 
 class ObjectPublished(Event, frozen=True, kw_only=True):
-    """The server keeps a result or a buffer from now on."""
+    """A result or a buffer that the server keeps from now on."""
 
     object_id: str
     endpoint: str
@@ -125,7 +123,7 @@ class ObjectPublished(Event, frozen=True, kw_only=True):
 
 
 class ObjectFreed(Event, frozen=True, kw_only=True):
-    """Nothing keeps it any more. Memory that clients have mapped goes with the last of them."""
+    """An object that the server keeps no longer. Memory that clients have mapped goes with the last of them."""
 
     object_id: str
     endpoint: str
@@ -135,16 +133,14 @@ class ObjectFreed(Event, frozen=True, kw_only=True):
 
 
 class LeaseGiven(Event, frozen=True, kw_only=True):
-    """A session holds an object that it did not hold before."""
+    """A lease of a session on an object that it did not hold before."""
 
     object_id: str
     session: str
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
-    """It holds it no more. ``reclaimed``: its client's process ended without having closed, as one does that is
-    killed.
-    """
+    """The end of a lease. ``reclaimed``: the client's process ended without closing, as a killed one does."""
 
     object_id: str
     session: str
@@ -152,14 +148,14 @@ class LeaseEnded(Event, frozen=True, kw_only=True):
 
 
 class SessionOpened(Event, frozen=True, kw_only=True):
-    """A client process said hello for the first time."""
+    """The first connection of a client process."""
 
     session: str
     pid: int
 
 
 class SessionClosed(Event, frozen=True, kw_only=True):
-    """Its last connection has ended. ``clean``: by its client, which closed; else the process has ended, or been killed."""
+    """The end of a session's last connection. ``clean``: the client closed; else its process ended, or was killed."""
 
     session: str
     pid: int
@@ -169,7 +165,7 @@ class SessionClosed(Event, frozen=True, kw_only=True):
 
 
 class TaskChanged(Event, frozen=True, kw_only=True):
-    """A task has another status; of a new one that is ``"pending"``."""
+    """The new status of a task; the first one is ``"pending"``."""
 
     task_id: str
     endpoint: str
@@ -178,7 +174,7 @@ class TaskChanged(Event, frozen=True, kw_only=True):
 
 
 class RequestFailed(Event, frozen=True, kw_only=True):
-    """A client was answered with an error, whatever it had asked for. Its exception has the same ``request_id``.
+    """An error as the answer to any request of a client, whose exception has the same ``request_id``.
     ``text`` is the beginning of its message.
     """
 
@@ -190,7 +186,7 @@ class RequestFailed(Event, frozen=True, kw_only=True):
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
-    """A broker's worker has loaded the app. ``number`` is which of the broker's workers it is, ``pid`` its process."""
+    """A worker of a broker that has loaded the app: the broker's worker ``number``, in the process ``pid``."""
 
     number: int
     pid: int
@@ -198,7 +194,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
 
 class WorkerEnded(Event, frozen=True, kw_only=True):
-    """Its process is gone. ``crashed``: nobody had asked for that; ``signal`` or ``exit_code`` say how it ended."""
+    """The end of a worker's process. ``crashed``: nothing had asked it to end; ``signal`` or ``exit_code`` tell how it did."""
 
     number: int
     pid: int
@@ -213,72 +209,71 @@ Hook = Callable[[Event], object]
 
 @dataclass(frozen=True)
 class HookFactory:
-    """A hook that is made when it is first needed.
+    """A hook that is made when the first event comes.
 
-    :param make: called once, with the first event; it may import a library that takes long, or is not installed.
+    :param make: called once; it may import a library that loads slowly, or is not installed.
     """
 
     make: Callable[[], Hook]
 
 
 class _Entry:
-    """A hook that is registered, from then until it is removed: what a factory has made, and whether it was complained of."""
+    """A registered hook: as it was given, as it is called, and whether an exception of it was logged."""
 
-    __slots__ = ("_hook", "_made", "complained", "given")
+    __slots__ = ("given", "hook", "logged")
 
     def __init__(self, given: Hook | HookFactory) -> None:
         self.given = given
-        self.complained = False
-        self._made = not isinstance(given, HookFactory)
-        self._hook: Hook | None = None if isinstance(given, HookFactory) else given
+        self.hook: Hook = self._make if isinstance(given, HookFactory) else given
+        self.logged = False
 
-    def hook(self) -> Hook | None:
-        """What is to be called, None where a factory has failed, or is about to make it."""
-        if not self._made:
-            self._made = True  # one that fails is not asked again
-            assert isinstance(self.given, HookFactory)
-            self._hook = self.given.make()
-        return self._hook
+    def _make(self, event: Event) -> None:
+        assert isinstance(self.given, HookFactory)
+        self.hook = _ignore  # a factory is asked once, also where it fails, or causes an event itself
+        self.hook = self.given.make()
+        self.hook(event)
+
+
+def _ignore(event: Event) -> None:
+    pass
 
 
 class Hooks:
-    """The hooks of a process. Thread-safe."""
+    """Hooks of a process. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Whether anybody listens: what would make an event looks here first.
+        #: Whether there is any hook. Look here before making an event.
         self.registered = False
         self._entries: tuple[_Entry, ...] = ()
         self._changing = threading.Lock()
 
     def add(self, hook: Hook | HookFactory) -> None:
-        """Have a hook called with every event from now on; one that is registered already stays so once."""
+        """Call a hook with every event from now on; once, however often it is added."""
         with self._changing:
             if hook not in self.all():
                 self._entries += (_Entry(hook),)
                 self.registered = True
 
     def remove(self, hook: Hook | HookFactory) -> None:
-        """Call it no more. One that is not registered is none to remove."""
+        """Call a hook no longer. Does nothing for one that is not registered."""
         with self._changing:
             self._entries = tuple(entry for entry in self._entries if entry.given != hook)
             self.registered = bool(self._entries)
 
     def all(self) -> tuple[Hook | HookFactory, ...]:
-        """Those that are registered, in that order."""
+        """Return the registered hooks, in the order they were added."""
         return tuple(entry.given for entry in self._entries)
 
     def emit(self, event: Event) -> None:
-        """Call every hook. Never raises, whatever a hook does; only Ctrl-C passes, where it comes in the main thread."""
+        """Call every hook. Raises nothing, whatever a hook raises, but KeyboardInterrupt in the main thread."""
         for entry in self._entries:
             try:
-                hook = entry.hook()
-                if hook is not None:
-                    hook(event)
+                entry.hook(event)
             except KeyboardInterrupt:
                 raise
             except BaseException:  # sys.exit() and a cancelled wait would end the server's loop
-                if not entry.complained:
-                    entry.complained = True
+                if not entry.logged:
+                    entry.logged = True
                     kind = type(event).__name__
                     _log.exception("the hook %r failed with a %s; this is logged once", entry.given, kind)
 
@@ -287,7 +282,7 @@ class Hooks:
         self._changing = threading.Lock()
 
 
-#: Those of this process.
+#: Hooks of this process.
 HOOKS = Hooks()
 os.register_at_fork(after_in_child=HOOKS._after_fork)
 

@@ -1,0 +1,52 @@
+"""Numbers for metrics that stand in a server's tables already."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.server.acceptor import Acceptor
+from shared_rpc.server.core import Core
+from shared_rpc.server.state.objects import usage_of
+
+__all__ = ["Measures", "measures"]
+
+#: By metric and by values of its labels; see :mod:`shared_rpc.observability.metrics`.
+Measures = defaultdict[str, Counter[tuple[str, ...]]]
+
+#: Metrics of each endpoint, by the attribute of :class:`shared_rpc.server.statistics.EndpointCounts`.
+_COUNTS = {"cache_hits": "hits", "cache_misses": "misses", "joined_calls": "joined", "builds": "builds"}
+
+
+def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
+    """Return the numbers of all servers of a process together. On their loop, in one step."""
+    found: Measures = defaultdict(Counter)
+    segments: dict[str, SegmentInfo] = {}  # servers may have objects in the same memory
+    for core, acceptor in servers:
+        for spec in core.registry.all():
+            for name in (*_COUNTS, "builds_running", "builds_queued"):
+                found[name][spec.name,] += 0
+        for endpoint, counts in core.runs.statistics:
+            for name, attribute in _COUNTS.items():
+                found[name][endpoint,] += getattr(counts, attribute)
+        for flight in core.runs.calls:
+            found["builds_running" if flight.running else "builds_queued"][flight.endpoint,] += 1
+        buffers, pools = len(core.buffers.table), core.lanes.facts()
+        found["objects"]["result",] += len(core.objects) - buffers
+        found["objects"]["buffer",] += buffers
+        found["object_bytes"][core.device,] += 0
+        segments |= core.objects.segments()
+        for status, count in core.tasks.table.counts().items():
+            found["tasks"][status,] += count
+        found["pool_bytes"][()] += pools["nbytes"]
+        found["pool_chunks"][()] += pools["chunks"]
+        found["leases"][()] += len(core.leases)
+        found["sessions"][()] += acceptor.sessions
+        found["connections"][()] += acceptor.connections
+        # The process's, which all its servers share.
+        found["object_descriptors"][()] = core.objects.descriptors.used
+        found["object_descriptors_limit"][()] = core.objects.descriptors.limit
+    for device, nbytes in usage_of(segments).items():
+        found["object_bytes"][device,] += nbytes
+    return found

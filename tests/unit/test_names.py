@@ -1,0 +1,69 @@
+"""One name for one thing: what the glossary says, and what the code is called."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.kit.processes import ROOT
+
+PACKAGE = ROOT / "shared_rpc"
+GLOSSARY = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+
+#: Words that stand for a term of the glossary no more, whole or as a part of a name.
+GONE = {"voucher": "export descriptor", "desk": "descriptor server", "reaper": "finaliser thread", "crowd": "load client"}
+
+
+def classes() -> dict[str, list[str]]:
+    """The public classes of the package, with the files that have one of that name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    return dict(found)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever searches for one finds one."""
+    assert {name: files for name, files in classes().items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize("place", sorted(set(re.findall(r"`([a-z_/]+(?:\.py|/))`", GLOSSARY))))
+def test_what_the_glossary_names_is_there(place: str) -> None:
+    """A file or a folder of the package."""
+    assert (PACKAGE / place).exists()
+
+
+@pytest.mark.parametrize("word", sorted(GONE))
+def test_a_word_that_is_gone_names_nothing(word: str) -> None:
+    """No module, class, function or argument has it in its name."""
+    named = re.compile(rf"(?:^|_){word}s?(?:_|$)")
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if named.search(path.stem):
+            found.append(str(path))
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {getattr(node, "name", None), getattr(node, "arg", None), getattr(node, "id", None)}
+            found += [
+                f"{path}, line {node.lineno}: {name}" for name in names if isinstance(name, str) and named.search(_snake(name))
+            ]
+    assert found == [], f"it is called {GONE[word]}"
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def test_a_part_of_a_name_is_found() -> None:
+    """The check above would see it."""
+    assert re.search(r"(?:^|_)desks?(?:_|$)", _snake("OldDesk")) and not re.search(r"(?:^|_)desk(?:_|$)", _snake("desktop"))
+
+
+def test_the_glossary_is_sorted_by_nothing_but_names_each_term_once() -> None:
+    """A term has one row."""
+    terms = re.findall(r"^\| \*\*(.+?)\*\*", GLOSSARY, re.MULTILINE)
+    assert len(terms) == len(set(terms)) > 30
