@@ -22,7 +22,7 @@ LAYERS = [
     ["memory"],
     ["protocol"],
     ["codec", "context", "handle"],
-    ["client", "building", "logs", "extras", "server"],
+    ["client", "logs", "server"],
     ["in_process_generations"],
     ["in_process", "broker"],
     ["runtime"],
@@ -31,6 +31,7 @@ LAYERS = [
     ["provider"],
     ["worker"],
     ["verification"],
+    ["extras"],
     ["scripts"],
     ["cli"],
 ]
@@ -157,14 +158,14 @@ def test_protocol_and_state_are_pure() -> None:
     assert impure == []
 
 
-def test_torch_is_imported_by_the_codec_and_model_building_alone() -> None:
+def test_torch_is_imported_by_the_codec_and_extras_alone() -> None:
     """Elsewhere it is imported by the function that needs it; both are loaded when they are used."""
     users = {
         found.module.partition(".")[0]
         for found in all_imports()
         if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
     }
-    assert users == {"codec", "building"}
+    assert users == {"codec", "extras"}
 
 
 def test_server_and_client_load_the_codec_late() -> None:
