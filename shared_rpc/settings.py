@@ -129,6 +129,20 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     return chosen
 
 
+@contextmanager
+def base_path_of_children(base_path: str) -> Iterator[None]:
+    """Have processes that are started in the block find this path: not every library that starts some can be told."""
+    before = os.environ.get(_BASE_PATH)
+    os.environ[_BASE_PATH] = base_path
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BASE_PATH]
+        else:
+            os.environ[_BASE_PATH] = before
+
+
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
     """The path that every socket of one application begins with.
 

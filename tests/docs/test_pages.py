@@ -118,7 +118,7 @@ def test_every_public_name_has_its_place(name: str) -> None:
     assert re.search(rf"^\.\. auto\w+:: shared_rpc\.{name}$", pages, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["instrumentation", "logs", "extras.safetensors", "extras.sharding", "verification"])
+@pytest.mark.parametrize("name", ["instrumentation", "logs", "extras.safetensors", "extras.sharding", "extras.verify"])
 def test_every_public_module_has_its_page(name: str) -> None:
     """It is named for it, and shows every class and function, by itself or as a member of the module."""
     page = (DOCS / "reference" / "api" / f"{name.removeprefix('extras.')}.md").read_text()
