@@ -15,7 +15,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
@@ -236,14 +235,6 @@ class _Geometry(NamedTuple):
         return self.offset, self.offset + extent
 
 
-@dataclass(slots=True)
-class _Origin:
-    """A parameter on the meta device, or what was computed from it: its storage is kept, because its address is the key."""
-
-    name: str
-    storage: torch.UntypedStorage
-
-
 class _Former(NamedTuple):
     """A parameter as the constructor made it. The storage is not kept alive, but its address is."""
 
@@ -265,10 +256,11 @@ class _Block(TorchFunctionMode):
         self._keeps = keeps
         self._modules: list[weakref.ref[nn.Module]] = []
         self.formers: defaultdict[int, list[_Former]] = defaultdict(list)
-        self._origins: dict[int, _Origin] = {}
+        #: Names of parameters, by the storages of what is computed from them: these are kept, because the keys are addresses.
+        self._origins: dict[int, tuple[str, torch.UntypedStorage]] = {}
         self._values: dict[int, torch.Tensor] = {}
-        #: What is to be done to values: where the result belongs, of what it is made, and how.
-        self._steps: list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = []
+        #: What is to be done to values: where the result belongs, of what it is made, and how; None where that is not known.
+        self._steps: list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]] = []
         default = torch.get_default_device()
         #: Where tensors are made that code asks to be "where the parameter is".
         self._device = torch.device("cpu") if default == _META else default
@@ -301,7 +293,7 @@ class _Block(TorchFunctionMode):
             return
         told = f"{name} of {type(module).__name__}"
         if parameter.is_meta:
-            self._origins.setdefault(_key(parameter), _Origin(told, parameter.untyped_storage())).name = told
+            self._origins[_key(parameter)] = told, parameter.untyped_storage()
             return
         formers = self.formers[_key(parameter)]
         stand_in = next((former.stand_in for former in formers if former.parameter() is parameter), None)
@@ -312,51 +304,59 @@ class _Block(TorchFunctionMode):
             vars(stand_in).update(vars(parameter))  # marks that optimizers and libraries look for
             weak = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
             formers.append(_Former(weakref.ref(parameter), weak, _Geometry.of(values), stand_in))
-            self._origins[_key(stand_in)] = _Origin(told, stand_in.untyped_storage())
+            self._origins[_key(stand_in)] = told, stand_in.untyped_storage()
             if self._keeps:
                 self._values[_key(stand_in)] = values if values.stride() == stand_in.stride() else values.clone()
         module._parameters[name] = stand_in
 
     def name_of(self, tensor: torch.Tensor) -> str:
         """Name the parameter that a tensor on the meta device is, or comes from."""
-        origin = self._origins.get(_key(tensor))
-        return "a parameter" if origin is None else origin.name
+        name, _ = self._origins.get(_key(tensor), ("a parameter", None))
+        return name
 
-    def values_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Compute what the constructor would have made of these; None where that is not known."""
-        keys = [_key(parameter) for parameter in parameters]
-        needed = set(keys)
+    def values_of(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Compute what the constructor has made of these, which have names.
+
+        :raises CapabilityError: for one whose values come from others.
+        """
+        needed = {_key(parameter) for _, parameter in parameters}
         for result, read, _ in reversed(self._steps):
             if result in needed:
                 needed.add(read)
         values = {key: value for key, value in self._values.items() if key in needed}
         with torch.no_grad():
             for result, read, step in self._steps:
-                if result in needed and read in values:
+                if step is None:
+                    values.pop(result, None)
+                elif result in needed and read in values:
                     values[result] = step(values[read])
-        return [
-            _Geometry.of(parameter).over(values[key]) if key in values else None
-            for key, parameter in zip(keys, parameters, strict=True)
-        ]
+        for name, parameter in parameters:
+            if _key(parameter) not in values:
+                raise CapabilityError(
+                    f"materialize(): {name} is in own=, and the constructor computes it from other parameters "
+                    f"({self.name_of(parameter)}), which have no values in the block: do that after the block"
+                )
+        return [_Geometry.of(parameter).over(values[_key(parameter)]) for _, parameter in parameters]
+
+    def _later(self, result: int, read: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a function does to a parameter, if the values may be asked for."""
+        if not self._keeps:
+            return
+        geometry, key = _Geometry.of(read), _key(read)
+        rest = tree_map_only(torch.Tensor, torch.Tensor.clone, (args[1:], kwargs))
+        known = (
+            args and args[0] is read and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(rest))
+        )
+
+        def step(values: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = func(geometry.over(values), *rest[0], **rest[1])
+            return values if result == key else made
+
+        self._steps.append((result, key, step if known else None))
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do nothing to a parameter that has no memory, or do it later."""
-        key = _key(args[0])
-        if self._keeps:
-            geometry, told = _Geometry.of(args[0]), f"{func.__name__}() to {self.name_of(args[0])}"
-            rest = tree_map_only(torch.Tensor, torch.Tensor.clone, (args[1:], kwargs))
-            lost = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(rest))
-
-            def step(values: torch.Tensor) -> torch.Tensor:
-                if lost:
-                    raise CapabilityError(
-                        f"materialize(): it is in own=, and the constructor does {told} with what it computed from other "
-                        f"parameters, which have no values in the block: do that after the block"
-                    )
-                func(geometry.over(values), *rest[0], **rest[1])
-                return values
-
-            self._steps.append((key, key, step))
+        """Do nothing to a parameter, or do it later."""
+        self._later(_key(args[0]), args[0], func, args, kwargs)
         return args[0]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -372,11 +372,8 @@ class _Block(TorchFunctionMode):
         if name in {"to", "type_as"} and isinstance(first, torch.Tensor):
             device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **{key: kwargs[key] for key in kwargs if key != "copy"})
             if first.is_meta or device == _META:
-                func, args, kwargs = (
-                    torch.Tensor.to,
-                    (first,),
-                    {"dtype": dtype or first.dtype, "copy": kwargs.get("copy", False)},
-                )
+                func, args = torch.Tensor.to, (first,)
+                kwargs = {"dtype": dtype or first.dtype, "copy": kwargs.get("copy", False)}
                 metas = [first] if first.is_meta else []
         if not metas:
             result = func(*args, **kwargs)
@@ -397,8 +394,7 @@ class _Block(TorchFunctionMode):
 
     def _computed(self, func: Any, name: str, metas: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute shapes: forward passes that a constructor makes, conversions, copies, parametrizations."""
-        key, told = _key(metas[0]), self.name_of(metas[0])
-        geometry = _Geometry.of(metas[0])
+        told = self.name_of(metas[0])
         moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_META), (args, kwargs))
         try:
             result = func(*moved[0], **moved[1])
@@ -406,19 +402,13 @@ class _Block(TorchFunctionMode):
             if "meta" not in str(error).lower():
                 raise
             raise CapabilityError(self._told(f"asks for the values of {told} ({name})")) from error
-        made = args[0] if name == "__set__" else result
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta and (new := _key(leaf)) not in self._origins:
-                self._origins[new] = _Origin(told, leaf.untyped_storage())
+        for leaf in tree_leaves(args[0] if name == "__set__" else result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and (key := _key(leaf)) not in self._origins:
+                self._origins[key] = told, leaf.untyped_storage()
                 if self._keeps and name == "__set__":
-                    self._values[new] = args[1]
-                elif self._keeps and leaf is result and len(metas) == 1 and args and args[0] is metas[0]:
-
-                    def step(values: torch.Tensor) -> torch.Tensor:
-                        made: torch.Tensor = func(geometry.over(values), *args[1:], **kwargs)
-                        return made
-
-                    self._steps.append((new, key, step))
+                    self._values[key] = args[1]
+                elif leaf is result:
+                    self._later(key, metas[0], func, args, kwargs)
         return result
 
     def _told(self, what: str) -> str:
@@ -437,12 +427,12 @@ class _Block(TorchFunctionMode):
         self._values.clear()
         for attempt in range(2):
             # One use is the one here. A private count of torch, of 2.1 to 2.13; it spares a walk over all objects.
-            left = [origin for key, origin in self._origins.items() if torch._C._storage_Use_Count(key) > 1]
+            left = [name for key, (name, _) in self._origins.items() if torch._C._storage_Use_Count(key) > 1]
             if not left:
                 return
             if attempt == 0:
                 gc.collect()
-        names = list(dict.fromkeys(origin.name for origin in left))
+        names = list(dict.fromkeys(left))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         raise CapabilityError(
             f"materialize(): the block that built {', '.join(type(root).__name__ for root in roots)} has kept "
@@ -670,20 +660,16 @@ class _Plan:
             source = self._source[name]
             successors.put(slots, source.detach(), source.requires_grad, seen=True)
         lacking = [slots for slots in self._made if slots[0].tensor.is_meta and slots[0].kind == "parameter"]
-        for slots, value in zip(lacking, self._block.values_of([slots[0].tensor for slots in lacking]), strict=True):
-            if value is None:
-                raise CapabilityError(
-                    f"materialize(): {slots[0].name} is in own=, and the constructor computes it from other parameters "
-                    f"({self._block.name_of(slots[0].tensor)}), which have no values in the block: do that after the block"
-                )
-            successors.put(slots, value.to(self._device) if self._device else value, slots[0].tensor.requires_grad)
+        values = self._block.values_of([(slots[0].name, slots[0].tensor) for slots in lacking])
         for slots in self._made:
             old = slots[0].tensor
-            if slots not in lacking and not is_lazy(old):
-                new = successors.of(old, slots[0].name)
-                moved = new.to(self._device) if self._device else new
-                if moved is not old:
-                    successors.put(slots, moved, old.requires_grad)
+            if old.is_meta and slots[0].kind == "parameter":
+                new = values.pop(0)
+            else:
+                new = old if is_lazy(old) else successors.of(old, slots[0].name)
+            moved = new.to(self._device) if self._device and not is_lazy(new) else new
+            if moved is not old:
+                successors.put(slots, moved, old.requires_grad)
         for root in self.roots:
             _replace_attributes(root, successors.of)
         return self.roots

@@ -479,6 +479,20 @@ def test_names_of_the_models_own() -> None:
     assert model.lora_d.bias.tolist() == [7, 7, 7]
 
 
+def test_own_names_of_several_models() -> None:
+    """Each has its own values under the same name."""
+
+    class Head(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.empty(2))
+            nn.init.constant_(self.own, value)
+
+    with materialize({}, own=["own"]):
+        one, other = Head(1), Head(2)
+    assert (one.own.tolist(), other.own.tolist()) == ([1, 1], [2, 2])
+
+
 def test_an_own_parameter_that_is_made_of_a_shared_one() -> None:
     """It cannot be, as there are no values yet; the error names it."""
 
@@ -490,7 +504,7 @@ def test_an_own_parameter_that_is_made_of_a_shared_one() -> None:
             self.mean.data.copy_(self.base.weight * self.base.bias)
 
     source = nn.Linear(2, 2)
-    with pytest.raises(CapabilityError, match=r"in own=, .* copy_\(\) to mean of Adapted"):
+    with pytest.raises(CapabilityError, match=r"mean is in own=, .* from other parameters \(mean of"):
         with materialize(source, rename={"*": "base.*"}, own=["mean"]):
             model = Adapted()
         del model
