@@ -130,17 +130,18 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 
 @contextmanager
-def base_path_of_children(base_path: str) -> Iterator[None]:
-    """Have processes that are started in the block find this path: not every library that starts some can be told."""
-    before = os.environ.get(_BASE_PATH)
-    os.environ[_BASE_PATH] = base_path
+def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that are started in the block find these variables: not every library that starts some can be told."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_BASE_PATH]
-        else:
-            os.environ[_BASE_PATH] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:

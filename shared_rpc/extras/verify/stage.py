@@ -24,7 +24,7 @@ from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.extras.verify.clients import LOG, RemoteClient
 from shared_rpc.extras.verify.interrupts import Interrupts
-from shared_rpc.settings import SOCKET_PATH_LIMIT, base_path_of_children, server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
 
 __all__ = ["CannotRun", "Stage", "marked", "within"]
 
@@ -125,7 +125,7 @@ class Stage:
         configured["tempdir"] = str(self.folder)
         forkserver.set_forkserver_preload(["shared_rpc.extras.verify.forkserver", subject])
         try:
-            with base_path_of_children(str(self.folder / "s")):
+            with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
                 forkserver.ensure_running()
         finally:
             forkserver.set_forkserver_preload(["__main__"])  # what it is from the start
