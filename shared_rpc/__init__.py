@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.building import materialize
     from shared_rpc.client.aio import AsyncClient
     from shared_rpc.client.sync import Client
     from shared_rpc.client.watching import Subscription
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
+    from shared_rpc.extras.materialize import materialize
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.protocol.generations import Generation
@@ -64,7 +64,7 @@ _HOMES = {
     "TaskStatus": "shared_rpc.protocol.tasks",
     "Ticket": "shared_rpc.protocol.ticket",
     "cancelled": "shared_rpc.context",
-    "materialize": "shared_rpc.building",
+    "materialize": "shared_rpc.extras.materialize",
     "progress": "shared_rpc.context",
     "raise_if_cancelled": "shared_rpc.context",
 }

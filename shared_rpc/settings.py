@@ -129,6 +129,21 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     return chosen
 
 
+@contextmanager
+def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that are started in the block find these variables: not every library that starts some can be told."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
     """The path that every socket of one application begins with.
 

@@ -17,9 +17,8 @@ from shared_rpc.worker.amounts import in_bytes
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from shared_rpc.verification.checks import Check
-    from shared_rpc.verification.run import Report
-    from shared_rpc.verification.verdict import Outcome
+    from shared_rpc.extras.verify import Report
+    from shared_rpc.extras.verify.verdict import Outcome
 
 __all__ = ["verify"]
 
@@ -46,9 +45,7 @@ def verify(
     A server of its own is started, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
     one failed, 2 if there was nothing to check.
     """
-    from shared_rpc.verification import run
-    from shared_rpc.verification.interrupts import Interrupted
-    from shared_rpc.verification.stage import CannotRun
+    from shared_rpc.extras.verify import CannotRun, Interrupted, run
 
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
@@ -92,7 +89,7 @@ def _show(report: Report) -> None:
 
 
 class _Progress:
-    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.verification.run.Watcher`."""
+    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.extras.verify.Watcher`."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -111,22 +108,22 @@ class _Progress:
         self._bars.stop()
 
     def prepare(self, checks: int) -> None:
-        """Processes are started."""
+        """Show that processes are started."""
         self._all = self._bars.add_task("starting a server and its clients", total=checks)
 
-    def begin(self, check: Check) -> None:
-        """A check begins."""
+    def begin(self, outcome: Outcome) -> None:
+        """Show the check that begins."""
         assert self._all is not None, "prepared before"
-        self._bars.update(self._all, description=check.title)
+        self._bars.update(self._all, description=outcome.title)
 
     def step(self, done: int, total: int) -> None:
-        """So much of the check is done."""
+        """Show how much of the check is done."""
         if self._check is None:
             self._check = self._bars.add_task("  of this check", total=total)
         self._bars.update(self._check, completed=done)
 
     def end(self, outcome: Outcome) -> None:
-        """It has ended."""
+        """Count the check that has ended."""
         assert self._all is not None, "prepared before"
         self._bars.advance(self._all)
         if self._check is not None:

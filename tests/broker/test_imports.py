@@ -22,8 +22,8 @@ def loaded_by(code: str) -> set[str]:
     [
         "import shared_rpc",
         "from shared_rpc import Client, Handle, Provider, Server, errors",
-        "import shared_rpc.client",
-        "import shared_rpc.server",
+        "import shared_rpc.client.sync",
+        "import shared_rpc.server.server",
         "import shared_rpc.provider",
         "import shared_rpc.cli",
         "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",

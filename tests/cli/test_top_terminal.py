@@ -379,7 +379,7 @@ def test_one_frame_loads_no_torch(served: Server) -> None:
     assert ran.code == 0
     loaded = {line.rpartition("|")[2].strip() for line in ran.errors.splitlines()}
     assert "shared_rpc.cli.top.tables" in loaded
-    assert not {"torch", "numpy", "shared_rpc.server", "shared_rpc.codec", "asyncio", "textual"} & loaded
+    assert not {"torch", "numpy", "shared_rpc.server.server", "shared_rpc.codec", "asyncio", "textual"} & loaded
 
 
 def test_a_terminal_of_letters(served: Server, connect: Callable[..., Client]) -> None:

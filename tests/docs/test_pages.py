@@ -126,7 +126,7 @@ def test_every_public_name_has_its_place(name: str) -> None:
         "extras.progress_bar",
         "extras.safetensors",
         "extras.sharding",
-        "verification",
+        "extras.verify",
     ],
 )
 def test_every_public_module_has_its_page(name: str) -> None:

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.verification import Settings, verify
-from shared_rpc.verification import run as running
-from shared_rpc.verification.checks import CHECKS, Check
-from shared_rpc.verification.interrupts import Interrupted, Interrupts
-from shared_rpc.verification.model import true_size
-from shared_rpc.verification.processes import marked, memory_of, segment_bytes
-from shared_rpc.verification.run import SCHEMA, Report, Silent
-from shared_rpc.verification.stage import _make_directory
-from shared_rpc.verification.verdict import Outcome, Verdict, size
-from tests.kit import verify_subjects
+from shared_rpc.extras.verify import Settings, verify
+from shared_rpc.extras.verify import run as running
+from shared_rpc.extras.verify.checks import CHECKS, Check
+from shared_rpc.extras.verify.gauges import memory_of, segment_bytes
+from shared_rpc.extras.verify.interrupts import Interrupted, Interrupts
+from shared_rpc.extras.verify.model import true_size
+from shared_rpc.extras.verify.run import SCHEMA, Report
+from shared_rpc.extras.verify.stage import _make_directory, marked
+from shared_rpc.extras.verify.verdict import Outcome, Silent, size
+from tests.kit import forks, verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("verify")]
@@ -134,9 +134,9 @@ class Breaker(Silent):
         """See :class:`Watcher`."""
         self._choose("Subject")
 
-    def begin(self, check: Check) -> None:
+    def begin(self, outcome: Outcome) -> None:
         """See :class:`Watcher`."""
-        self._choose(self._subjects.get(check.name, "Subject"))
+        self._choose(self._subjects.get(outcome.name, "Subject"))
 
     def _choose(self, subject: str) -> None:
         (directory,) = self._folder.glob("shared-rpc-verify-*")
@@ -151,6 +151,7 @@ def failures(scratch: Path) -> dict[str, Outcome]:
     settings = Settings("cpu", workers=2, nbytes=32 << 20, lifetimes=4, cycles=20, subject="tests.kit.verify_subjects:chosen")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setattr(forks, "_zygote", None)  # a fork would have the environment of the process it comes from
         report = verify(settings, Breaker(folder, {check: subject for check, (subject, _) in PROMISES.items()}))
     assert list(folder.iterdir()) == []
     assert report.log and not report.passed
@@ -227,14 +228,14 @@ def test_a_check_fails_where_its_promise_is_broken(failures: dict[str, Outcome],
 
 def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
     """Whatever it raises, the next one is made; a signal is not its own failure."""
-    stage = SimpleNamespace(ensure_server=lambda: None, wait_until_quiet=lambda: None, interrupts=Interrupts())
+    stage = SimpleNamespace(ensure_server=lambda: None, interrupts=Interrupts())
     bench: Any = SimpleNamespace(stage=stage)
 
-    def breaks(bench: Any, verdict: Verdict) -> None:
-        verdict.figures["half"] = 1
+    def breaks(bench: Any, outcome: Outcome) -> None:
+        outcome.figures["half"] = 1
         raise RuntimeError("no such luck")
 
-    def interrupted(bench: Any, verdict: Verdict) -> None:
+    def interrupted(bench: Any, outcome: Outcome) -> None:
         raise Interrupted(signal.SIGINT)
 
     outcome = running._made(Check("breaks", "breaks off", breaks), bench, Silent())
@@ -251,9 +252,8 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
 
     from shared_rpc.cli import verifying
 
-    verdict = Verdict()
-    verdict.require(False, "one model", "two models", "look for copies")
-    outcome = Outcome("one_copy", "one copy", verdict.state, 1.0, "many", tuple(verdict.problems), {})
+    outcome = Outcome("one_copy", "one copy", seconds=1.0, found="many")
+    outcome.require(False, "one model", "two models", "look for copies")
     device = {"name": "host memory", "mechanism": "memfd", "torch": "2"}
     monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], "a traceback"))
 
@@ -297,7 +297,7 @@ def test_what_cannot_be_verified_is_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGINT, "directory"), (signal.SIGTERM, "processes"), (signal.SIGINT, "nursery")]
+    ("number", "moment"), [(signal.SIGINT, "directory"), (signal.SIGTERM, "processes"), (signal.SIGINT, "fork server")]
 )
 def test_a_signal_while_it_starts_leaves_nothing(
     start: Callable[..., Verification], number: signal.Signals, moment: str
@@ -307,7 +307,7 @@ def test_a_signal_while_it_starts_leaves_nothing(
     reached = {
         "directory": lambda: verification.directory() is not None,
         "processes": lambda: len(verification.processes()) >= 3,
-        "nursery": lambda: (verification.directory() or Path("/nowhere")).joinpath("nursery").exists(),
+        "fork server": lambda: any((verification.directory() or Path("/nowhere")).glob("listener-*")),
     }
     eventually(reached[moment], 60, moment)
 

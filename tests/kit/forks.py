@@ -57,7 +57,7 @@ MODULES = (
     *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client.sync", "shared_rpc.client.aio"),
     *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server", "shared_rpc.codec"),
     *(
-        "shared_rpc.building",
+        "shared_rpc.extras.materialize",
         "shared_rpc.in_process",
         "shared_rpc.lifecycle.main_end",
         "shared_rpc.spawn",

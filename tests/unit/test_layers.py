@@ -23,7 +23,7 @@ LAYERS = [
     ["protocol"],
     ["codec", "context", "handle"],
     ["observability"],
-    ["client", "building", "extras", "server"],
+    ["client", "server"],
     ["in_process_generations"],
     ["in_process", "broker"],
     ["runtime"],
@@ -31,7 +31,7 @@ LAYERS = [
     ["operations", "refreshing", "decorators"],
     ["provider"],
     ["worker"],
-    ["verification"],
+    ["extras"],
     ["scripts"],
     ["cli"],
 ]
@@ -136,7 +136,7 @@ def test_a_module_imports_only_what_is_below(module: str) -> None:
 def test_only_the_top_imports_the_package_itself() -> None:
     """The package imports all others, when their names are asked for; below it that would be a circle."""
     users = {found.module.partition(".")[0] for found in all_imports() if found.target == "shared_rpc"}
-    assert users <= {"cli", "verification", "scripts"}
+    assert users <= {"cli", "extras", "scripts"}
 
 
 def test_the_package_itself_imports_nothing_at_once() -> None:
@@ -158,14 +158,14 @@ def test_protocol_and_state_are_pure() -> None:
     assert impure == []
 
 
-def test_torch_is_imported_by_the_codec_and_model_building_alone() -> None:
+def test_torch_is_imported_by_the_codec_and_extras_alone() -> None:
     """Elsewhere it is imported by the function that needs it; both are loaded when they are used."""
     users = {
         found.module.partition(".")[0]
         for found in all_imports()
         if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
     }
-    assert users == {"codec", "building"}
+    assert users == {"codec", "extras"}
 
 
 def test_server_and_client_load_the_codec_late() -> None:

@@ -3,8 +3,9 @@
 :func:`verify` does it, and ``shared-rpc verify`` shows it. It uses what every user of the package can use.
 """
 
-from shared_rpc.verification.interrupts import Interrupted
-from shared_rpc.verification.run import Report, Settings, Watcher, verify
-from shared_rpc.verification.stage import CannotRun
+from shared_rpc.extras.verify.interrupts import Interrupted
+from shared_rpc.extras.verify.run import Report, Settings, verify
+from shared_rpc.extras.verify.stage import CannotRun
+from shared_rpc.extras.verify.verdict import Watcher
 
 __all__ = ["CannotRun", "Interrupted", "Report", "Settings", "Watcher", "verify"]

@@ -1,11 +1,11 @@
-"""What the server of a verification serves."""
+"""The endpoints of a verification's server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shared_rpc import Provider
-from shared_rpc.verification.model import build
+from shared_rpc.extras.verify.model import build
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +22,11 @@ def _device() -> str:
 
 @provider.share(managed=True)
 def model(nbytes: int, seed: int) -> torch.nn.Module:
-    """A model that all may write to."""
+    """Build a model that all may write to."""
     return build(nbytes, seed, _device())
 
 
 @provider.share(managed=True, access="read")
 def protected(nbytes: int, seed: int) -> torch.nn.Module:
-    """A model that clients map read-only."""
+    """Build a model that clients map read-only."""
     return build(nbytes, seed, _device())

@@ -19,19 +19,19 @@ _FLOAT = 4
 
 
 def _shape(nbytes: int) -> tuple[int, int]:
-    """Layers and their width, a power of two."""
+    """Return the number of layers and their width, a power of two."""
     width = 1 << max(int(math.log2(max(nbytes / (_FLOAT * _LAYERS), 1))) // 2, 4)
     return max(nbytes // (_FLOAT * width * width), 1), width
 
 
 def true_size(nbytes: int) -> int:
-    """The bytes that a model has which is asked to have ``nbytes``: whole layers, at most so many where there is one at all."""
+    """Return the bytes of a model which is asked to have ``nbytes``: whole layers, but one at least."""
     layers, width = _shape(nbytes)
     return layers * width * width * _FLOAT
 
 
 def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
-    """A stack of linear layers; the same bits for the same arguments, in any process of a machine."""
+    """Build a stack of linear layers; the same bits for the same arguments, in any process of a machine."""
     import torch
 
     layers, width = _shape(nbytes)
@@ -47,7 +47,7 @@ def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A hash of the bits of a forward pass through all layers."""
+    """Hash the bits of a forward pass through all layers."""
     import torch
 
     weight: torch.Tensor = model[0].weight  # type: ignore[index]  # a Sequential of Linear layers

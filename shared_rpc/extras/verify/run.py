@@ -9,19 +9,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import shared_rpc
-from shared_rpc.errors import ConfigurationError
-from shared_rpc.verification.checks import CHECKS, Bench, Check
-from shared_rpc.verification.clients import ClientFailed
-from shared_rpc.verification.gauges import DeviceGauge, HostGauge
-from shared_rpc.verification.interrupts import Interrupts
-from shared_rpc.verification.model import true_size
-from shared_rpc.verification.stage import CannotRun, Stage
-from shared_rpc.verification.verdict import Outcome, Verdict, size
+from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.extras.verify.checks import CHECKS, Bench, Check
+from shared_rpc.extras.verify.clients import ClientFailed
+from shared_rpc.extras.verify.gauges import DeviceGauge, HostGauge
+from shared_rpc.extras.verify.interrupts import Interrupts
+from shared_rpc.extras.verify.model import true_size
+from shared_rpc.extras.verify.stage import CannotRun, Stage
+from shared_rpc.extras.verify.verdict import Outcome, Silent, Watcher, size
 
-__all__ = ["SCHEMA", "Settings", "Watcher", "verify"]
+__all__ = ["SCHEMA", "Report", "Settings", "verify"]
 
 #: Of the JSON. A field that is added does not change it; one that changes its meaning or goes away does.
 SCHEMA = "shared-rpc-verify/1"
@@ -41,7 +41,7 @@ class Settings:
     """What to verify, and how thoroughly. ``nbytes`` is the size of the model; None is what suits the device.
 
     :param names: the checks; empty for all of them.
-    :param subject: see :class:`~shared_rpc.verification.stage.Stage`.
+    :param subject: see :class:`~shared_rpc.extras.verify.stage.Stage`.
     """
 
     device: str = "auto"
@@ -50,10 +50,10 @@ class Settings:
     lifetimes: int = 100
     cycles: int = 1000
     names: Sequence[str] = ()
-    subject: str = "shared_rpc.verification.subject:Subject"
+    subject: str = "shared_rpc.extras.verify.clients:Subject"
 
     def checks(self) -> list[Check]:
-        """Those that were asked for.
+        """Return those that were asked for.
 
         :raises ConfigurationError: for a name that is none.
         """
@@ -64,41 +64,9 @@ class Settings:
         return [check for check in CHECKS if not self.names or check.name in self.names]
 
 
-class Watcher(Protocol):
-    """Is told how far a verification is."""
-
-    def prepare(self, checks: int) -> None:
-        """Processes are started, for so many checks."""
-
-    def begin(self, check: Check) -> None:
-        """A check begins."""
-
-    def step(self, done: int, total: int) -> None:
-        """So much of the check is done."""
-
-    def end(self, outcome: Outcome) -> None:
-        """It has ended."""
-
-
-class Silent:
-    """Nobody wants to know."""
-
-    def prepare(self, checks: int) -> None:
-        """See :class:`Watcher`."""
-
-    def begin(self, check: Check) -> None:
-        """See :class:`Watcher`."""
-
-    def step(self, done: int, total: int) -> None:
-        """See :class:`Watcher`."""
-
-    def end(self, outcome: Outcome) -> None:
-        """See :class:`Watcher`."""
-
-
 @dataclass
 class Report:
-    """Of a whole verification."""
+    """What a whole verification has found."""
 
     device: dict[str, Any]
     workers: int
@@ -110,11 +78,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """Whether no check has failed."""
         return all(outcome.state != "failed" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; the documentation has the schema."""
+        """Describe it for programs; the documentation has the schema."""
         return {
             "schema": SCHEMA,
             "version": shared_rpc.__version__,
@@ -164,7 +132,10 @@ def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> 
 
 
 def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher) -> Report:
-    stage.wait_until_ready()
+    try:
+        stage.wait_for_server()
+    except SharedRPCError as error:
+        raise CannotRun(f"the server does not start: {error}") from error
     with stage.clients(1) as (asked,):
         try:
             device = asked.ask("device", asked=settings.device)
@@ -172,7 +143,7 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher)
             raise CannotRun(str(error)) from error
         on_host = device["id"] == "cpu"
         nbytes = true_size(settings.nbytes or _SIZE["cpu" if on_host else "cuda"])
-        free = _free_memory() if on_host else asked.ask("used", device=device["device"])["free"]
+        free = _free_memory() if on_host else asked.ask("used", device=device["device"])[1]
     if nbytes * _MODELS > free:
         raise CannotRun(
             f"a model of {size(nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
@@ -180,40 +151,35 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher)
         )
     device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
     report = Report(device, settings.workers, nbytes)
-    gauge = HostGauge(stage) if on_host else DeviceGauge(stage, device["device"])
-    together = min(len(os.sched_getaffinity(0)), _TOGETHER)
-    protects = device["mechanism"] in ("memfd", "vmm")
     bench = Bench(
-        stage,
-        gauge,
-        device["device"],
-        protects,
-        settings.workers,
-        nbytes,
-        settings.lifetimes,
-        settings.cycles,
-        together,
+        stage=stage,
+        gauge=HostGauge(stage) if on_host else DeviceGauge(stage.connect, device["device"]),
+        device=device["device"],
+        protects=device["mechanism"] in ("memfd", "vmm"),
+        workers=settings.workers,
+        nbytes=nbytes,
+        lifetimes=settings.lifetimes,
+        cycles=settings.cycles,
+        together=min(len(os.sched_getaffinity(0)), _TOGETHER),
     )
     for check in checks:
-        watcher.begin(check)
-        outcome = _made(check, bench, watcher)
-        report.outcomes.append(outcome)
-        watcher.end(outcome)
+        report.outcomes.append(_made(check, bench, watcher))
     if not report.passed:
-        report.log = stage.log("server")
+        report.log = stage.log()
     return report
 
 
 def _made(check: Check, bench: Bench, watcher: Watcher) -> Outcome:
     begin = time.monotonic()
-    verdict = Verdict(watcher.step)
-    with verdict.crashes_are_failures():
+    outcome = Outcome(check.name, check.title, watcher)
+    watcher.begin(outcome)
+    with outcome.crashes_are_failures():
         bench.stage.ensure_server()
-        bench.stage.wait_until_quiet()
-        check.run(bench, verdict)
+        check.run(bench, outcome)
     bench.stage.interrupts.check()
-    seconds = time.monotonic() - begin
-    return Outcome(check.name, check.title, verdict.state, seconds, verdict.found, tuple(verdict.problems), verdict.figures)
+    outcome.seconds = time.monotonic() - begin
+    watcher.end(outcome)
+    return outcome
 
 
 def _free_memory() -> int:

@@ -1,0 +1,282 @@
+"""The processes of a verification, in a directory of their own, and their end.
+
+Every process below a verification has the directory's name in its environment, so all of them can be found, whoever started
+them and whoever their parent is now. That is how :meth:`Stage.close` leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import forkserver, process, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from shared_rpc import Client
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.extras.verify.clients import LOG, RemoteClient
+from shared_rpc.extras.verify.interrupts import Interrupts
+from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
+
+__all__ = ["CannotRun", "Stage", "marked", "within"]
+
+#: Seconds for a process to start, which imports torch, perhaps from a cold disk; and for one to end.
+_STARTUP, _END = 120.0, 3.0
+#: Seconds between two looks at what another process does.
+_PAUSE = 0.002
+#: Lines of a log that are shown.
+_LINES = 20
+#: Seconds after which a server ends by itself that a verification left which was killed with SIGKILL.
+_ORPHANED = 60.0
+#: The longest name that a socket has in the directory: the fork server's.
+_LONGEST = "listener-xxxxxxxx"
+#: The library's module of which one instance is the process's fork server.
+_SERVER: Any = forkserver._forkserver
+
+
+class CannotRun(Exception):
+    """There is nothing to verify: no server comes up, or there is no such device, or not enough memory."""
+
+
+def within(seconds: float, condition: Callable[[], bool], interrupts: Interrupts) -> float | None:
+    """Wait until another process has made a condition true: seconds; None if it has not in time."""
+    begin = time.monotonic()
+    while True:
+        good = condition()
+        taken = time.monotonic() - begin
+        if good:
+            return taken
+        if taken > seconds:
+            return None
+        interrupts.check()
+        time.sleep(_PAUSE)
+
+
+def marked(mark: str) -> list[int]:
+    """List the processes that were started with ``mark`` somewhere in their environment, and those forked from them; no
+    zombies.
+    """
+    found = []
+    for entry in os.listdir("/proc"):
+        # It belongs to somebody else, or has ended meanwhile. A zombie has no environment.
+        with suppress(OSError):
+            if entry.isdecimal() and mark.encode() in Path("/proc", entry, "environ").read_bytes():
+                found.append(int(entry))
+    return found
+
+
+def _make_directory() -> Path:
+    """Make a directory for temporary files; where ``TMPDIR`` is too long for a socket's address, one below /tmp.
+
+    :raises CannotRun: if that is too long, too.
+    """
+    for parent in (None, "/tmp"):
+        directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-", dir=parent))
+        if len(os.fsencode(directory / _LONGEST)) <= SOCKET_PATH_LIMIT:
+            return directory
+        directory.rmdir()
+    raise CannotRun(f"the directory for temporary files has too long a name for sockets: {tempfile.gettempdir()}; set TMPDIR")
+
+
+class Stage:
+    """A server (a broker and its worker), and client processes. They end with the block, and the directory with them.
+
+    :param device: as ``serve --device`` takes it.
+    :param subject: ``module:class`` of what the client processes do, see :class:`~shared_rpc.extras.verify.clients.Subject`.
+    """
+
+    def __init__(self, device: str, subject: str, interrupts: Interrupts) -> None:
+        self._device = device
+        self._subject = subject
+        self.interrupts = interrupts
+        self.directory: Path | None = None
+        self._brokers: list[subprocess.Popen[bytes]] = []
+        self._client: Client | None = None
+
+    def __enter__(self) -> Stage:
+        if _SERVER._forkserver_pid is not None:
+            raise CannotRun("this program has a fork server of multiprocessing; verify in a process that has none")
+        with self.interrupts.held():
+            self.directory = _make_directory()
+            self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
+            self.socket_path = str(self.folder / "s.sock")
+            self._start_server()
+            self._start_forkserver()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start_forkserver(self) -> None:
+        resource_tracker.ensure_running()  # it outlives the verification, and is to have no mark
+        subject, _, _ = self._subject.partition(":")
+        # The library starts it with the environment of this process, and its socket in a directory that stays until the end of
+        # this process if it makes one itself: Python 3.11 to 3.14 look for it there.
+        configured = process.current_process()._config  # type: ignore[attr-defined]
+        before = configured.get("tempdir")
+        configured["tempdir"] = str(self.folder)
+        forkserver.set_forkserver_preload(["shared_rpc.extras.verify.forkserver", subject])
+        try:
+            with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
+                forkserver.ensure_running()
+        finally:
+            forkserver.set_forkserver_preload(["__main__"])  # what it is from the start
+            configured["tempdir"] = before
+
+    # The server.
+
+    def _start_server(self) -> None:
+        words = [
+            "serve",
+            "shared_rpc.extras.verify.app",
+            "--no-preload",
+            "--device",
+            self._device,
+            "--socket",
+            self.socket_path,
+        ]
+        with self.interrupts.held(), open(self.folder / "server.log", "ab") as log:
+            broker = subprocess.Popen(
+                [sys.executable, "-m", "shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)],
+                cwd=self.folder,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the verification alone
+            )
+            self._brokers.append(broker)
+
+    @property
+    def folder(self) -> Path:
+        """The directory, while there is one."""
+        assert self.directory is not None, "the stage is open"
+        return self.directory
+
+    @property
+    def broker_pid(self) -> int:
+        """The server's process."""
+        return self._brokers[-1].pid
+
+    def worker_pid(self) -> int:
+        """Ask for the process that runs the server's endpoints, and has made what it holds."""
+        return int(self.info()["workers"][0]["pid"])
+
+    def wait_for_server(self) -> None:
+        """Return when it answers.
+
+        :raises ConnectError: if it ends, or does not answer in time.
+        """
+        begin = time.monotonic()
+        while True:
+            self.interrupts.check()
+            try:
+                self.client().ping()
+                return
+            except (ConnectError, ConnectionClosed):
+                time.sleep(_PAUSE)
+            code = self._brokers[-1].poll()
+            if code is not None:
+                raise ConnectError(f"the server ended with exit code {code}; {self.last_words('server.log')}")
+            if time.monotonic() - begin > _STARTUP:
+                raise ConnectError(f"no answer from the server after {_STARTUP:g} s; {self.last_words('server.log')}")
+
+    def restart_server(self) -> None:
+        """Start another one in place of one that has ended or is beyond help; return when it answers."""
+        self._brokers[-1].kill()
+        self._brokers[-1].wait()
+        self._start_server()
+        self.wait_for_server()
+
+    def ensure_server(self) -> None:
+        """Have a server that answers and has noticed that the clients of the check before have gone."""
+        try:
+            self.client().ping()
+        except SharedRPCError:
+            self.restart_server()
+        within(_END, lambda: self.info()["sessions"] <= 1, self.interrupts)
+
+    def client(self) -> Client:
+        """Return this process' own, for asking."""
+        if self._client is None:
+            self._client = Client(socket_path=self.socket_path, timeout=30.0, connect_timeout=0.0)
+        return self._client
+
+    def info(self) -> dict[str, Any]:
+        """Ask the server about itself."""
+        return self.client().get_server_info()
+
+    def log(self, name: str = "server.log") -> str:
+        """Return the last lines of a log."""
+        try:
+            lines = (self.folder / name).read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join([line.rstrip() for line in lines if line.strip()][-_LINES:])
+
+    def last_words(self, name: str) -> str:
+        """Return the end of a log, for an error."""
+        said = self.log(name).splitlines()[-3:]
+        return f"its last words: {' | '.join(line.strip() for line in said)}" if said else "it said nothing"
+
+    # Client processes.
+
+    def connect(self) -> RemoteClient:
+        """Start a new client process.
+
+        :raises CannotRun: if the fork server has ended.
+        """
+        try:
+            return RemoteClient(self.socket_path, self._subject, self.folder)
+        except (EOFError, OSError) as error:
+            raise CannotRun(f"the process that forks clients has ended; {self.last_words(LOG)}") from error
+
+    @contextmanager
+    def clients(self, count: int) -> Iterator[list[RemoteClient]]:
+        """Start so many new client processes."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self.connect()) for _ in range(count)]
+
+    # All of them.
+
+    def pids(self) -> list[int]:
+        """List all processes there are now."""
+        return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
+
+    def close(self) -> None:
+        """End all processes, and remove the directory. To do it once more does no harm."""
+        with self.interrupts.held():
+            if self.directory is None:
+                return
+            if self._client is not None:
+                self._client.close()
+            for broker in self._brokers:
+                broker.terminate()
+            for broker in self._brokers:
+                with suppress(subprocess.TimeoutExpired):
+                    broker.wait(_END)
+            within(_END, self._kill_all, self.interrupts)
+            for broker in self._brokers:
+                broker.wait()
+            if _SERVER._forkserver_pid is not None:
+                with suppress(OSError):
+                    os.kill(_SERVER._forkserver_pid, signal.SIGKILL)  # one that was started again has no mark
+                _SERVER._stop()  # collects it; no public name for that up to 3.14
+            multiprocessing.active_children()  # collects what has ended
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = None
+
+    def _kill_all(self) -> bool:
+        left = self.pids()
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
