@@ -35,6 +35,8 @@ _log = logging.getLogger("shared_rpc.broker")
 _SETTLE = 2.0
 #: Seconds for all its imports.
 _PREPARATION = 600.0
+#: The number of a worker's link: libraries that the zygote imports may have opened files with the least numbers.
+_LINK = 100
 #: Seconds without an answer after which a zygote is taken for stuck. A fork takes 0.02 to 0.1 s.
 _PATIENCE = 2.0
 #: Zygotes that are tried one after the other, each without a package that the one before could not be forked with.
@@ -343,8 +345,8 @@ class WorkerZygote:
 
     async def _fork(self, running: _Running, number: int) -> Begun | None:
         supposed = msgspec.json.encode(_supposed(running.imports)).decode()
-        words = [*self._command.words(number, 3), "--forked", supposed]
-        request = Fork("shared_rpc.worker", words, [0, 1, 2, 3], running.imports.first)
+        words = [*self._command.words(number, _LINK), "--forked", supposed]
+        request = Fork("shared_rpc.worker", words, [0, 1, 2, _LINK], running.imports.first)
         ends = _Ends()
         try:
             with adopting():

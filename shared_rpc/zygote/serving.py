@@ -52,7 +52,7 @@ class Zygote:
     def __init__(self, path: list[str]) -> None:
         #: What forks begin with: ``sys.path``; descriptors that imports have opened.
         self.path = path
-        self.kept: list[int] = []
+        self.kept = _of_libraries()
         #: The environment at the beginning; and with what imports have changed of it.
         self.inherited = environment()
         self.variables = environment()
@@ -92,7 +92,7 @@ class Zygote:
         gc.freeze()
         if why := try_fork() or unsafe(self._fds):
             return Unfit(why)
-        self.kept = sorted(_open_fds() - self._fds)
+        self.kept = sorted({*self.kept, *(_open_fds() - self._fds)})
         self._files = Files()
         self._names = [name for name, imported in sys.modules.items() if imported is not None]
         return Ready(self._names, done.dropped)
@@ -132,6 +132,8 @@ class Zygote:
     def _begin(self, request: Fork, fds: list[int]) -> Answer | Born:
         if len(fds) != len(request.fds):
             return Refused(f"{len(request.fds)} descriptors were announced, and {len(fds)} came")
+        if taken := sorted({*request.fds} & {*self.kept}):
+            return Refused(f"descriptor {taken[0]} of the new process is one that a library has opened here")
         if refused := self.refusal(request.folders):
             return refused
         try:
@@ -149,6 +151,16 @@ class Zygote:
             inherited=self.inherited,
         )
         return Born(request, identity, fds, self.kept, self._mask)
+
+
+def _of_libraries() -> list[int]:
+    """The descriptors of shared libraries: libffi of 3.5 opens itself, and maps that file whenever it needs trampolines."""
+    found = []
+    for fd in _open_fds():
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        if ".so." in name or name.endswith(".so"):
+            found.append(fd)
+    return sorted(found)
 
 
 def _open_fds() -> frozenset[int]:

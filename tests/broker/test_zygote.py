@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from shared_rpc.zygote.messages import Preload, Refused, Unfit
-from tests.kit.processes import eventually, python
+from tests.kit.processes import PYTHONPATH, eventually, python
 from tests.kit.zygotes import Zygote
 
 #: torch is imported anew in each.
@@ -200,6 +201,24 @@ def test_a_handler_that_an_import_made_writes_once(zygote: Zygote) -> None:
     zygote.prepare("handles", "logging")
     forks = [zygote.fork("logs") for _ in range(2)]
     assert [fork.close() for fork in forks] == [(0, "a line\n")] * 2
+
+
+def test_what_a_library_has_opened_stays(make: Callable[..., Zygote], tmp_path: Path) -> None:
+    """libffi maps a file that it opened when ctypes was imported, by its number: no fork has another file in its place."""
+    library = importlib.import_module("_ctypes").__file__
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(f"import os; os.dup2(os.open({library!r}, os.O_RDONLY), 5)")
+    zygote = make(environ={"PYTHONPATH": os.pathsep.join([str(early), str(tmp_path), PYTHONPATH])})
+    zygote.write("looks", "import os; from tell import say; say(os.readlink('/proc/self/fd/5'))")
+    zygote.prepare()
+    fork = zygote.fork("looks")
+    assert (fork.told(), fork.close()) == (library, (0, ""))
+    with open(os.devnull) as one:
+        answer, *ends = zygote.begin("looks", fds=[one.fileno()] * 3)
+    for fd in ends:
+        os.close(fd)
+    assert isinstance(answer, Refused) and "is one that a library has opened" in answer.why
 
 
 def test_descriptors_of_one_fork_are_in_no_other(zygote: Zygote) -> None:

@@ -266,7 +266,7 @@ def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -
             return [one(number) for number in range(300)]
         """,
         AT.format(
-            module="transport",
+            module="protocol.socket",
             name="FrameSocket",
             method="flush",
             trigger=str(trigger),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,12 @@ class Refusal(NamedTuple):
     text: str
 
 
+def _scripted() -> Any:
+    with warnings.catch_warnings():  # torch.jit is deprecated with Python 3.14
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(torch.nn.Linear(1, 1))
+
+
 RESULTS = {
     "plain": Refusal(lambda: 3, "returned a value of type int that reaches no tensor and no module"),
     "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict that reaches no tensor"),
@@ -96,7 +103,7 @@ RESULTS = {
     "object on meta": Refusal(
         lambda: State(1, {"m": torch.ones(1, device="meta")}), "result.moments['m'] is on the meta device"
     ),
-    "scripted": Refusal(lambda: torch.jit.script(torch.nn.Linear(1, 1)), "result is TorchScript"),
+    "scripted": Refusal(_scripted, "result is TorchScript"),
     "meta": Refusal(lambda: torch.ones(1, device="meta"), "result is on the meta device"),
     "meta module": Refusal(lambda: [torch.nn.Linear(1, 1, device="meta")], "result[0].weight is on the meta device"),
 }
