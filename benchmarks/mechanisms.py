@@ -119,14 +119,14 @@ class _Subject:
                     os.close(fd)
 
     def _driver_descriptors(self, segment: Segment) -> list[int]:
-        """What the driver takes beside the voucher: had while its maker lives."""
+        """What the driver takes beside the export descriptor: had while its maker lives."""
         if self.mechanism != "pool":
             return []
         from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
         from shared_rpc.memory.backends.fd_server import fetch
 
-        voucher = export_descriptor_of(segment.fileno())
-        return [fetch(voucher.desk, voucher.token)]
+        exported = export_descriptor_of(segment.fileno())
+        return [fetch(exported.fd_server, exported.token)]
 
     def _protected(self, segment: Segment) -> str:
         with self._process() as (culprit, sock):

@@ -149,8 +149,8 @@ class _End:
 
             assert isinstance(self.backend, ExporterOwnedBackend), "a mechanism whose memory ends with its maker"
             backend: Any = self.backend
-            voucher = export_descriptor_of(self.held.fileno())
-            memory = backend.open_pool(self.others[0], voucher) if self.others else backend.open(voucher)
+            exported = export_descriptor_of(self.held.fileno())
+            memory = backend.open_pool(self.others[0], exported) if self.others else backend.open(exported)
             self.address = memory.address
             return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
 

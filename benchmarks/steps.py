@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 
 
 #: What ``Backend.create`` consists of: memory is allocated and zeroed, then made such that it can be sent. A memfd is a
-#: descriptor from the beginning. What is sent of the older mechanisms is a voucher, and to issue it is a part of that.
+#: descriptor from the beginning. What is sent of the older mechanisms is an export descriptor, which is issued then.
 MAKING: dict[Mechanism, Parts] = {
     "memfd": Parts("create"),
     "vmm": Parts("create", "export", (f"{_DRIVER}:cuMemExportToShareableHandle",)),

@@ -1,4 +1,4 @@
-"""Vouchers and the desk: how the maker of memory learns of its last user, and users of its maker's end."""
+"""Export descriptors and their server: how the maker of memory learns of its last user, and users of its maker's end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.backends import fd_server as desk_module
+from shared_rpc.memory.backends import fd_server as fd_server_module
 from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
@@ -34,7 +34,7 @@ HOLDER = """
         sys.stdin.readline()
 """
 
-#: A process that issues a voucher and sends it.
+#: A process that issues an export descriptor and sends it.
 MAKER = """
     import socket, sys, threading
     from shared_rpc.memory.backends import liveness
@@ -50,7 +50,7 @@ MAKER = """
 
 @pytest.fixture
 def ended() -> threading.Event:
-    """Set once the last copy of a voucher's descriptor was closed."""
+    """Set once the last copy of an export descriptor was closed."""
     return threading.Event()
 
 
@@ -148,7 +148,7 @@ def test_a_second_description_does_not_count(ended: threading.Event) -> None:
     os.close(again)
 
 
-def test_many_vouchers() -> None:
+def test_many_export_descriptors() -> None:
     """Each has its own end."""
     ends = [threading.Event() for _ in range(300)]
     fds = [liveness.issue(b"content", end.set) for end in ends]
@@ -176,7 +176,7 @@ def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 # What it says.
 
 
-def test_a_voucher_is_final() -> None:
+def test_an_export_descriptor_is_final() -> None:
     """Nobody who holds it can change what it says."""
     fd = liveness.issue(b"content", lambda: None)
     assert liveness.read(fd) == b"content"
@@ -190,17 +190,17 @@ def test_a_voucher_is_final() -> None:
 
 
 @pytest.mark.parametrize("seals", [0, 0x2 | 0x4])
-def test_a_memfd_that_can_change_is_no_voucher(seals: int) -> None:
+def test_a_memfd_that_can_change_is_no_export_descriptor(seals: int) -> None:
     """Whatever it says, it may say something else next time."""
     fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(fd, b"shared-rpc voucher 1\ncontent")
+    os.write(fd, b"shared-rpc export descriptor 1\ncontent")
     fcntl.fcntl(fd, 1033, seals)
-    with pytest.raises(CapabilityError, match="no voucher"):
+    with pytest.raises(CapabilityError, match="no export descriptor"):
         liveness.read(fd)
     os.close(fd)
 
 
-def test_a_voucher_of_another_release_is_refused() -> None:
+def test_an_export_descriptor_of_another_release_is_refused() -> None:
     """A content that is not understood is told as such."""
     with (
         closing(Segment(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))) as segment,
@@ -213,7 +213,7 @@ def test_a_voucher_of_another_release_is_refused() -> None:
 
 
 def test_the_end_of_the_maker_is_seen(listener: socket.socket, children: list[Child]) -> None:
-    """As soon as it is killed, and not before; what the voucher says stays readable."""
+    """As soon as it is killed, and not before; what the export descriptor says stays readable."""
     child = python(MAKER.format(path=listener.getsockname()))
     children.append(child)
     connection, _ = listener.accept()
@@ -293,7 +293,7 @@ def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children:
     os.close(fd)
 
 
-# Memory behind vouchers.
+# Memory behind export descriptors.
 
 
 def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
@@ -346,7 +346,7 @@ def test_every_mapping_keeps_the_memory(tmp_path: Path) -> None:
 
 
 def test_memory_of_another_mechanism_is_refused() -> None:
-    """A voucher is believed for the GPU and the mechanism that it names, and the error has both."""
+    """An export descriptor is believed for the GPU and the mechanism that it names, and the error has both."""
     backend = BoundHost()
     other = BoundHost()
     other.uuid = "GPU-elsewhere"
@@ -355,7 +355,7 @@ def test_memory_of_another_mechanism_is_refused() -> None:
 
 
 def test_a_maker_that_gave_its_memory_back_is_told() -> None:
-    """A desk that has nothing for the token any more."""
+    """A descriptor server that has nothing for the token any more."""
     with pytest.raises(CapabilityError, match="gave it back"), closing(BoundHost().create(1)):
         fetch(FD_SERVER.address, bytes(16))
 
@@ -367,12 +367,12 @@ def test_the_lifetime_of_memory_is_told() -> None:
     assert lifetime([]) == ""
 
 
-# The desk.
+# The descriptor server.
 
 
 @pytest.fixture
 def left() -> Iterator[tuple[bytes, int]]:
-    """A token for which the desk hands out the reading end of a pipe, and the writing end."""
+    """A token for which the descriptor server hands out the reading end of a pipe, and the writing end."""
     token = os.urandom(16)
     read, write = os.pipe()
     FD_SERVER.leave(token, read)
@@ -396,9 +396,9 @@ def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> No
 
 
 def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one has an answer all the same: the desk waited for the silent one as long as for anybody, and no longer."""
+    """The next one has an answer all the same: the silent one is waited for as long as anybody, and no longer."""
     token, _ = left
-    monkeypatch.setattr(desk_module, "_ASKING", 0.05)
+    monkeypatch.setattr(fd_server_module, "_ASKING", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect("\0" + FD_SERVER.address)
         os.close(fetch(FD_SERVER.address, token))
@@ -408,4 +408,4 @@ def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch
 def test_a_desk_that_has_gone_is_told_with_what_may_be_wrong() -> None:
     """Its process ended, or lives in another network namespace."""
     with pytest.raises(CapabilityError, match="network namespace"):
-        fetch("shared-rpc-desk-that-never-was", bytes(16))
+        fetch("shared-rpc-fds-that-never-was", bytes(16))

@@ -145,7 +145,7 @@ def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
 ) -> None:
     """What the driver said, whose memory it is, and what to do about it."""
 
-    def refuse(self: BoundHost, voucher: object) -> None:
+    def refuse(self: BoundHost, exported: object) -> None:
         raise CapabilityError("CUDA_ERROR_INVALID_VALUE")
 
     monkeypatch.setattr(BoundHost, "open", refuse)

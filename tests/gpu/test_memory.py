@@ -51,7 +51,7 @@ class TestBoundHost(BackendConformance):
 
     @pytest.fixture
     def backend(self) -> Backend:
-        """Host memory behind vouchers."""
+        """Host memory behind export descriptors."""
         return BACKEND
 
     def footprint(self, backend: Backend) -> int:

@@ -1,4 +1,4 @@
-"""Bound segments without a GPU: host memory that is opened through its maker's desk, as a pool is."""
+"""Bound segments without a GPU: host memory that is opened through its maker's descriptor server, as a pool is."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class BoundHost(ExporterOwnedBackend):
         self.waits_for = True
 
     @property
-    def desk(self) -> str:
+    def fd_server(self) -> str:
         """Where memfds are handed out."""
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """A memfd, mapped here; the desk has its descriptor."""
+        """A memfd, mapped here; the descriptor server has its descriptor."""
         with HOST.create(nbytes) as segment:
             address = HOST.map(segment.fileno(), nbytes, "read_write")
             FD_SERVER.leave(token, os.dup(segment.fileno()))
         return Memory(address, handle=str(nbytes).encode())
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """Unmap it here, and take it off the desk."""
+        """Unmap it here, and take it off the descriptor server."""
         FD_SERVER.withdraw(token)
         self.freed.append(memory.address)
         HOST.unmap(memory.address, int(memory.handle))
 
-    def open(self, voucher: ExportDescriptor) -> Memory:
-        """Ask the desk, and map what it hands out."""
-        fd = fetch(voucher.desk, voucher.token)
+    def open(self, exported: ExportDescriptor) -> Memory:
+        """Ask the descriptor server, and map what it hands out."""
+        fd = fetch(exported.fd_server, exported.token)
         try:
-            return Memory(HOST.map(fd, int(voucher.handle), "read_write"), voucher.handle)
+            return Memory(HOST.map(fd, int(exported.handle), "read_write"), exported.handle)
         finally:
             os.close(fd)
 

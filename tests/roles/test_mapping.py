@@ -194,7 +194,7 @@ def test_pools_keep_no_descriptor(table: MappingTable, segments: Callable[[int],
         assert arena.descriptor is None
 
 
-def test_a_kept_voucher_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that belongs to its maker is freed when the last mapping is gone: nothing else keeps it."""
     backend, user = BoundHost(), User()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)

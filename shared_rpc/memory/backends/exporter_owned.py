@@ -30,7 +30,7 @@ __all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descrip
 class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """What is needed to open memory of another process.
 
-    ``pid`` is its maker's, ``handle`` what the driver takes, and ``desk`` where the maker hands out a descriptor for
+    ``pid`` is its maker's, ``handle`` what the driver takes, and ``fd_server`` where the maker hands out a descriptor for
     ``token``, if the mechanism has one.
     """
 
@@ -40,7 +40,7 @@ class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     token: bytes
     handle: bytes
-    desk: str = ""
+    fd_server: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(ExportDescriptor)
@@ -52,12 +52,12 @@ def export_descriptor_of(fd: int) -> ExportDescriptor:
     :raises CapabilityError: if it is no such descriptor.
     """
     try:
-        voucher = _decoder.decode(liveness.read(fd))
+        exported = _decoder.decode(liveness.read(fd))
     except msgspec.DecodeError as error:
-        raise CapabilityError(f"the descriptor's voucher cannot be read ({error}): use one release on both sides") from error
-    if len(voucher.token) != TOKEN_BYTES:
-        raise CapabilityError("the descriptor's voucher has no token")
-    return voucher
+        raise CapabilityError(f"what the descriptor exports cannot be read ({error}): use one release on both sides") from error
+    if len(exported.token) != TOKEN_BYTES:
+        raise CapabilityError("what the descriptor exports has no token")
+    return exported
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class ExporterOwnedBackend(ABC):
         """Give back what :meth:`make` made."""
 
     @abstractmethod
-    def open(self, voucher: ExportDescriptor) -> Memory:
+    def open(self, exported: ExportDescriptor) -> Memory:
         """Open memory of another process, alive or not.
 
         :raises CapabilityError: if the driver refuses.
@@ -127,8 +127,8 @@ class ExporterOwnedBackend(ABC):
         """See :class:`~shared_rpc.memory.segments.Backend`."""
 
     @property
-    def desk(self) -> str:
-        """Where this process hands out descriptors, for vouchers."""
+    def fd_server(self) -> str:
+        """Where this process hands out descriptors, for export descriptors."""
         return ""
 
     def create(self, nbytes: int) -> Segment:
@@ -139,8 +139,8 @@ class ExporterOwnedBackend(ABC):
         with self._lock:
             memory = self._made[token] = self.make(size, token)
             try:
-                voucher = ExportDescriptor(self.mechanism, self.uuid, size, os.getpid(), token, memory.handle, self.desk)
-                fd = liveness.issue(msgspec.msgpack.encode(voucher), partial(self._unused, token))
+                exported = ExportDescriptor(self.mechanism, self.uuid, size, os.getpid(), token, memory.handle, self.fd_server)
+                fd = liveness.issue(msgspec.msgpack.encode(exported), partial(self._unused, token))
             except BaseException:
                 del self._made[token]
                 self.free(token, memory)
@@ -152,45 +152,45 @@ class ExporterOwnedBackend(ABC):
 
         :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
         """
-        voucher = export_descriptor_of(fd)
-        if (voucher.mechanism, voucher.device) != (self.mechanism, self.uuid):
+        exported = export_descriptor_of(fd)
+        if (exported.mechanism, exported.device) != (self.mechanism, self.uuid):
             raise CapabilityError(
-                f"the descriptor is for memory on {voucher.device} by the mechanism {voucher.mechanism!r}, and was announced "
+                f"the descriptor is for memory on {exported.device} by the mechanism {exported.mechanism!r}, and was announced "
                 f"as on {self.uuid} by {self.mechanism!r}"
             )
-        if voucher.nbytes < nbytes:
-            raise CapabilityError(f"the segment has {voucher.nbytes} bytes where {nbytes} were announced")
+        if exported.nbytes < nbytes:
+            raise CapabilityError(f"the segment has {exported.nbytes} bytes where {nbytes} were announced")
         with self._lock:
-            use = self._uses.get(voucher.token)
+            use = self._uses.get(exported.token)
             copy = os.dup(fd)
             if use is None:
                 try:
-                    use = self._open(fd, voucher)
+                    use = self._open(fd, exported)
                 except BaseException:
                     os.close(copy)
                     raise
-                self._uses[voucher.token] = self._by_address[use.memory.address] = use
+                self._uses[exported.token] = self._by_address[use.memory.address] = use
             use.copies += (copy,)
             if made is not None:
                 made += (use.memory.address,)
             return use.memory.address
 
-    def _open(self, fd: int, voucher: ExportDescriptor) -> _Use:
-        made = self._made.get(voucher.token)
+    def _open(self, fd: int, exported: ExportDescriptor) -> _Use:
+        made = self._made.get(exported.token)
         if made is not None:
             # The driver opens no handle in the process that made it.
-            return _Use(voucher.token, made, made_here=True)
+            return _Use(exported.token, made, made_here=True)
         if not liveness.maker_lives(fd):
             raise CapabilityError(
-                f"the process that made the memory (pid {voucher.pid}) has ended, and memory of the mechanism "
+                f"the process that made the memory (pid {exported.pid}) has ended, and memory of the mechanism "
                 f"{self.mechanism!r} ends with its maker: call the endpoint again once the server is back; "
                 f"Provider(mechanism='vmm') makes memory that outlives it"
             )
         try:
-            return _Use(voucher.token, self.open(voucher), made_here=False)
+            return _Use(exported.token, self.open(exported), made_here=False)
         except CapabilityError as error:
             raise CapabilityError(
-                f"cannot open {voucher.nbytes} bytes on GPU {self.uuid} that pid {voucher.pid} shares by the mechanism "
+                f"cannot open {exported.nbytes} bytes on GPU {self.uuid} that pid {exported.pid} shares by the mechanism "
                 f"{self.mechanism!r}: {error}; {self.cure}"
             ) from error
 

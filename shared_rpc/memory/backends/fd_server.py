@@ -1,7 +1,7 @@
-"""A desk at which a process hands out descriptors by token.
+"""The server by which a process hands out descriptors by token.
 
-A segment has one descriptor, and a voucher's holds no other one. Where opening the memory takes a descriptor of the driver's,
-as for a pool, the voucher names its maker's desk and a token, which nobody knows who was not sent the voucher.
+A segment has one descriptor. Where that is an export descriptor, and opening the memory takes a descriptor of the driver's too,
+as for a pool, it names its maker's descriptor server and a token, which is known only to those who were sent it.
 
 The address is an abstract Unix socket (unix(7)), which leaves no file behind; it is seen within one network namespace.
 """
@@ -28,7 +28,7 @@ _UCRED = struct.Struct("iII")
 
 
 class FdServer:
-    """The desk of this process, opened with the first descriptor that is left there."""
+    """The descriptor server of this process, opened with the first descriptor that is left there."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,9 +37,9 @@ class FdServer:
         self.address = ""
 
     def leave(self, token: bytes, fd: int) -> None:
-        """Hand ``fd`` out to whoever shows the token. The desk owns it from here on.
+        """Hand ``fd`` out to whoever shows the token. The descriptor server owns it from here on.
 
-        :raises CapabilityError: if the desk cannot be opened; the descriptor is closed.
+        :raises CapabilityError: if the descriptor server cannot be opened; the descriptor is closed.
         """
         try:
             with self._lock:
@@ -53,10 +53,10 @@ class FdServer:
     def _open(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            name = f"shared-rpc-desk-{os.getpid()}-{secrets.token_hex(8)}"
+            name = f"shared-rpc-fds-{os.getpid()}-{secrets.token_hex(8)}"
             listener.bind("\0" + name)
             listener.listen(128)
-            threading.Thread(target=self._serve, args=(listener,), name="shared-rpc-desk", daemon=True).start()
+            threading.Thread(target=self._serve, args=(listener,), name="shared-rpc-fds", daemon=True).start()
         except BaseException:
             listener.close()
             raise
@@ -74,13 +74,13 @@ class FdServer:
             try:
                 asking, _ = listener.accept()
             except OSError as error:
-                _log.error("the desk at %s closed: %s", self.address, error)
+                _log.error("the descriptor server at %s closed: %s", self.address, error)
                 return
             with asking:
                 try:
                     self._answer(asking)
                 except OSError as error:
-                    _log.debug("somebody at the desk went away: %s", error)
+                    _log.debug("somebody at the descriptor server went away: %s", error)
 
     def _answer(self, asking: socket.socket) -> None:
         if _uid_of(asking) != os.geteuid():
@@ -101,7 +101,7 @@ class FdServer:
 
 
 def fetch(address: str, token: bytes) -> int:
-    """The descriptor that was left for the token at another process's desk; the caller owns it.
+    """The descriptor that was left for the token at another process's descriptor server; the caller owns it.
 
     :raises CapabilityError: if nobody answers there, or has nothing for it.
     """
@@ -110,7 +110,7 @@ def fetch(address: str, token: bytes) -> int:
             sock.settimeout(_ANSWERING)
             sock.connect("\0" + address)
             if _uid_of(sock) != os.geteuid():
-                raise CapabilityError(f"the desk {address} is another user's")
+                raise CapabilityError(f"the descriptor server {address} is another user's")
             sock.send(token)
             # socket.recv_fds() of Python 3.11 drops the flags.
             body, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)

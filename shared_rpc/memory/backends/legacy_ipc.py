@@ -83,9 +83,9 @@ class IpcBackend(ExporterOwnedCudaBackend):
         with self.working():
             check(driver.cuMemFree(memory.address))
 
-    def open(self, voucher: ExportDescriptor) -> Memory:
+    def open(self, exported: ExportDescriptor) -> Memory:
         """See :class:`ExporterOwnedBackend`."""
-        handle = opaque(driver.CUipcMemHandle(), voucher.handle)
+        handle = opaque(driver.CUipcMemHandle(), exported.handle)
         with self.working():
             try:
                 return Memory(int(check(driver.cuIpcOpenMemHandle(handle, int(_LAZY_PEERS)))))

@@ -1,7 +1,7 @@
-"""Vouchers: descriptors that stand for memory which belongs to a process, and that the kernel counts.
+"""Export descriptors: descriptors that stand for memory which belongs to a process, and that the kernel counts.
 
 Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. A
-voucher is what is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two
+export descriptor is what is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two
 sides of each other, whatever ends a process, SIGKILL included:
 
 - *Does anybody hold it?* The open file description that is handed out holds flock(2) exclusively; duplicates, and copies in
@@ -27,10 +27,10 @@ _log = logging.getLogger("shared_rpc")
 
 # linux/fcntl.h.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: what a voucher says, it says for good.
+#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: what an export descriptor says, it says for good.
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8
-_MAGIC = b"shared-rpc voucher 1\n"
-#: Bytes. A voucher names memory, it holds none.
+_MAGIC = b"shared-rpc export descriptor 1\n"
+#: Bytes. An export descriptor names memory, it holds none.
 _LIMIT = 4096
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -40,7 +40,7 @@ _kept: set[int] = set()
 
 
 def issue(content: bytes, on_end: Callable[[], None]) -> int:
-    """A voucher's descriptor, which the caller owns.
+    """An export descriptor's descriptor, which the caller owns.
 
     ``on_end`` runs once, in a thread, when no copy of the descriptor is left in any process; never in a forked child.
 
@@ -48,7 +48,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
     """
     own = -1
     try:
-        fd = os.memfd_create("shared-rpc-voucher", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("shared-rpc-export descriptor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, _MAGIC + content)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -57,7 +57,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
             _kept.add(own)
             fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
             # A thread for each: flock is the only wait there is for it, and it costs no time while it lasts.
-            threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-voucher", daemon=True).start()
+            threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-export descriptor", daemon=True).start()
         except BaseException:
             os.close(fd)
             if own >= 0:
@@ -81,9 +81,9 @@ def _wait(own: int, on_end: Callable[[], None]) -> None:
 
 
 def read(fd: int) -> bytes:
-    """What the voucher says. The descriptor is borrowed.
+    """What the export descriptor says. The descriptor is borrowed.
 
-    :raises CapabilityError: if it is no voucher.
+    :raises CapabilityError: if it is no export descriptor.
     """
     try:
         sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
@@ -91,12 +91,12 @@ def read(fd: int) -> bytes:
     except OSError:
         text = b""
     if not text.startswith(_MAGIC):
-        raise CapabilityError("the descriptor is no voucher for memory of another process")
+        raise CapabilityError("the descriptor is no export descriptor for memory of another process")
     return text.removeprefix(_MAGIC)
 
 
 def maker_lives(fd: int) -> bool:
-    """Whether the process that issued the voucher is there."""
+    """Whether the process that issued the export descriptor is there."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
     return bool(answer[0] != fcntl.F_UNLCK)

@@ -46,12 +46,12 @@ class PoolBackend(ExporterOwnedCudaBackend):
     )
 
     @property
-    def desk(self) -> str:
+    def fd_server(self) -> str:
         """Where this process hands out its pools."""
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """See :class:`ExporterOwnedBackend`. The pool's descriptor is left at the desk."""
+        """See :class:`ExporterOwnedBackend`. The pool's descriptor is left at the descriptor server."""
         self.require_visible()
         with self.working():
             try:
@@ -95,20 +95,20 @@ class PoolBackend(ExporterOwnedCudaBackend):
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
 
-    def open(self, voucher: ExportDescriptor) -> Memory:
+    def open(self, exported: ExportDescriptor) -> Memory:
         """See :class:`ExporterOwnedBackend`."""
-        fd = fetch(voucher.desk, voucher.token)
+        fd = fetch(exported.fd_server, exported.token)
         try:
-            return self.open_pool(fd, voucher)
+            return self.open_pool(fd, exported)
         finally:
             os.close(fd)
 
-    def open_pool(self, fd: int, voucher: ExportDescriptor) -> Memory:
+    def open_pool(self, fd: int, exported: ExportDescriptor) -> Memory:
         """Open the allocation of a pool whose descriptor is there already.
 
         :raises CapabilityError: if the driver refuses.
         """
-        data = opaque(driver.CUmemPoolPtrExportData(), voucher.handle)
+        data = opaque(driver.CUmemPoolPtrExportData(), exported.handle)
         with self.working():
             try:
                 pool = check(driver.cuMemPoolImportFromShareableHandle(fd, _FD, 0))
