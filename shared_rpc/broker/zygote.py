@@ -22,7 +22,7 @@ import msgspec
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.protocol.worker import Imports
-from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Refused, Request, Step, Stream, Unfit, packed
+from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Stream, Unfit, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting
 from shared_rpc.zygote.title import ROOM
 
@@ -354,7 +354,7 @@ class WorkerZygote:
             if isinstance(answer, Forked):
                 _check_child(answer.pid)
                 return ends.begun(answer.pid)
-            assert isinstance(answer, Refused), "what a zygote says to a request for a fork"
+            assert isinstance(answer, ForkRefused), "what a zygote says to a request for a fork"
             if answer.stale:
                 _log.info("the zygote (pid %d) is made anew: %s", running.process.pid, answer.why)
                 self._end()

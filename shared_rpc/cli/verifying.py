@@ -89,7 +89,7 @@ def _show(report: Report) -> None:
 
 
 class _Progress:
-    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.extras.verify.Watcher`."""
+    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.extras.verify.Observer`."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -19,14 +19,14 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Access, Segment
 from shared_rpc.protocol.records import BufferEntry, TensorTable
 
-__all__ = ["Buffers", "buffers_of", "place"]
+__all__ = ["PickledBuffers", "buffers_of", "place"]
 
 #: Bytes. Below this a buffer is pickled: a segment is mapped by pages of 4 KiB, each of which costs a fault when it is first
 #: touched, and a buffer in one some microseconds whatever its size. Copying so few bytes takes one.
 _LEAST = 16 << 10
 
 
-class Buffers:
+class PickledBuffers:
     """What pickling has handed over so far, in the order in which unpickling will ask for it."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Buffers:
         return sum(view.nbytes for view in self.views)
 
 
-def place(buffers: Buffers, access: Access, first: int) -> tuple[list[Segment], list[BufferEntry]]:
+def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Segment], list[BufferEntry]]:
     """Copy buffers into new segments, which belong to the caller; where each lies.
 
     :param access: that of the endpoint.

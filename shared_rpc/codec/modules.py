@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from shared_rpc.codec.refusals import Refused
+from shared_rpc.codec.refusals import PickleRefused
 
 __all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module"]
 
@@ -129,7 +129,7 @@ def _reduce_parametrized(module: torch.nn.Module) -> Any:
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     plainly = _restores_plainly(base)
     if {"__reduce__", "__reduce_ex__"} & _defined(base):
-        raise Refused(
+        raise PickleRefused(
             f"is parametrised, and its class {base.__name__} has a __reduce__ of its own: share it after "
             f"torch.nn.utils.parametrize.remove_parametrizations()",
             module,

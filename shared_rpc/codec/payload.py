@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shared_rpc.codec.buffers import Buffers
+from shared_rpc.codec.buffers import PickledBuffers
 from shared_rpc.codec.refusals import reason_against
 from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
@@ -45,7 +45,7 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     advice = _RUNNING.get(type(value))
     if advice is not None:
         raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process alone: {advice}")
-    scan = Scan(kind, Buffers())
+    scan = Scan(kind, PickledBuffers())
     try:
         skeleton = dump(value, scan, f"{where}: result")
         if not scan.found:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
-from shared_rpc.codec.buffers import Buffers, place
+from shared_rpc.codec.buffers import PickledBuffers, place
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
@@ -96,7 +96,7 @@ class Placement:
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
         return number
 
-    def add_buffers(self, buffers: Buffers, access: Access) -> None:
+    def add_buffers(self, buffers: PickledBuffers, access: Access) -> None:
         """Copy what is no tensor's into segments of its own."""
         segments, self.buffers = place(buffers, access, len(self.segments))
         self.segments += segments

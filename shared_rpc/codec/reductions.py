@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 from shared_rpc.codec.tensors import make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import torch_device
-from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Hold, Mapping
+from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment, SegmentInfo
 
 __all__ = ["install"]
@@ -125,7 +125,7 @@ def _enclosed(fd: int) -> Any:
 # Receiving.
 
 
-def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> Hold:
+def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> MappingHold:
     try:
         fd = enclosed.detach()
     except (OSError, EOFError) as error:
@@ -138,7 +138,7 @@ def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> Hold:
     return hold
 
 
-def _rebuild_storage(hold: Hold, offset: int, nbytes: int) -> torch.UntypedStorage:
+def _rebuild_storage(hold: MappingHold, offset: int, nbytes: int) -> torch.UntypedStorage:
     mapping = hold.mapping
     with _lock:
         storage = _storages.get((mapping, offset, nbytes))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["Refused", "reason_against", "refuse_kind", "refuse_tensor"]
+__all__ = ["PickleRefused", "reason_against", "refuse_kind", "refuse_tensor"]
 
 
-class Refused(TypeError):
+class PickleRefused(TypeError):
     """Raised inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""
 
     def __init__(self, reason: str, subject: object = None) -> None:
@@ -65,11 +65,11 @@ _KINDS = {
 def refuse_kind(value: Any) -> None:
     """Refuse an object whose class says that it cannot be shared.
 
-    :raises Refused: with the reason.
+    :raises PickleRefused: with the reason.
     """
     reason = _of_kind(type(value))
     if reason is not None and value is not sys.stdout and value is not sys.stderr:
-        raise Refused(reason, value)
+        raise PickleRefused(reason, value)
 
 
 def _of_kind(kind: type) -> str | None:
@@ -87,11 +87,11 @@ _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 def refuse_tensor(tensor: torch.Tensor) -> None:
     """Refuse a tensor that has no memory of its own, or none that other processes could map.
 
-    :raises Refused: with the reason.
+    :raises PickleRefused: with the reason.
     """
     reason = reason_against(tensor)
     if reason is not None:
-        raise Refused(reason, tensor)
+        raise PickleRefused(reason, tensor)
 
 
 def reason_against(tensor: torch.Tensor) -> str | None:

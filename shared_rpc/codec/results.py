@@ -157,7 +157,7 @@ def _copy_record(copied: Copied) -> Record:
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
-    # Buffers, and tensors that belong there, are on the host whatever the device is.
+    # PickledBuffers, and tensors that belong there, are on the host whatever the device is.
     devices = [segment.info.device for segment in placed.segments]
     where = next((name for name in devices if device_kind(name) == device_kind(device)), device)
     private = len(skeleton) + placed.repacked

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec import by_value
-from shared_rpc.codec.buffers import Buffers
+from shared_rpc.codec.buffers import PickledBuffers
 from shared_rpc.codec.devices import wrong_device
 from shared_rpc.codec.hosted import host_tensors
 from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
 from shared_rpc.codec.parameters import reduce_parameter
 from shared_rpc.codec.paths import locate
-from shared_rpc.codec.refusals import Refused, refuse_kind, refuse_tensor
+from shared_rpc.codec.refusals import PickleRefused, refuse_kind, refuse_tensor
 from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
@@ -52,7 +52,7 @@ class Scan:
     :param buffers: takes memory that is no tensor's; None to have it pickled.
     """
 
-    def __init__(self, kind: str, buffers: Buffers | None = None) -> None:
+    def __init__(self, kind: str, buffers: PickledBuffers | None = None) -> None:
         self.kind = kind
         self.buffers = buffers
         #: Whether there was a module, and a tensor with an autograd graph.
@@ -144,7 +144,7 @@ class Scan:
             return
         # Nothing of an empty tensor is shared; a jagged tensor on a GPU keeps its row lengths as shapes of such on the host.
         if memory.device.type != "cpu" or not (size == 0 or self._belongs_on_the_host(memory)):
-            raise Refused(wrong_device("", memory.device, self.kind).lstrip())
+            raise PickleRefused(wrong_device("", memory.device, self.kind).lstrip())
 
     def _belongs_on_the_host(self, memory: torch.Tensor | torch.UntypedStorage) -> bool:
         storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) and memory.layout is torch.strided else memory
@@ -152,7 +152,7 @@ class Scan:
 
     def anew(self) -> Scan:
         """A scan that has met nothing, for a part of the same value."""
-        scan = Scan(self.kind, Buffers())
+        scan = Scan(self.kind, PickledBuffers())
         scan.hosted = self.hosted
         return scan
 
@@ -276,7 +276,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             del anew
         if isinstance(cause, RecursionError):
             raise CapabilityError(f"{where} {_TOO_DEEP}") from None
-        raise CapabilityError(f"{where} {cause if isinstance(cause, Refused) else _UNPICKLABLE.format(cause)}") from error
+        raise CapabilityError(f"{where} {cause if isinstance(cause, PickleRefused) else _UNPICKLABLE.format(cause)}") from error
     else:
         above = max(scan.next_hook, RemovableHandle.next_id)
         return _HOOKS_BELOW % above + skeleton if above else skeleton
@@ -298,7 +298,7 @@ class _Outside(_Pickler):
         if isinstance(obj, torch.nn.Module):
             return -1
         if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
-            raise Refused(obj.grad_fn.name(), obj)
+            raise PickleRefused(obj.grad_fn.name(), obj)
         return super().persistent_id(obj)
 
 
@@ -314,7 +314,7 @@ def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
     with by_value.registered():
         try:
             attempt(value)
-        except Refused as error:
+        except PickleRefused as error:
             where, cause = locate(value, path, attempt, error)
             return where, str(cause)
     return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from shared_rpc.errors import CodecError
 from shared_rpc.lifecycle.finalizer import REAPER, weakly
-from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
+from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
 __all__ = ["Borrower", "Loan", "chunk_of", "keep"]
@@ -31,7 +31,7 @@ class _Pin:
 
     loan: Loan
 
-    def __init__(self, hold: Hold, number: int) -> None:
+    def __init__(self, hold: MappingHold, number: int) -> None:
         self.hold = hold
         self.number = number
 
@@ -78,7 +78,7 @@ class Borrower:
         self._told = weakly(self._pin_gone)
         self._lock = threading.Lock()
         self._closed = False
-        self._holds: dict[str, Hold] = {}
+        self._holds: dict[str, MappingHold] = {}
         self._loans: set[Loan] = set()
         self._dropped: deque[Loan] = deque()
         #: About how many bytes that are; threads may disturb each other's count.
@@ -107,7 +107,7 @@ class Borrower:
         for user in users:
             setattr(user, _HELD, pin)
 
-    def _hold(self, mapping: Mapping) -> Hold:
+    def _hold(self, mapping: Mapping) -> MappingHold:
         hold = self._holds.get(mapping.info.id)
         if hold is None or hold.mapping is not mapping:
             hold = MAPPINGS.hold(mapping)
@@ -115,7 +115,7 @@ class Borrower:
                 self._holds[mapping.info.id] = hold
         return hold
 
-    def arena(self, segment_id: str) -> Hold | None:
+    def arena(self, segment_id: str) -> MappingHold | None:
         """What keeps an arena mapped that something was borrowed of before."""
         return self._holds.get(segment_id)
 

@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 from shared_rpc.lifecycle import finalizer as reaper
 
-__all__ = ["Place", "forget_read_only", "watch_read_only"]
+__all__ = ["ReadOnlyRange", "forget_read_only", "watch_read_only"]
 
 
-class Place(NamedTuple):
+class ReadOnlyRange(NamedTuple):
     """Read-only memory of this process: ``nbytes`` bytes at ``address``, and what they are, told when it is asked."""
 
     address: int
@@ -42,15 +42,15 @@ class Place(NamedTuple):
 
 
 #: By address. Replaced, and never changed: the thread that faults may be the one that was about to replace it.
-_places: tuple[Place, ...] = ()
+_places: tuple[ReadOnlyRange, ...] = ()
 _changing = threading.Lock()
 
 
-def _address_of(place: Place) -> int:
+def _address_of(place: ReadOnlyRange) -> int:
     return place.address
 
 
-def watch_read_only(place: Place) -> None:
+def watch_read_only(place: ReadOnlyRange) -> None:
     """From now on a write there is told of."""
     global _places  # noqa: PLW0603
     with _changing:
@@ -66,7 +66,7 @@ def forget_read_only(address: int) -> None:
         _places = tuple(place for place in _places if place.address != address)
 
 
-def _place_of(address: int) -> Place | None:
+def _place_of(address: int) -> ReadOnlyRange | None:
     places = _places
     index = bisect.bisect_right(places, address, key=_address_of) - 1
     if index < 0 or address >= places[index].address + places[index].nbytes:
@@ -178,7 +178,7 @@ def _tell(info: int) -> None:
         _write(_hint())
 
 
-def _report(place: Place, address: int) -> str:
+def _report(place: ReadOnlyRange, address: int) -> str:
     return (
         f"shared_rpc: process {os.getpid()} wrote to memory that is shared with access='read', and ends by SIGSEGV\n"
         f"  what was written to: byte {address - place.address} of {place.what()}; address {address:#x}\n"

@@ -21,10 +21,10 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.faults import Place, forget_read_only, watch_read_only
+from shared_rpc.memory.faults import ReadOnlyRange, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo
 
-__all__ = ["KEPT_SHARE", "MAPPINGS", "Hold", "Mapping", "MappingTable"]
+__all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
 
 
 #: Of one mapping.
@@ -124,7 +124,7 @@ KEPT_SHARE = 4
 _HELD = "_shared_rpc_pin"
 
 
-class Hold:
+class MappingHold:
     """Keeps a mapping for as long as it lives, see :meth:`MappingTable.hold`."""
 
     def __init__(self, mapping: Mapping) -> None:
@@ -224,7 +224,7 @@ class MappingTable:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return limit == resource.RLIM_INFINITY or self._descriptors < limit // KEPT_SHARE
 
-    def receive(self, segment: Segment, owner: str = "") -> Hold:
+    def receive(self, segment: Segment, owner: str = "") -> MappingHold:
         """Map a segment that another process handed on, and keep it mapped while the answer lives. The segment is borrowed.
 
         A process to which its own sealed memory comes back gets the mapping that it writes to.
@@ -292,7 +292,7 @@ class MappingTable:
             mapping.pins += 1
             pinned += (mapping,)
         if _tells_of_faults(info):
-            watch_read_only(Place(address, info.nbytes, mapping.__str__))
+            watch_read_only(ReadOnlyRange(address, info.nbytes, mapping.__str__))
 
     def lend(self, loans: Iterable[tuple[Mapping, object]]) -> None:
         """Keep each mapping while the object beside it lives. To be called while it is created or attached.
@@ -314,9 +314,9 @@ class MappingTable:
             if held is not pin:
                 attributes[_HELD] = (held, pin)
 
-    def hold(self, mapping: Mapping) -> Hold:
+    def hold(self, mapping: Mapping) -> MappingHold:
         """An object that keeps the mapping. To be called while it is created or attached."""
-        hold = Hold(mapping)
+        hold = MappingHold(mapping)
         self.lend([(mapping, hold)])
         return hold
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import Extents, aligned
-from shared_rpc.memory.mapping import MAPPINGS, Hold, Mapping
+from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
 
 __all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
@@ -74,7 +74,7 @@ class Chunk:
 class Arena:
     """A segment of a pool. Whoever has one of its chunks in hand keeps it mapped, though the pool may be closed meanwhile."""
 
-    hold: Hold
+    hold: MappingHold
     mapping: Mapping
     extents: Extents
 

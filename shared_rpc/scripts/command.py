@@ -126,7 +126,7 @@ class _Run:
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
         if connection is None:
-            from shared_rpc.scripts.starting import Unfit, start
+            from shared_rpc.scripts.starting import NoZygote, start
 
             try:
                 connection = start(
@@ -138,7 +138,7 @@ class _Run:
                     lambda: self._signals.attend(_LOOK),
                     time.monotonic() + _START,
                 )
-            except Unfit as error:
+            except NoZygote as error:
                 raise _Unavailable(str(error)) from None
         try:
             self._check_peer(connection)

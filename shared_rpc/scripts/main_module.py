@@ -20,10 +20,10 @@ from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.preloading import shadowed
 from shared_rpc.zygote.serving import Zygote
 
-__all__ = ["Fork", "Refusal", "Request"]
+__all__ = ["Refusal", "ScriptFork", "ScriptRequest"]
 
 
-class Request(msgspec.Struct):
+class ScriptRequest(msgspec.Struct):
     """What a command wants to be run, and all that the script is to inherit from it.
 
     :param name: see :class:`Script`, for the next two also.
@@ -49,13 +49,13 @@ class Refusal(Exception):
     """A reason why a script cannot be run here as the interpreter would."""
 
 
-class Fork:
+class ScriptFork:
     """A script on its way.
 
     :param request: the command's.
     """
 
-    def __init__(self, zygote: Zygote, request: Request) -> None:
+    def __init__(self, zygote: Zygote, request: ScriptRequest) -> None:
         self._zygote = zygote
         self._request = request
         self.script = Script(request.name, tuple(request.arguments), request.module)

@@ -18,7 +18,7 @@ from shared_rpc.settings import ScriptSettings
 from shared_rpc.spawn.election import Election
 from shared_rpc.zygote.title import ROOM
 
-__all__ = ["Unfit", "log_path", "start"]
+__all__ = ["NoZygote", "log_path", "start"]
 
 #: Seconds for which a reason why a zygote must not be forked is believed: nobody waits for its imports again.
 _BELIEVED = 600.0
@@ -36,7 +36,7 @@ if script is not None:
 """
 
 
-class Unfit(Exception):
+class NoZygote(Exception):
     """There is no zygote, and why."""
 
 
@@ -58,13 +58,13 @@ def start(
 
     :param fds: descriptors of this process that a new one would inherit, and the zygote must not.
     :param pause: waits for a moment.
-    :raises Unfit: if there is none.
+    :raises NoZygote: if there is none.
     """
     try:
         check_directory(os.path.dirname(path))
         election = Election(path)
     except (ConfigurationError, OSError) as error:
-        raise Unfit(str(error)) from None
+        raise NoZygote(str(error)) from None
     try:
         while time.monotonic() < deadline:
             if election.win():
@@ -74,12 +74,14 @@ def start(
                     connection = connect()
                 if connection is not None:
                     return connection
-                raise Unfit(f"the zygote ended at once; see {log_path(path)}")
+                raise NoZygote(f"the zygote ended at once; see {log_path(path)}")
             pause()
             connection = connect()
             if connection is not None:
                 return connection
-        raise Unfit(f"another process began to start a zygote at {path}, and it has not come up in time; see {log_path(path)}")
+        raise NoZygote(
+            f"another process began to start a zygote at {path}, and it has not come up in time; see {log_path(path)}"
+        )
     finally:
         election.close()
 
@@ -94,7 +96,7 @@ def _start(
     deadline: float,
 ) -> None:
     if reason := election.failure() or _believed(path):
-        raise Unfit(reason)
+        raise NoZygote(reason)
     reading, writing = os.pipe()
     try:
         options = {"path": path, "lock": election.fd, "told": writing, **settings._asdict()}
@@ -102,7 +104,7 @@ def _start(
         _spawn(path, [*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], environ, fds, election.fd, writing)
     except OSError as error:
         os.close(reading)
-        raise Unfit(f"cannot start a zygote: {error}") from None
+        raise NoZygote(f"cannot start a zygote: {error}") from None
     finally:
         os.close(writing)
     try:
@@ -112,7 +114,7 @@ def _start(
     if told != "listens":
         reason = told or f"the zygote ended before it listened; see {log_path(path)}"
         election.record_failure(reason)
-        raise Unfit(reason)
+        raise NoZygote(reason)
 
 
 def _spawn(path: str, words: list[str], environ: Mapping[str, str], fds: list[int], lock: int, told: int) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from shared_rpc.scripts.front import ended, stopped
-from shared_rpc.scripts.main_module import Fork, Refusal
+from shared_rpc.scripts.main_module import Refusal, ScriptFork
 from shared_rpc.scripts.wire import packed
 from shared_rpc.zygote.forking import fork
 from shared_rpc.zygote.title import set_title
@@ -29,7 +29,7 @@ _READY = b"+"
 _BEGIN = b"!"
 
 
-def begin_script(script: Fork, connection: socket.socket, fds: list[int]) -> Fork:
+def begin_script(script: ScriptFork, connection: socket.socket, fds: list[int]) -> ScriptFork:
     """Fork the script: returns there, and nowhere else. In a fork of the zygote.
 
     :param fds: descriptors for the script.

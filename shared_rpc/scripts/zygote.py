@@ -21,7 +21,7 @@ import msgspec
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.peers import peer_of
-from shared_rpc.scripts.main_module import Fork, Request
+from shared_rpc.scripts.main_module import ScriptFork, ScriptRequest
 from shared_rpc.scripts.watcher import begin_script
 from shared_rpc.scripts.wire import GREETING, Incoming, Lost, packed
 from shared_rpc.server.listener import bind_socket, remove_socket
@@ -47,7 +47,7 @@ _PATIENCE = 10.0
 _LOOK = 2.0
 
 
-def main() -> Fork | None:
+def main() -> ScriptFork | None:
     """Be a zygote, until nobody wants a script for long enough. Returns in every script, with what it is to run."""
     options = json.loads(sys.argv[1])
     if os.fork():  # before there is anything that could be in its way
@@ -143,7 +143,7 @@ class _Serving:
         self._runs = 0
         self._connections: dict[int, _Connection] = {}
 
-    def serve(self) -> Fork | None:
+    def serve(self) -> ScriptFork | None:
         """Begin scripts. Returns in each of them; and None in the zygote, at its end."""
         while self._listener.fileno() >= 0:
             poll = select.poll()
@@ -195,7 +195,7 @@ class _Serving:
             sock.send(GREETING)
             self._connections[sock.fileno()] = _Connection(sock, time.monotonic() + _PATIENCE)
 
-    def _hear(self, connection: _Connection) -> Fork | None:
+    def _hear(self, connection: _Connection) -> ScriptFork | None:
         try:
             received = connection.incoming.receive(connection.socket)
         except BlockingIOError:
@@ -226,8 +226,8 @@ class _Serving:
                     os.close(fd)
         return script
 
-    def _run(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> Fork | None:
-        request = msgspec.convert(message, Request, strict=False)  # keys are texts in JSON
+    def _run(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> ScriptFork | None:
+        request = msgspec.convert(message, ScriptRequest, strict=False)  # keys are texts in JSON
         if name := self._zygote.changed():
             self._end()
             sock.send(packed({"refused": f"{name} has changed", "stale": True}))
@@ -246,7 +246,7 @@ class _Serving:
         if pid:
             self._runs += 1
             return None
-        script = begin_script(Fork(self._zygote, request), sock, fds)
+        script = begin_script(ScriptFork(self._zygote, request), sock, fds)
         # Their descriptors have been closed with all others.
         for other in (self._listener, sock, *(connection.socket for connection in self._connections.values())):
             other.detach()

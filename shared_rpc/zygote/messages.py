@@ -7,7 +7,7 @@ import struct
 
 import msgspec
 
-__all__ = ["Answer", "Fork", "Forked", "Preload", "Ready", "Refused", "Request", "Step", "Stream", "Unfit"]
+__all__ = ["Answer", "Fork", "ForkRefused", "Forked", "Preload", "Ready", "Request", "Step", "Stream", "Unfit"]
 
 #: What a zygote does to get ready: import a module, or change variables of its environment (None removes one).
 Step = str | dict[str, str | None]
@@ -68,14 +68,14 @@ class Forked(msgspec.Struct, tag=True):
     pid: int
 
 
-class Refused(msgspec.Struct, tag=True):
+class ForkRefused(msgspec.Struct, tag=True):
     """A request that cannot be met. ``stale``: nor can any later one, as what was imported is not what there is now."""
 
     why: str
     stale: bool = False
 
 
-Answer = Ready | Unfit | Forked | Refused
+Answer = Ready | Unfit | Forked | ForkRefused
 
 _requests = msgspec.json.Decoder(Request)
 _answers = msgspec.json.Decoder(Answer)

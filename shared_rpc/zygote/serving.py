@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.child import Identity, become, run_module
 from shared_rpc.zygote.forking import fork_for_reaper
-from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Refused, Stream, Unfit
+from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Stream, Unfit
 from shared_rpc.zygote.preloading import Files, preload, shadowed
 from shared_rpc.zygote.safety import try_fork, unsafe
 
@@ -97,17 +97,17 @@ class Zygote:
         self._names = [name for name, imported in sys.modules.items() if imported is not None]
         return Ready(self._names, done.dropped)
 
-    def refusal(self, folders: list[str]) -> Refused | None:
+    def refusal(self, folders: list[str]) -> ForkRefused | None:
         """Why what was imported is not what a new process would import; None if it is.
 
         :param folders: where that one looks first.
         """
         if not self.ready:
-            return Refused("it has not been told what to import")
+            return ForkRefused("it has not been told what to import")
         if name := self.changed():
-            return Refused(f"{name} has changed", stale=True)
+            return ForkRefused(f"{name} has changed", stale=True)
         if name := shadowed(folders):
-            return Refused(f"{name} would be imported in place of a module that has been imported already", stale=True)
+            return ForkRefused(f"{name} would be imported in place of a module that has been imported already", stale=True)
         return None
 
     def changed(self) -> str:
@@ -131,15 +131,15 @@ class Zygote:
 
     def _begin(self, request: Fork, fds: list[int]) -> Answer | Born:
         if len(fds) != len(request.fds):
-            return Refused(f"{len(request.fds)} descriptors were announced, and {len(fds)} came")
+            return ForkRefused(f"{len(request.fds)} descriptors were announced, and {len(fds)} came")
         if taken := sorted({*request.fds} & {*self.kept}):
-            return Refused(f"descriptor {taken[0]} of the new process is one that a library has opened here")
+            return ForkRefused(f"descriptor {taken[0]} of the new process is one that a library has opened here")
         if refused := self.refusal(request.folders):
             return refused
         try:
             pid = fork_for_reaper()
         except (OSError, MemoryError) as error:
-            return Refused(f"it cannot be forked: {str(error) or 'out of memory'}")
+            return ForkRefused(f"it cannot be forked: {str(error) or 'out of memory'}")
         if pid:
             return Forked(pid)
         identity = Identity(

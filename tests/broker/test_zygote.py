@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.zygote.messages import Preload, Refused, Unfit
+from shared_rpc.zygote.messages import ForkRefused, Preload, Unfit
 from tests.kit.processes import PYTHONPATH, eventually, python
 from tests.kit.zygotes import Zygote
 
@@ -218,7 +218,7 @@ def test_what_a_library_has_opened_stays(make: Callable[..., Zygote], tmp_path: 
         answer, *ends = zygote.begin("looks", fds=[one.fileno()] * 3)
     for fd in ends:
         os.close(fd)
-    assert isinstance(answer, Refused) and "is one that a library has opened" in answer.why
+    assert isinstance(answer, ForkRefused) and "is one that a library has opened" in answer.why
 
 
 def test_descriptors_of_one_fork_are_in_no_other(zygote: Zygote) -> None:
@@ -448,7 +448,7 @@ def test_a_file_that_has_changed(zygote: Zygote) -> None:
     zygote.prepare("changes")
     assert zygote.fork("reads").told() == 1
     path.write_text("value = 22")
-    assert zygote.refused("reads") == Refused(f"{path} has changed", stale=True)
+    assert zygote.refused("reads") == ForkRefused(f"{path} has changed", stale=True)
 
 
 def test_a_file_that_comes_before_an_imported_one(zygote: Zygote, tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_a_file_that_comes_before_an_imported_one(zygote: Zygote, tmp_path: Path
     assert zygote.fork("reads", folders=[str(folder)]).told() == 1
     (folder / "colorsys.py").write_text("")
     refused = zygote.refused("reads", folders=[str(folder)])
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ForkRefused)
     assert refused.stale
     assert str(folder / "colorsys.py") in refused.why
 
@@ -507,7 +507,7 @@ def test_no_memory_for_a_fork(zygote: Zygote, error: str, which: int) -> None:
     zygote.write("says", "from tell import say; say(1)")
     zygote.prepare("limits")
     refused = zygote.refused("says")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, ForkRefused)
     assert "memory" in refused.why
     assert not refused.stale
     if which == 2:

@@ -131,11 +131,11 @@ class Breaker(Silent):
         self._subjects = subjects
 
     def prepare(self, checks: int) -> None:
-        """See :class:`Watcher`."""
+        """See :class:`Observer`."""
         self._choose("Subject")
 
     def begin(self, outcome: Outcome) -> None:
-        """See :class:`Watcher`."""
+        """See :class:`Observer`."""
         self._choose(self._subjects.get(outcome.name, "Subject"))
 
     def _choose(self, subject: str) -> None:

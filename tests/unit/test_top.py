@@ -21,8 +21,20 @@ from textual.widgets import HelpPanel, Input, Static
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.discovery import find_server
 from shared_rpc.cli.top.app import Grid, Question, TopApp
-from shared_rpc.cli.top.tables import ORDERS, Choice, View, arranged, bar, detail, headline, lasted, objects, others, totals
-from shared_rpc.cli.top.watching import Action, Snapshot, Watcher, pause, rates
+from shared_rpc.cli.top.tables import (
+    ORDERS,
+    ObjectChoice,
+    View,
+    arranged,
+    bar,
+    detail,
+    headline,
+    lasted,
+    objects,
+    others,
+    totals,
+)
+from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError
 
 GPU = "GPU-0123abcd-89ef-0123-4567-89abcdef0123"
@@ -241,7 +253,7 @@ def test_orders() -> None:
     ]
 
     def order(**choice: Any) -> list[int]:
-        return [int(item["object_id"], 16) for item in arranged(items, Choice(**choice))]
+        return [int(item["object_id"], 16) for item in arranged(items, ObjectChoice(**choice))]
 
     found = {name: order(sort=name) for name in ORDERS}
     assert found == {"size": [2, 3, 1], "age": [2, 3, 1], "leases": [3, 1, 2], "name": [3, 1, 2], "access": [1, 3, 2]}
@@ -251,7 +263,7 @@ def test_orders() -> None:
 def test_equal_objects_stay_in_their_places() -> None:
     """However the server lists them."""
     items = [thing(number, nbytes=1) for number in range(5)]
-    assert arranged(items, Choice()) == arranged(items[::-1], Choice())
+    assert arranged(items, ObjectChoice()) == arranged(items[::-1], ObjectChoice())
 
 
 # Counters.
@@ -296,7 +308,7 @@ def test_of_several_servers_the_one_there_was_is_found_again(base_path: str, pro
 
 
 @pytest.fixture
-def watcher(provider: Provider, serve: Callable[..., Server]) -> Watcher:
+def watcher(provider: Provider, serve: Callable[..., Server]) -> ServerWatcher:
     """Of a server that has built a tensor."""
 
     @provider.share
@@ -305,10 +317,10 @@ def watcher(provider: Provider, serve: Callable[..., Server]) -> Watcher:
 
     server = serve()
     provider.call("load", 1)
-    return Watcher(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
+    return ServerWatcher(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
 
 
-def test_what_is_asked_for_is_done(watcher: Watcher) -> None:
+def test_what_is_asked_for_is_done(watcher: ServerWatcher) -> None:
     """An object, an endpoint, a buffer."""
     seen = watcher.look()
     (item,) = seen.objects
@@ -318,7 +330,7 @@ def test_what_is_asked_for_is_done(watcher: Watcher) -> None:
     watcher.close()
 
 
-def test_a_buffer_is_freed(watcher: Watcher) -> None:
+def test_a_buffer_is_freed(watcher: ServerWatcher) -> None:
     """Its holder keeps it, and nobody else gets it."""
     seen = watcher.look()
     with Client(socket_path=seen.server["socket_path"]) as client, client.create_buffer(4) as buffer:
@@ -329,14 +341,14 @@ def test_a_buffer_is_freed(watcher: Watcher) -> None:
     watcher.close()
 
 
-def test_what_cannot_be_done_is_told(watcher: Watcher) -> None:
+def test_what_cannot_be_done_is_told(watcher: ServerWatcher) -> None:
     """An object that has gone meanwhile does not end the view."""
     seen = watcher.look()
     assert watcher.carry_out(Action("object", "0" * 24, "load(size=2)", seen)).startswith("load(size=2): ")
     watcher.close()
 
 
-def test_what_was_asked_of_another_server_is_not_asked_of_this_one(watcher: Watcher) -> None:
+def test_what_was_asked_of_another_server_is_not_asked_of_this_one(watcher: ServerWatcher) -> None:
     """It was meant for what was on the screen, of a server that has gone, before and after the next one is found."""
     seen = watcher.look()
     watcher.close()
@@ -356,13 +368,13 @@ def test_without_a_server_the_reason_is_told() -> None:
         raise ConnectError("nobody is there")
 
     with pytest.raises(SharedRPCError, match=r"^nobody is there$"):
-        Watcher(find).look()
+        ServerWatcher(find).look()
 
 
 # The application. What it shows is told by a watcher of the test's own, so that it shows it at once.
 
 
-class Told(Watcher):
+class Told(ServerWatcher):
     """Tells what a test says, and keeps what is asked for."""
 
     def __init__(self, latest: Snapshot) -> None:

@@ -25,8 +25,8 @@ from textual.timer import Timer
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
 
 from shared_rpc.cli.rendering import one_line, origin
-from shared_rpc.cli.top.tables import ORDERS, Choice, Table, View, arranged, detail, headline, objects, others, totals
-from shared_rpc.cli.top.watching import Action, Facts, Snapshot, Watcher, pause, rates
+from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, Table, View, arranged, detail, headline, objects, others, totals
+from shared_rpc.cli.top.watching import Action, Facts, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import SharedRPCError
 
 __all__ = ["TopApp"]
@@ -145,7 +145,7 @@ class TopApp(App[None]):
             super().__init__()
             self.found, self.seconds, self.notice = found, seconds, notice
 
-    def __init__(self, watcher: Watcher, interval: float, sort: str, parts: str, **options: Any) -> None:
+    def __init__(self, watcher: ServerWatcher, interval: float, sort: str, parts: str, **options: Any) -> None:
         super().__init__(**options)
         self._watcher, self._watching = watcher, threading.Lock()
         self._interval = interval
@@ -153,7 +153,7 @@ class TopApp(App[None]):
         self._next: Timer | None = None
         self._history: deque[float] = deque(maxlen=_REMEMBERED)
         self._view: View | None = None
-        self._choice = Choice(sort)
+        self._choice = ObjectChoice(sort)
         self._former_filter = ""
 
     def compose(self) -> ComposeResult:

@@ -13,8 +13,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from shared_rpc import Client
-from shared_rpc.cli.top.tables import Choice, Table, View, arranged, headline, objects, others, parts_for, totals
-from shared_rpc.cli.top.watching import Watcher, rates
+from shared_rpc.cli.top.tables import ObjectChoice, Table, View, arranged, headline, objects, others, parts_for, totals
+from shared_rpc.cli.top.watching import ServerWatcher, rates
 
 __all__ = ["print_once"]
 
@@ -29,7 +29,7 @@ def print_once(find: Callable[[str], Client], interval: float, sort: str, consol
 
     :raises SharedRPCError: if no server answers.
     """
-    watcher = Watcher(find)
+    watcher = ServerWatcher(find)
     try:
         first = watcher.look()
         time.sleep(interval)
@@ -37,7 +37,7 @@ def print_once(find: Callable[[str], Client], interval: float, sort: str, consol
     finally:
         watcher.close()
     view = View(second, rates(first, second), parts_for(console), os.getpid())
-    tables = [*others(view).values(), objects(view, arranged(second.objects, Choice(sort)))]
+    tables = [*others(view).values(), objects(view, arranged(second.objects, ObjectChoice(sort)))]
     if not sys.stdout.isatty():  # what reads a pipe wants one line for each row, however long
         console.width = _UNLIMITED
     for line in (headline(view), totals(view)):

@@ -16,7 +16,7 @@ from shared_rpc.protocol.tasks import Progress
 
 __all__ = [
     "ORDERS",
-    "Choice",
+    "ObjectChoice",
     "Table",
     "View",
     "arranged",
@@ -54,7 +54,7 @@ class Table(NamedTuple):
     keys: Sequence[str] = ()
 
 
-class Choice(NamedTuple):
+class ObjectChoice(NamedTuple):
     """The user's choice of objects and of their order."""
 
     sort: str = "size"
@@ -115,7 +115,7 @@ def others(view: View) -> dict[str, Table]:
     return {name: make(view) for name, make in makers.items()}
 
 
-def arranged(found: Sequence[Facts], choice: Choice) -> list[Facts]:
+def arranged(found: Sequence[Facts], choice: ObjectChoice) -> list[Facts]:
     """Return the objects that are shown, in their order."""
     (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
     shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]

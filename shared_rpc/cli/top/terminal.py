@@ -16,7 +16,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from shared_rpc import Client
 from shared_rpc.cli.top.app import TopApp
 from shared_rpc.cli.top.tables import parts_for
-from shared_rpc.cli.top.watching import Watcher
+from shared_rpc.cli.top.watching import ServerWatcher
 
 __all__ = ["run"]
 
@@ -27,7 +27,7 @@ _STDOUT = 1
 
 def run(find: Callable[[str], Client], interval: float, sort: str, console: Console) -> int:
     """Show the server until a key or a signal ends it: the exit code."""
-    watcher = Watcher(find)
+    watcher = ServerWatcher(find)
     app = TopApp(watcher, interval, sort, parts_for(console), driver_class=_Terminal)
 
     async def show() -> None:

@@ -13,7 +13,7 @@ from shared_rpc import Client
 from shared_rpc.cli.processes import command_of
 from shared_rpc.errors import SharedRPCError
 
-__all__ = ["Action", "Facts", "Rates", "Snapshot", "Watcher", "pause", "rates"]
+__all__ = ["Action", "Facts", "Rates", "ServerWatcher", "Snapshot", "pause", "rates"]
 
 Facts = dict[str, Any]
 
@@ -89,7 +89,7 @@ class Action(NamedTuple):
     seen: Snapshot
 
 
-class Watcher:
+class ServerWatcher:
     """A client of the server that is watched, or of the next one. One thread at a time uses it.
 
     :param find: returns a client of the server to look at, given the socket of the previous one, or raises the reason why there

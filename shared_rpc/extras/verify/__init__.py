@@ -6,6 +6,6 @@
 from shared_rpc.extras.verify.interrupts import Interrupted
 from shared_rpc.extras.verify.run import Report, Settings, verify
 from shared_rpc.extras.verify.stage import CannotRun
-from shared_rpc.extras.verify.verdict import Watcher
+from shared_rpc.extras.verify.verdict import Observer
 
-__all__ = ["CannotRun", "Interrupted", "Report", "Settings", "Watcher", "verify"]
+__all__ = ["CannotRun", "Interrupted", "Observer", "Report", "Settings", "verify"]

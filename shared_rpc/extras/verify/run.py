@@ -19,7 +19,7 @@ from shared_rpc.extras.verify.gauges import DeviceGauge, HostGauge
 from shared_rpc.extras.verify.interrupts import Interrupts
 from shared_rpc.extras.verify.model import true_size
 from shared_rpc.extras.verify.stage import CannotRun, Stage
-from shared_rpc.extras.verify.verdict import Outcome, Silent, Watcher, size
+from shared_rpc.extras.verify.verdict import Observer, Outcome, Silent, size
 
 __all__ = ["SCHEMA", "Report", "Settings", "verify"]
 
@@ -104,7 +104,7 @@ class Report:
         }
 
 
-def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> Report:
+def verify(settings: Settings | None = None, watcher: Observer | None = None) -> Report:
     """Start a server and clients, check, and end all of them. In the main thread, whose signals it handles.
 
     :raises CannotRun: if there is nothing to check.
@@ -131,7 +131,7 @@ def verify(settings: Settings | None = None, watcher: Watcher | None = None) -> 
     return report
 
 
-def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher) -> Report:
+def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Observer) -> Report:
     try:
         stage.wait_for_server()
     except SharedRPCError as error:
@@ -169,7 +169,7 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Watcher)
     return report
 
 
-def _made(check: Check, bench: Bench, watcher: Watcher) -> Outcome:
+def _made(check: Check, bench: Bench, watcher: Observer) -> Outcome:
     begin = time.monotonic()
     outcome = Outcome(check.name, check.title, watcher)
     watcher.begin(outcome)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-__all__ = ["Outcome", "Problem", "Silent", "Watcher", "size"]
+__all__ = ["Observer", "Outcome", "Problem", "Silent", "size"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Problem:
     advice: str
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """Observer of a verification; a subclass implements what it wants to know."""
 
     def prepare(self, checks: int) -> None:
@@ -39,7 +39,7 @@ class Watcher(Protocol):
         return
 
 
-class Silent(Watcher):
+class Silent(Observer):
     """Observer that wants to know nothing."""
 
 
@@ -53,7 +53,7 @@ class Outcome:
 
     name: str
     title: str
-    watcher: Watcher = field(default_factory=Silent)
+    watcher: Observer = field(default_factory=Silent)
     seconds: float = 0.0
     #: One line for people.
     found: str = ""
