@@ -20,37 +20,28 @@ from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.observability.events import HookFactory, add_hook
-from shared_rpc.observability.logs import LogFormat, LogLevel, configure
+from shared_rpc.observability.logs import configure
+from shared_rpc.options import ServeOptions
 from shared_rpc.settings import take_service_variables
 
 
 def main() -> int:
     """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
     logging.lastResort = LogHandler(logging.WARNING)
-    options = _options()
-    if options.detach is not None:
-        detach(options.detach)
+    words = _parser().parse_args()
+    if words.detach is not None:
+        detach(words.detach)
     asked = End()
 
     def end(why: str) -> None:
         asked.set()
         _say(f"shared-rpc: {why}: ends")
 
-    command = WorkerCommand(
-        options.target,
-        options.base_path,
-        options.socket,
-        options.device,
-        options.max_workers,
-        options.quota,
-        options.log_format,
-        options.log_level,
-        tell_imports=not options.no_preload,
-    )
-    if options.log_format is not None or options.log_level is not None:
-        configure(options.log_format or "text", options.log_level or "info", LogHandler())
     try:
-        for name in options.hook:
+        options = ServeOptions.of(words.options)
+        if options.log_format is not None or options.log_level is not None:
+            configure(options.log_format or "text", options.log_level or "info", LogHandler())
+        for name in options.hooks:
             _add_hook(name)
         exporter = None
         if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
@@ -61,18 +52,7 @@ def main() -> int:
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
-    broker = Broker(
-        command,
-        workers=options.workers,
-        build_timeout=options.build_timeout,
-        max_bytes=options.max_bytes,
-        max_tasks=options.max_tasks,
-        result_ttl=options.result_ttl,
-        idle_exit=options.idle_exit,
-        on_end=end,
-        inherited=inherited,
-        exporter=exporter,
-    )
+    broker = Broker(WorkerCommand(words.target, options), on_end=end, inherited=inherited, exporter=exporter)
 
     def begin() -> Broker:
         broker.start(asked.wait)
@@ -103,29 +83,12 @@ def _say(text: str) -> None:
             os.write(1, f"{text}\n".encode())
 
 
-def _options() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.broker")
     parser.add_argument("target")
-    parser.add_argument("--base-path")
-    parser.add_argument("--socket")
-    parser.add_argument("--device", action="append", default=[])
-    parser.add_argument("--quota", action="append", default=[])
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--max-workers", type=int)
-    parser.add_argument("--build-timeout", type=float)
-    parser.add_argument("--max-bytes", type=int)
-    parser.add_argument("--max-tasks", type=int, default=1000)
-    parser.add_argument("--result-ttl", type=float, default=3600.0)
-    parser.add_argument("--idle-exit", type=float)
-    parser.add_argument("--log-format", choices=list(LogFormat))
-    parser.add_argument("--log-level", choices=list(LogLevel))
-    parser.add_argument("--hook", action="append", default=[])
-    parser.add_argument("--metrics-port", type=int)
-    parser.add_argument("--metrics-host", default="127.0.0.1")
-    parser.add_argument("--no-preload", action="store_true")
-    #: How :mod:`shared_rpc.spawn` starts it: a lock to be kept.
-    parser.add_argument("--detach", type=int)
-    return parser.parse_args()
+    parser.add_argument("--options", default="{}", help="As ServeOptions has them.")
+    parser.add_argument("--detach", type=int, help="The descriptor of a lock to be kept.")
+    return parser
 
 
 def _add_hook(name: str) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -71,27 +71,12 @@ class Broker:
         self,
         command: WorkerCommand,
         *,
-        workers: int = 1,
-        build_timeout: float | None = None,
-        max_bytes: int | None = None,
-        max_tasks: int = 1000,
-        result_ttl: float = 3600.0,
-        max_connections: int = 8192,
-        allow_uids: Collection[int] = (),
-        idle_exit: float | None = None,
         on_end: Callable[[str], None] = lambda why: None,
         inherited: Inherited | None = None,
         exporter: Exporter | None = None,
     ) -> None:
         self._command = command
-        self._count = workers
-        self._build_timeout = build_timeout
-        self._max_bytes = max_bytes
-        self._max_tasks = max_tasks
-        self._result_ttl = result_ttl
-        self._max_connections = max_connections
-        self._uids = {os.geteuid(), *allow_uids}
-        self._idle_exit = idle_exit
+        self._options = command.options
         self._descriptors = Descriptors()
         self._on_end = on_end
         self._services: dict[str, Service] = {}
@@ -177,8 +162,8 @@ class Broker:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
-        self._supervisor = Supervisor(self._command, self._count, self, self._zygote)
-        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._build_timeout)
+        self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote)
+        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._options.build_timeout)
         self._memory = MemoryRequests(self._current)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
@@ -195,11 +180,11 @@ class Broker:
                     self._keeping.ready(self._earlier.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
-                    if self._idle_exit is None:
+                    if self._options.idle_exit is None:
                         await anyio.sleep_forever()
                     else:
-                        await unused(self._idle_exit, self._look)
-                        self._end(f"nobody has used it for {self._idle_exit:g} s")
+                        await unused(self._options.idle_exit, self._look)
+                        self._end(f"nobody has used it for {self._options.idle_exit:g} s")
             finally:
                 if self._exporter is not None:
                     self._exporter.close()
@@ -231,9 +216,9 @@ class Broker:
             executor,
             message.device,
             executor.lanes,
-            max_bytes=self._max_bytes,
-            max_tasks=self._max_tasks,
-            result_ttl=self._result_ttl,
+            max_bytes=self._options.max_bytes,
+            max_tasks=self._options.max_tasks,
+            result_ttl=self._options.result_ttl,
             quotas=message.quotas,
             memory=RelayedMemory(self._memory, message.devices),
             mechanism=message.mechanism,
@@ -243,7 +228,8 @@ class Broker:
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
         listener = self._keeping.listener(message.socket_path)
-        acceptor = Acceptor(core, message.socket_path, self._uids, self._max_connections, listener)
+        uids = {os.geteuid(), *self._options.allow_uids}
+        acceptor = Acceptor(core, message.socket_path, uids, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)

@@ -55,7 +55,7 @@ class Worker:
     ) -> None:
         self.number = number
         self.restarts = restarts
-        self.device = command.device_of(number)
+        self.device = command.options.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
         self._kills = want_of_memory.kills()

@@ -165,7 +165,7 @@ class WorkerZygote:
     """
 
     def __init__(self, command: WorkerCommand) -> None:
-        wanted = command.tell_imports
+        wanted = command.options.preload
         self._command = command
         self._state = "waiting" if wanted else "off"
         self._why = "no worker has loaded the app yet" if wanted else "--no-preload"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,8 @@ from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
+from shared_rpc.options import ServeOptions
+from shared_rpc.settings import checked_path
 from shared_rpc.worker.amounts import check_quotas, in_bytes, quotas_of
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def serve(
         bool, typer.Option("--no-preload", help="Start every worker anew, and none as a fork of a process with its imports.")
     ] = False,
     in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
-    max_workers: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
     quota: Annotated[
         list[str] | None,
@@ -51,6 +53,17 @@ def serve(
     result_ttl: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
     ] = 3600.0,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections beyond this are turned away.")] = 8192,
+    allow_uid: Annotated[
+        list[int] | None,
+        typer.Option(min=0, metavar="UID", help="A user beside this one whose clients are let in. May be repeated."),
+    ] = None,
+    pool_initial: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory with which a session's pool for results begins: 4M by default.")
+    ] = None,
+    pool_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory up to which it grows: 256M by default; 0 for no pools.")
+    ] = None,
     idle_exit: Annotated[
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="End when nobody has used it for so long: no client, lease or task."),
@@ -77,11 +90,9 @@ def serve(
     # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    options: dict[str, Any] = {
-        "max_bytes": in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
-        "max_tasks": max_tasks,
-        "result_ttl": result_ttl,
-    }
+    for path in (base_path, socket):
+        if path is not None:
+            checked_path(path)
     quotas_of(quota or ())  # what is not well-formed is told before anything starts
     if in_process:
         if hook:
@@ -96,58 +107,57 @@ def serve(
             raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
         if log_format is not None or log_level is not None:
             configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
-        options |= {"max_workers": max_workers, "metrics_port": metrics_port, "metrics_host": metrics_host}
-        _serve_in_process(target, device, base_path, socket, quota or [], options)
-        return
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
-    devices = worker_device or ([device] if device is not None else [])
-    _become_broker(
-        target,
-        ["--no-preload"] if no_preload else [],
-        {"device": devices, "quota": quota or [], "hook": hook or []},
-        options
-        | {"base_path": base_path, "socket": socket}
-        | {"workers": max(workers, len(devices)), "max_workers": max_workers, "build_timeout": build_timeout}
-        | {"idle_exit": idle_exit}
-        | {"log_format": log_format, "log_level": log_level}
-        | {"metrics_port": metrics_port, "metrics_host": metrics_host if metrics_port is not None else None},
+    devices = tuple(worker_device or ([device] if device is not None else []))
+    options = ServeOptions(
+        base_path=base_path,
+        socket=socket,
+        devices=devices,
+        workers=max(workers, len(devices)),
+        threads=threads,
+        build_timeout=build_timeout,
+        preload=not no_preload,
+        max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
+        quotas=tuple(quota or ()),
+        max_tasks=max_tasks,
+        result_ttl=result_ttl,
+        max_connections=max_connections,
+        allow_uids=tuple(allow_uid or ()),
+        pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
+        pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
+        idle_exit=idle_exit,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+        log_format=log_format,
+        log_level=log_level,
+        hooks=tuple(hook or ()),
     )
+    if in_process:
+        _serve_in_process(target, options)
+    else:
+        _become_broker(target, options)
 
 
-def _become_broker(target: str, flags: list[str], lists: dict[str, list[str]], options: dict[str, Any]) -> None:
+def _become_broker(target: str, options: ServeOptions) -> None:
     """The broker takes this process over: it lives for long, and needs nothing of what parses and prints here."""
     import os
 
-    words = [sys.executable, "-m", "shared_rpc.broker", target, *flags]
-    for name, values in lists.items():
-        for value in values:
-            words += [f"--{name}", value]
-    for name, value in options.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
     sys.stdout.flush()
-    os.execv(sys.executable, words)
+    os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.broker", target, *options.words])
 
 
 def _announce(path: str, names: list[str]) -> None:
     print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
 
 
-def _serve_in_process(
-    target: str,
-    device: str | None,
-    base_path: str | None,
-    socket: str | None,
-    quota: list[str],
-    options: dict[str, Any],
-) -> None:
+def _serve_in_process(target: str, options: ServeOptions) -> None:
     from shared_rpc.lifecycle.hosting import set_host
     from shared_rpc.lifecycle.main_end import close_all, end_now_if_busy
     from shared_rpc.lifecycle.signals import wait_for_signal
     from shared_rpc.worker.app import load_providers
 
-    host = _InProcessHost(base_path, device, socket, quota, options)
+    host = _InProcessHost(options)
     set_host(host)
 
     def begin() -> list[Server]:
@@ -161,9 +171,9 @@ def _serve_in_process(
 
     try:
         providers = load_providers(target)
-        if socket is not None and len(providers) > 1:
+        if options.socket is not None and len(providers) > 1:
             raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
-        if options["metrics_port"] is not None and len(providers) > 1:
+        if options.metrics_port is not None and len(providers) > 1:
             raise ConfigurationError(
                 f"{target} has {len(providers)} providers for one --metrics-port: name one with {target}:name, or leave out "
                 f"--in-process"
@@ -178,11 +188,7 @@ def _serve_in_process(
 class _InProcessHost:
     """Serves each provider as the command line says, from its first call on: that may come while the app is loaded."""
 
-    def __init__(
-        self, base_path: str | None, device: str | None, socket: str | None, quota: list[str], options: dict[str, Any]
-    ) -> None:
-        self._base_path, self._device, self._socket = base_path, device, socket
-        self._quota = quota
+    def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self.servers: dict[Provider, Server] = {}
 
@@ -190,12 +196,25 @@ class _InProcessHost:
         """See :class:`shared_rpc.lifecycle.hosting.Host`."""
         from shared_rpc.runtime import ServerRuntime
         from shared_rpc.server.server import Server
+        from shared_rpc.worker.overrides import override
 
         if provider not in self.servers:
-            provider.base_path = self._base_path if self._base_path is not None else provider.base_path
-            provider.device = self._device if self._device is not None else provider.device
-            check_quotas(self._quota, provider.device_id)
-            server = Server(provider, socket_path=self._socket, quotas=quotas_of(self._quota), **self._options)
+            options = self._options
+            override(provider, options, options.device_of(0))
+            check_quotas(options.quotas, provider.device_id)
+            server = Server(
+                provider,
+                socket_path=options.socket,
+                max_workers=options.threads,
+                max_bytes=options.max_bytes,
+                max_tasks=options.max_tasks,
+                result_ttl=options.result_ttl,
+                quotas=quotas_of(options.quotas),
+                max_connections=options.max_connections,
+                allow_uids=options.allow_uids,
+                metrics_port=options.metrics_port,
+                metrics_host=options.metrics_host,
+            )
             self.servers[provider] = server.start()
         return ServerRuntime(self.servers[provider])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shared_rpc.options import ServeOptions
 from shared_rpc.runtime import ClientRuntime
 from shared_rpc.settings import Role
 from shared_rpc.spawn.starting import ServerStarter, log_path
@@ -26,9 +27,7 @@ class SpawnRuntime(ClientRuntime):
 
     def __init__(self, provider: Provider, idle_exit: float | None, preload: bool) -> None:
         super().__init__(provider)
-        options = ["--idle-exit", str(idle_exit)] if idle_exit is not None else []
-        if not preload:
-            options.append("--no-preload")
+        options = ServeOptions(idle_exit=idle_exit, preload=preload)
         self.client._pool.summon = ServerStarter(lambda: target_of(provider), options)
 
     def info(self) -> dict[str, Any]:

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
 from shared_rpc.errors import ConnectError
+from shared_rpc.options import ServeOptions
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import server_environment
@@ -40,10 +41,10 @@ class ServerStarter:
     """Has a server listen at a socket. What a client calls when nobody does.
 
     :param target: tells the app, when it is needed; see :func:`shared_rpc.spawn.target.target_of`.
-    :param options: further words for ``python -m shared_rpc.broker``.
+    :param options: of the server.
     """
 
-    def __init__(self, target: Callable[[], str], options: Sequence[str]) -> None:
+    def __init__(self, target: Callable[[], str], options: ServeOptions) -> None:
         self._target = target
         self._options = options
 
@@ -75,7 +76,7 @@ class ServerStarter:
         reason = election.failure()
         if reason:
             raise ConnectError(reason)
-        words = ["-m", "shared_rpc.broker", self._target(), *self._options]
+        words = ["-m", "shared_rpc.broker", self._target(), *self._options.words]
         begin = time.monotonic()
         with _opened_log(path) as log:
             start = os.fstat(log).st_size

@@ -9,6 +9,7 @@ from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.lifecycle.hosting import set_host
 from shared_rpc.lifecycle.main_end import close_all
 from shared_rpc.observability.logs import configure
+from shared_rpc.options import ServeOptions
 from shared_rpc.worker.app import load_providers
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost
@@ -22,38 +23,29 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--base-path")
-    parser.add_argument("--device")
-    parser.add_argument("--socket")
-    parser.add_argument("--max-workers", type=int)
-    parser.add_argument("--quota", action="append", default=[])
-    parser.add_argument("--listen-device")
-    parser.add_argument("--log-format")
-    parser.add_argument("--log-level")
-    parser.add_argument("--tell-imports", action="store_true", help="With what the app imports, another worker can begin.")
+    parser.add_argument("--number", type=int, default=0)
+    parser.add_argument("--options", default="{}", help="As ServeOptions has them.")
     parser.add_argument("--forked", help="What this fork's imports suppose of the app; see Supposed.")
-    options = parser.parse_args()
-    die_with_parent(options.parent)
-    beginning = Beginning(options.forked, sys.argv[1:])
+    words = parser.parse_args()
+    die_with_parent(words.parent)
+    beginning = Beginning(words.forked, sys.argv[1:])
+    options = ServeOptions.of(words.options)
     if options.log_format is not None or options.log_level is not None:
         # Events are the broker's to tell: here it is the app's own logging, with the ids of requests.
         configure(options.log_format or "text", options.log_level or "info", events=False)
-    overrides = Overrides(
-        options.base_path, options.device, options.socket, options.max_workers, options.quota, options.listen_device
-    )
-    host = WorkerHost(options.fd, overrides)
+    host = WorkerHost(words.fd, Overrides(options, words.number))
     set_host(host)
     host.start()
     try:
         with beginning.watching(may_restart=lambda: not host.hosts):
-            providers = load_providers(options.target)
+            providers = load_providers(words.target)
         if options.socket is not None and len(providers) > 1:
             raise ConfigurationError(
-                f"{options.target} has {len(providers)} providers for one --socket: name one with {options.target}:name"
+                f"{words.target} has {len(providers)} providers for one --socket: name one with {words.target}:name"
             )
         for provider in providers:
             host.adopt(provider)
-        host.loaded(beginning.imports() if options.tell_imports else None)
+        host.loaded(beginning.imports() if options.preload else None)
         host.wait()
     except SharedRPCError as error:
         host.refuse(error)

@@ -94,8 +94,7 @@ class WorkerHost:
                     f"two providers of the app have the base path {provider.base_path!r} and the device {provider.device!r}: "
                     f"give them base paths of their own"
                 )
-            provider.base_path = self._overrides.base_path if self._overrides.base_path is not None else provider.base_path
-            provider.device = self._overrides.device if self._overrides.device is not None else provider.device
+            self._overrides.apply(provider)
             hosted = self._hosted[key] = Hosted(key, provider, self._overrides.max_workers)
             runtime = WorkerRuntime(provider, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here)
             message = w.Serve(

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.options import ServeOptions
+from shared_rpc.provider import Provider
 from shared_rpc.settings import checked_path, resolve_base_path, socket_path
 
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
-
-__all__ = ["Overrides"]
+__all__ = ["Overrides", "override"]
 
 
-@dataclass(frozen=True)
 class Overrides:
-    """None stands for what it leaves to them."""
+    """What the options of ``serve`` say to one of the workers."""
 
-    base_path: str | None = None
-    device: str | None = None
-    socket: str | None = None
-    max_workers: int | None = None
-    quotas: Sequence[str] = ()
-    #: The device whose name is in the socket's: with several workers that of the first.
-    listen_device: str | None = None
+    def __init__(self, options: ServeOptions, number: int) -> None:
+        self.options = options
+        self.socket = options.socket
+        self.max_workers = options.threads
+        self.quotas = options.quotas
+        self._device = options.device_of(number)
+
+    def apply(self, provider: Provider) -> None:
+        """Have a provider be as the options say."""
+        override(provider, self.options, self._device)
 
     def socket_of(self, provider: Provider) -> str | None:
         """Where the broker listens for a provider; None for where its own device says.
+
+        With several workers, the socket is named for the device of the first.
 
         :raises ConfigurationError: for a path that is not UTF-8, or too long.
         """
         if self.socket is not None:
             return checked_path(self.socket)
-        if self.listen_device is None:
+        if not self.options.devices:
             return None
-        return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.listen_device)))
+        return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.options.devices[0])))
+
+
+def override(provider: Provider, options: ServeOptions, device: str | None) -> None:
+    """Have a provider's base path, device and pools be as ``serve`` was told, as far as it was.
+
+    :raises ConfigurationError: for sizes that make no pool.
+    """
+    if options.base_path is not None:
+        provider.base_path = options.base_path
+    if device is not None:
+        provider.device = device
+    pool = provider.pool
+    provider.pool = PoolOptions(
+        initial=options.pool_initial if options.pool_initial is not None else pool.initial,
+        limit=options.pool_limit if options.pool_limit is not None else pool.limit,
+    )

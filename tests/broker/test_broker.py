@@ -22,6 +22,24 @@ def app(broker_app: BrokerApp) -> BrokerApp:
     return broker_app
 
 
+def test_limits_of_the_command_line(app: BrokerApp) -> None:
+    """Connections beyond the limit are turned away; without pools a result has memory of its own."""
+    app.start("--max-connections", "2", "--pool-limit", "0")
+    client, other = app.connect(), app.connect()
+    assert torch.equal(client.call("echo", torch.ones(100)), torch.ones(100))
+    assert client.get_server_info()["pools"]["nbytes"] == 0
+    other.ping()
+    with pytest.raises(errors.ServerBusy):
+        app.connect(timeout=5.0).ping()
+
+
+def test_sizes_that_make_no_pool(app: BrokerApp) -> None:
+    """The end says which, and why."""
+    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--pool-initial", "0", cwd=app.file.parent)
+    code, said = child.close()
+    assert code == 1 and "initial is at least 1 byte" in said
+
+
 def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
     """With an object, a buffer, a task and a pooled result in its hands it has mapped no library of either."""
     broker = app.start(fresh=True)
@@ -102,7 +120,7 @@ def test_calls_of_endpoints(app: BrokerApp) -> None:
         async def later(n):
             return (await soon(n)) + 1
     """)
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client = app.connect()
     assert client.call("deep", 5) == 5
     assert client.call("later", 2) == 3
@@ -137,7 +155,7 @@ def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
         def again():
             again.refresh()
     """)
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client = app.connect(timeout=8)
     assert client.call("outer") == 2
     with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
@@ -327,7 +345,7 @@ def test_work_that_has_not_begun_is_dropped(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """Its caller gave up while the worker's thread was busy: it never begins, and its memory is the caller's again."""
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client = app.connect()
     running = threads.submit(client.call, "slow", str(tmp_path / "go"))
     eventually(begun(tmp_path / "go"))
@@ -349,7 +367,7 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
             wait(path)
             return x + 1
     """)
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client, impatient = app.connect(), app.connect(timeout=0.3)
     running = threads.submit(client.call, "slow", str(tmp_path / "go"))
     eventually(begun(tmp_path / "go"))

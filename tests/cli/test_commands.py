@@ -716,7 +716,7 @@ def test_no_command_shows_the_help() -> None:
     assert cli().output.strip() == ran.output.strip()
 
 
-@pytest.mark.parametrize("arguments", [["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--max-workers", "0"]], ids=str)
+@pytest.mark.parametrize("arguments", [["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"]], ids=str)
 def test_misuse(arguments: list[str]) -> None:
     """What the command line does not know is exit code 2, with nothing on standard output."""
     ran = cli(*arguments)

@@ -63,7 +63,9 @@ FACTS = """
     fds = {}
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         try:
-            fds[fd] = [os.readlink(f"/proc/self/fd/{fd}").partition(":")[0], os.get_inheritable(fd)]
+            name = os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
+            if ".so" not in name:  # libffi opens itself, where ctypes is imported
+                fds[fd] = [name, os.get_inheritable(fd)]
         except OSError:
             pass
     def stream(s):

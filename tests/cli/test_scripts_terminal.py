@@ -201,9 +201,10 @@ def test_a_script_is_suspended_and_continued(place: Place, shell: Tty) -> None:
     """Ctrl-Z gives the shell back, and ``fg`` the script; it is told of both."""
     place.write("""
         import os, signal
-        signal.signal(signal.SIGCONT, lambda *_: print("continued"))
-        print("pid", os.getpid())
-        while True: print("read", input())
+        # Not print(), which the signal may have interrupted.
+        signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"continued\\n"))
+        print("pid", os.getpid(), flush=True)
+        while True: print("read", input(), flush=True)
     """)
     shell.press("go script.py\n")
     shell.until("pid ", seconds=LONG)

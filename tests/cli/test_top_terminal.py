@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, instrumentation, progress
+from shared_rpc import Client, Provider, Server, progress
+from shared_rpc.observability import events as happenings
 from tests.cli.test_commands import MODULE, Ran, cli
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.processes import Child, eventually
@@ -265,8 +266,8 @@ def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child]
 
 def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
     """To the server it is a client that has closed, and none that crashed."""
-    events: list[instrumentation.Event] = []
-    instrumentation.add_hook(events.append)
+    events: list[happenings.Event] = []
+    happenings.add_hook(events.append)
     try:
         top = tty()
         top.until("objects 0")
@@ -275,13 +276,13 @@ def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
         def of(kind: type[Any]) -> list[Any]:
             return [event for event in events if isinstance(event, kind) and event.pid == top.process.pid]
 
-        eventually(lambda: len(of(instrumentation.SessionClosed)) == len(of(instrumentation.SessionOpened)))
-        assert {event.clean for event in of(instrumentation.SessionClosed)} == {True}
+        eventually(lambda: len(of(happenings.SessionClosed)) == len(of(happenings.SessionOpened)))
+        assert {event.clean for event in of(happenings.SessionClosed)} == {True}
     finally:
-        instrumentation.remove_hook(events.append)
+        happenings.remove_hook(events.append)
 
 
-@pytest.mark.parametrize("where", ["app.totals", "watching.Watcher.look"])
+@pytest.mark.parametrize("where", ["app.totals", "watching.ServerWatcher.look"])
 def test_a_defect_leaves_the_terminal_as_it_was(served: Server, tty: Callable[..., Tty], where: str) -> None:
     """It ends the view, whichever thread it is in: a screen that stands still would be a lie. It is told where it stays."""
     code = f"""

@@ -119,7 +119,7 @@ def test_attaching_goes_on_while_workers_die(app: BrokerApp) -> None:
 
 def test_all_who_wait_are_told(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """Three endpoints that ran, the followers of one of them, and tasks: each fails, with the same reason."""
-    app.start("--max-workers", "8")
+    app.start("--threads", "8")
     client = app.connect()
     pid = worker_pids(client)[0]
     calls = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in (0, 0, 0, 1, 2)]
@@ -140,7 +140,7 @@ def test_what_had_not_begun_is_tried_again(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """The only thread of the worker was busy: the calls behind it, with memory in their arguments, do not notice the crash."""
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client = app.connect()
     pid = worker_pids(client)[0]
     running = threads.submit(client.call, "slow", str(tmp_path / "go"))
@@ -158,7 +158,7 @@ def test_a_call_that_kills_every_worker_is_given_up(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """A call whose second worker ends before it begins fails: no call goes round for ever."""
-    app.start("--max-workers", "1")
+    app.start("--threads", "1")
     client = app.connect()
     blockers, first = [], worker_pids(client)[0]
     blockers.append(threads.submit(client.call, "slow", str(tmp_path / "one")))

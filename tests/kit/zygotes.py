@@ -116,12 +116,15 @@ class Zygote:
         assert isinstance(answer, Ready), answer
         return answer
 
-    def begin(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> tuple[Answer, int, int]:
-        """Ask for a fork; the answer, and the reading ends of its standard output and error."""
+    def begin(self, module: str, *words: str, fds: Sequence[int] = (), at: int = 50, **options: Any) -> tuple[Answer, int, int]:
+        """Ask for a fork; the answer, and the reading ends of its standard output and error.
+
+        :param at: the number that the first of ``fds`` is to have: less ones may be those of libraries.
+        """
         output, output_end = os.pipe()
         errors, errors_end = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        numbers = [0, 1, 2, *range(3, 3 + len(fds))]
+        numbers = [0, 1, 2, *range(at, at + len(fds))]
         try:
             with adopting():
                 request = Fork(module, list(words), numbers, **options)

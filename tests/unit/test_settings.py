@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.settings import Role, is_socket_of, resolve_base_path, resolve_role, server_environment, socket_path
+from shared_rpc.options import ServeOptions
+from shared_rpc.settings import (
+    Role,
+    is_socket_of,
+    resolve_base_path,
+    resolve_role,
+    server_environment,
+    socket_path,
+)
 
 TRUE = ["1", "true", "yes", "on", "TRUE", " On "]
 FALSE = ["0", "false", "no", "off", "False", " OFF "]
@@ -190,3 +198,15 @@ def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyP
 def test_whose_socket_it_is(path: str, expected: bool) -> None:
     """A base path's own sockets, and not those of one that begins with it."""
     assert is_socket_of("/run/a/s", path) is expected
+
+
+def test_options_travel_as_one_word() -> None:
+    """What is not the default, as JSON; what is none is an error that quotes it."""
+    options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, max_bytes=1 << 40, allow_uids=(7,), log_level="info")
+    flag, text = options.words
+    assert (flag, ServeOptions.of(text)) == ("--options", options)
+    assert ServeOptions().words == ["--options", "{}"]
+    assert [options.device_of(number) for number in range(3)] == ["cuda:0", "cpu", "cuda:0"]
+    for wrong in ("", '{"workers": "two"}', '{"worker": 2}'):
+        with pytest.raises(ConfigurationError, match="--options"):
+            ServeOptions.of(wrong)
