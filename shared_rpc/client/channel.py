@@ -3,189 +3,117 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-import os
 import socket
-import weakref
-from collections import deque
 from contextlib import suppress
+from typing import Self
 
 import anyio
 import anyio.lowlevel
 
-from shared_rpc.client.connection import LAST_ID, PEEK, PROMPT, connect_error, refuse_stranger
-from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
+from shared_rpc.client.connection import Driver, connect
+from shared_rpc.client.exchange import PROMPT, Exchange, TooLate
 from shared_rpc.client.steps import Reply, Request
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
+from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["Channel"]
 
 
-class _Exchange:
-    """A request under way: the frames that came for it, and what wakes its coroutine while that waits for them."""
+class Channel(Driver):
+    """A connection on a non-blocking socket. Make a welcomed one with :meth:`open`.
 
-    __slots__ = ("answered", "frames", "request", "waiting")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        #: Whether the last answer has come.
-        self.answered = False
-        self.frames: deque[Frame] = deque()
-        self.waiting: anyio.Event | None = None
-
-    def wake(self) -> bool:
-        """False if it does not wait: it is busy with an earlier frame, or was woken already."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.set()
-        return waiting is not None
-
-
-class Channel:
-    """A connected, welcomed socket. Make one with :meth:`open`.
-
-    There is no task in the background: of the coroutines that wait for replies one reads, and hands the others theirs; when
-    it has its own, another one reads.
+    There is no task in the background: of the coroutines that wait for replies one reads, and wakes the others for theirs;
+    when it has its own, another one reads.
     """
 
-    welcome: m.Welcome
-
     def __init__(self, path: str, sock: socket.socket) -> None:
-        self.path = path
-        self._socket = FrameSocket(sock)
-        self._ids = itertools.count(1)
-        self._exchanges: dict[int, _Exchange] = {}
-        #: Requests that were given up, and that the server still owes an answer, which may bring memory.
-        self._owed: dict[int, Request] = {}
+        super().__init__(path)
+        self._begin(sock)
         self._reading = False
         self._gathering = False
-        self._sent: set[str] = set()
         self._writing = anyio.Lock()
-        #: Why nothing comes any more.
-        self._broken: SharedRPCError | None = None
-        _open.add(self)
+        #: What wakes the coroutines that wait while another one reads.
+        self._waiting: dict[Exchange, anyio.Event] = {}
 
     @classmethod
-    async def open(cls, path: str, token: str, timeout: float) -> Channel:
+    async def open(cls, path: str, token: str, timeout: float) -> Self:
         """Connect and shake hands.
 
         :raises ConnectError: if nobody answers at ``path``, or somebody else's process does.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        channel = cls(path, sock)
+        channel = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
         try:
-            try:
-                sock.connect(path)
-            except OSError as error:
-                raise connect_error(error, path) from error
-            refuse_stranger(sock, path)
-            deadline = anyio.current_time() + min(timeout, PROMPT)
-            reply = await channel.exchange(Request(m.Hello(token), "the handshake"), deadline)
-        except DeadlineExceeded as error:
-            channel.close()
-            raise ConnectError(f"the server at {path} does not answer") from error
-        except ConnectionClosed as error:
-            channel.close()
-            raise ConnectError(f"the server at {path} hung up: {error}") from error
+            connect(channel._socket.sock, path)
+            with channel._exchanges.greeting():
+                greeting = channel._exchanges.greet(token)
+                with anyio.move_on_after(min(timeout, PROMPT)):
+                    await channel._await(greeting)
+                if greeting.answer is None:
+                    raise TooLate
+                channel.welcome = channel._exchanges.welcome(greeting)
         except BaseException:
             channel.close()
             raise
-        if not isinstance(reply.message, m.Welcome):
-            channel.close()
-            raise ProtocolError(f"the server at {path} greets with {type(reply.message).__name__}")
-        channel.welcome = reply.message
         return channel
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server still holds the other end, as far as this one can tell without asking."""
-        if self._broken is not None or self._socket.fileno() < 0:
-            return False
-        try:
-            return bool(self._socket.sock.recv(1, PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
 
     async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
         """Send a request and wait for its reply. One that is cancelled is taken back, and leaves the channel in order.
 
         :param deadline: when to give up, in terms of anyio.current_time().
-        :raises DeadlineExceeded: then; a reply that came just in time is taken.
+        :raises DeadlineExceeded: if there is no reply by then; one that came just in time is taken.
         :raises ConnectionClosed: if the server goes away, or the channel is closed.
         """
-        if self._broken is not None:
-            raise self._ended()
-        number = (next(self._ids) - 1) % LAST_ID + 1
-        request.queue(self._socket, number, self._sent)
-        exchange = self._exchanges[number] = _Exchange(request)
-        frame: Frame | None = None
+        exchange = self._exchanges.begin(request)
         try:
             with anyio.CancelScope(deadline=deadline):
-                await self._flush()
-                request.meanwhile()
-                frame = await self._answer(exchange, request)
-            if frame is None:
-                frame = await self._take_back(number, exchange, request)
-        except BaseException as error:
-            if isinstance(error, ConnectionClosed):
-                request.interrupted(self._socket)
-            late = frame
-            if late is None and self._broken is None:
-                late = await self._take_back(number, exchange, request)
-            if late is not None:
-                self._throw_away(late, request)
+                await self._await(exchange)
+            if exchange.answer is None:
+                await self._withdraw(exchange)
+        except BaseException:
+            await self._withdraw(exchange)
+            self._exchanges.abandon(exchange)
+            self._send()
             raise
-        finally:
-            del self._exchanges[number]
-            if not exchange.answered and self._broken is None:
-                self._owed[number] = request.forgotten()
-            for left in exchange.frames:
-                self._throw_away(left, request)
-        if frame is None or gave_up(frame):
-            if frame is not None:
-                frame.close()
-            raise too_late(request.what)
-        return Reply(message_of(frame), frame)
+        return self._exchanges.reply(exchange)
 
-    async def _answer(self, exchange: _Exchange, request: Request, *, tell: bool = True) -> Frame:
-        while True:
-            frame = await self._next_frame(exchange)
-            event = event_of(frame, request)
-            if event is None:
-                return frame
-            if isinstance(event, m.Free):
-                self._socket.queue(event, 0)
+    async def _await(self, exchange: Exchange) -> None:
+        """Send what is queued, and pass on what is told of an exchange, until its answer is there."""
+        exchanges, request = self._exchanges, exchange.request
+        await self._flush()
+        request.meanwhile()
+        while exchange.answer is None:
+            if exchanges.broken is not None:
+                raise exchanges.ended()
+            await self._news(exchange)
+            while exchange.told:
+                info = exchange.told.popleft()
+                if request.on_event is not None:
+                    result = request.on_event(info)
+                    if inspect.isawaitable(result):
+                        await result
+                # Several may have come at once, and the caller's time may be over.
+                await anyio.lowlevel.checkpoint()
+            if exchange.answer is None and self._socket.unsent:
                 await self._flush()
-            elif tell and request.on_event is not None:
-                result = request.on_event(event)
-                if inspect.isawaitable(result):
-                    await result
-            # Several may have come at once, and the caller's time may be over.
-            await anyio.lowlevel.checkpoint()
 
-    async def _take_back(self, number: int, exchange: _Exchange, request: Request) -> Frame | None:
-        """Tell the server that nobody waits; its answer is that it knows, or the reply, which came just before."""
-        with anyio.move_on_after(PROMPT, shield=True), suppress(ConnectionClosed, ProtocolError):
-            self._socket.queue(m.Cancel(), number)
-            await self._flush()
-            return await self._answer(exchange, request, tell=False)
-        return None
+    async def _withdraw(self, exchange: Exchange) -> None:
+        with anyio.move_on_after(PROMPT, shield=True), suppress(SharedRPCError):
+            if self._exchanges.withdraw(exchange):
+                await self._await(exchange)
 
     def tell(self, message: m.Message) -> None:
         """Send a request whose reply nobody needs, as far as that goes without waiting; the next request sends the rest."""
-        with suppress(ConnectionClosed, ProtocolError, OSError):
-            self._socket.queue(message, (next(self._ids) - 1) % LAST_ID + 1)
+        with suppress(ProtocolError, OSError):
+            self._exchanges.tell(message)
+            self._send()
+
+    def _send(self) -> None:
+        with suppress(ConnectionClosed):
             self._socket.flush()
 
     async def _flush(self) -> None:
-        if len(self._exchanges) > 1:
+        if len(self._exchanges.under_way) > 1:
             # Others are at work too: what they send in this turn of the loop goes in the same write.
             if self._gathering:
                 return
@@ -194,31 +122,34 @@ class Channel:
                 await anyio.lowlevel.checkpoint()
             finally:
                 self._gathering = False
-        if self._socket.flush():
-            return
-        async with self._writing:
-            while not self._socket.flush():
-                try:
+        # A server that hung up may have said why, and that is still to be read.
+        with suppress(ConnectionClosed, anyio.ClosedResourceError, OSError, ValueError):
+            if self._socket.flush():
+                return
+            async with self._writing:
+                while not self._socket.flush():
                     await anyio.wait_writable(self._socket.sock)
-                except (anyio.ClosedResourceError, OSError, ValueError) as error:
-                    raise self._ended() from error
 
-    async def _next_frame(self, exchange: _Exchange) -> Frame:
-        while not exchange.frames:
-            if self._broken is not None:
-                raise self._ended()
-            if self._reading:
-                exchange.waiting = waiting = anyio.Event()
-                await waiting.wait()
-                continue
-            self._reading = True
+    async def _news(self, exchange: Exchange) -> None:
+        """Wait until something has come for an exchange, or may have: one of those who wait reads for all."""
+        if self._reading:
+            waiting = self._waiting[exchange] = anyio.Event()
             try:
-                while not exchange.frames and self._broken is None:
-                    await self._read()
-            finally:
-                self._reading = False
-                self._pass_on()
-        return exchange.frames.popleft()
+                await waiting.wait()
+            except BaseException:
+                self._waiting.pop(exchange, None)
+                if waiting.is_set():  # perhaps in order to read
+                    self._pass_on()
+                raise
+            return
+        self._reading = True
+        try:
+            await self._read()
+            while not (exchange.told or exchange.answer is not None or self._exchanges.broken or self._socket.unsent):
+                await self._read()
+        finally:
+            self._reading = False
+            self._pass_on()
 
     async def _read(self) -> None:
         """Take in what arrived, and wait if nothing has."""
@@ -228,77 +159,45 @@ class Channel:
             except BlockingIOError:
                 await anyio.wait_readable(self._socket.sock)
                 return
-            while (frame := self._socket.next_frame()) is not None:
-                self._dispatch(frame)
+            for exchange in self._exchanges.deliver():
+                self._wake(exchange)
         except (ConnectionClosed, ProtocolError) as error:
             self._break(error)
         except (anyio.ClosedResourceError, OSError, ValueError) as error:
             self._break(ConnectionClosed(f"the connection was closed: {error}"))
+        if self._exchanges.broken is not None:
+            self._hang_up()
 
-    def _dispatch(self, frame: Frame) -> None:
-        exchange = self._exchanges.get(frame.request_id)
-        if exchange is not None:
-            if frame.fds and exchange.request.lane is not None:
-                # The next one may be of the same arena, and be taken first.
-                exchange.request.lane.learn(decode_message(frame), frame)
-            exchange.frames.append(frame)
-            exchange.answered = is_last(frame)
-            exchange.wake()
-        elif frame.request_id == 0:  # the server's last word
-            try:
-                message_of(frame)
-            except SharedRPCError as error:
-                self._break(error)
-        elif is_last(frame):
-            self._throw_away(frame, self._owed.pop(frame.request_id, None))
-        else:
-            frame.close()
-
-    def _throw_away(self, frame: Frame, request: Request | None) -> None:
-        """Nobody waits for it any more."""
-        release = to_give_back(frame, request)
-        if release is not None:
-            self.tell(release)
+    def _wake(self, exchange: Exchange) -> None:
+        waiting = self._waiting.pop(exchange, None)
+        if waiting is not None:
+            waiting.set()
 
     def _pass_on(self) -> None:
-        """The one who read has its reply, or gives up: another one reads."""
-        for exchange in self._exchanges.values():
-            if exchange.wake():
-                return
+        """Have another one read, where nobody does."""
+        if not self._reading and self._waiting:
+            self._wake(next(iter(self._waiting)))
 
     def _break(self, error: SharedRPCError) -> None:
-        if self._broken is None:
-            self._broken = error
-        for exchange in self._exchanges.values():
-            exchange.wake()
+        self._exchanges.fail(error)
         self._hang_up()
 
-    def _ended(self) -> SharedRPCError:
-        # One for each who is told: an exception that several raise has all their tracebacks.
-        error = self._broken
-        return type(error)(str(error)) if isinstance(error, ConnectionClosed) else error or ConnectionClosed("closed")
-
-    def close(self, reason: str = "this client was closed") -> None:
-        """Hang up. Who waits is told why."""
-        self._break(ConnectionClosed(reason))
-
     def _hang_up(self) -> None:
+        """Close the socket, and wake all who wait: nothing comes any more."""
+        for exchange in list(self._waiting):
+            self._wake(exchange)
         if self._socket.fileno() >= 0:
             with suppress(Exception):  # outside of an event loop nobody is to be told
                 anyio.notify_closing(self._socket.sock)
             self._socket.close()
 
-    def abandon(self) -> None:
-        """In a forked child: close the copy and nothing else."""
-        self._socket.close()
+    def say_goodbye(self) -> None:
+        """Tell the server that the session ends on purpose, as far as that goes at once, and hang up."""
+        with suppress(ProtocolError, OSError):
+            self._exchanges.goodbye()
+            self._send()
+        self.close()
 
-
-_open: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for channel in list(_open):
-        channel.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    def close(self, reason: str = "this client was closed") -> None:
+        """Hang up. Whoever waits is told why."""
+        self._break(ConnectionClosed(reason))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _socket
 import errno
-import itertools
 import os
 import select
 import socket
@@ -12,35 +11,42 @@ import time
 import weakref
 from typing import Self, cast
 
-from shared_rpc.client.replies import event_of, gave_up, is_last, message_of, to_give_back, too_late
+from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, SharedRPCError
+from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
-__all__ = ["LAST_ID", "PEEK", "PROMPT", "Connection", "Stranger", "connect_error", "nobody_listens", "refuse_stranger"]
+__all__ = ["PROMPT", "Connection", "Driver", "Stranger", "connect", "nobody_listens"]
 
-PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-#: Seconds a server has for the handshake, and for answering a cancellation.
-PROMPT = 5.0
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds that a read or a write waits by itself: most round trips take no longer, and cost no poll(2).
 _MOMENT = 0.004
 #: Seconds; poll(2) counts milliseconds in an int.
 _LONG = 3600.0
-#: Seconds it has to answer one that is interrupted, before another connection takes the place of this one.
-_BRIEFLY = 1.0
-#: Request ids have 32 bits, begin again after the last one, and 0 is the server's own.
-LAST_ID = (1 << 32) - 1
 
 
 class Stranger(ConnectError):
     """Somebody else's server. Waiting for another one does not help: nobody but its user can take it away."""
 
 
-def connect_error(error: OSError, path: str) -> ConnectError:
+def connect(sock: socket.socket, path: str) -> None:
+    """Connect a socket to the server that listens at ``path``.
+
+    :raises ConnectError: if nobody does, or somebody else's process.
+    """
+    try:
+        sock.connect(path)
+    except OSError as error:
+        if is_of_handler(error):
+            raise
+        raise _connect_error(error, path) from error
+    _refuse_stranger(sock, path)
+
+
+def _connect_error(error: OSError, path: str) -> ConnectError:
     """Why connect(2) failed, for people."""
     why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
     owner = _foreign_owner(path)
@@ -69,7 +75,7 @@ def nobody_listens(error: ConnectError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
-def refuse_stranger(sock: socket.socket, path: str) -> None:
+def _refuse_stranger(sock: socket.socket, path: str) -> None:
     """Before anything is read or sent.
 
     :raises Stranger: if the server is neither this user's nor root's, or another user's link led to it.
@@ -88,34 +94,61 @@ def refuse_stranger(sock: socket.socket, path: str) -> None:
         )
 
 
-class _TooLate(TimeoutError):
-    """The deadline passed. A class of its own, because a callback may raise TimeoutError too."""
-
-
-def _check(deadline: float) -> float:
-    """The seconds that are left."""
+def _seconds_until(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise _TooLate
+        raise TooLate
     return left
 
 
-class Connection:
-    """A connection to the server that listens at ``path``, once it was opened with :meth:`open`."""
+class Driver:
+    """A connection to the server that listens at ``path``: a socket, and the exchanges over it."""
 
     welcome: m.Welcome
     _socket: FrameSocket
+    _exchanges: Exchanges
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def _begin(self, sock: socket.socket) -> None:
+        self._socket = FrameSocket(sock)
+        self._exchanges = Exchanges(self.path, self._socket)
+        _drivers.add(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server still holds the other end, as far as this one can tell without asking."""
+        if self._socket.fileno() < 0 or self._exchanges.broken is not None:
+            return False
+        try:
+            if not self._socket.sock.recv(1, _PEEK):
+                return False
+            if not self._exchanges.under_way:  # it is nobody's answer, and perhaps the server's last word
+                self._socket.receive()
+                self._exchanges.deliver()
+        except BlockingIOError:
+            return True  # nothing to read, not even the end
+        except (OSError, ProtocolError) as error:
+            if is_of_handler(error):
+                raise
+            return False
+        return self._exchanges.broken is None
+
+    def abandon(self) -> None:
+        """Close the copies of descriptors in a forked child, which does not end the parent's session."""
+        self._socket.close()
+
+
+class Connection(Driver):
+    """A blocking connection, once it was opened with :meth:`open`. One request is under way at a time."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
         #: The socket, as soon as there is one.
         self._sock: list[socket.SocketType] = []
-        self._ids = itertools.count()
-        self._usable = True
-        #: A request that was given up, by its number, whose answer the server still owes.
-        self._owed: tuple[int, Request] | None = None
-        #: Arenas whose descriptors the server has had over this connection.
-        self._sent: set[str] = set()
+        #: Whether the last exchange left the connection in order.
+        self.usable = True
 
     def open(self, token: str, timeout: float) -> Self:
         """Connect and shake hands.
@@ -125,214 +158,123 @@ class Connection:
         try:
             # Made and stored in one expression of C: whenever a signal handler raises, close() finds it.
             self._sock.extend(map(_socket.socket, (socket.AF_UNIX,), (socket.SOCK_STREAM | socket.SOCK_CLOEXEC,)))
-            self._socket = FrameSocket(cast("socket.socket", self._sock[0]))
-            _open.add(self)
+            self._begin(cast("socket.socket", self._sock[0]))
             self._socket.limit(min(timeout, PROMPT))
-            self._connect(self._socket.sock)
+            connect(self._socket.sock, self.path)
             self._socket.limit(_MOMENT)
-            self.welcome = self._greet(token, time.monotonic() + min(timeout, PROMPT))
+            with self._exchanges.greeting():
+                greeting = self._exchanges.greet(token)
+                self._await(greeting, time.monotonic() + min(timeout, PROMPT))
+                self.welcome = self._exchanges.welcome(greeting)
         except BaseException:
             self.close()
             raise
         return self
 
-    def _connect(self, sock: socket.socket) -> None:
+    def exchange(self, request: Request, deadline: float) -> Reply:
+        """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
+
+        :raises DeadlineExceeded: if there is none by then; the connection stays good if the server says that it knows.
+        :raises ConnectionClosed: if the server goes away.
+        """
+        self.usable = False
         try:
-            sock.connect(self.path)
-        except OSError as error:
-            if is_of_handler(error):
-                raise
-            raise connect_error(error, self.path) from error
-        refuse_stranger(sock, self.path)
-
-    def _greet(self, token: str, deadline: float) -> m.Welcome:
+            exchange = self._exchanges.begin(request)
+        except (ProtocolError, OSError) as error:
+            self.usable = not is_of_handler(error) and self._exchanges.broken is None
+            raise
         try:
-            self._socket.queue(m.Hello(token), 0)
-            self._send(deadline)
-            frame = self._receive(deadline)
-        except _TooLate as error:
-            raise ConnectError(f"the server at {self.path} does not answer") from error
-        except ConnectionClosed as error:
-            raise ConnectError(f"the server at {self.path} hung up: {error}") from error
-        welcome = message_of(frame)
-        if not isinstance(welcome, m.Welcome):
-            raise ProtocolError(f"the server at {self.path} greets with {type(welcome).__name__}")
-        return welcome
+            self._await(exchange, deadline)
+        except TooLate:
+            self._withdraw(exchange, PROMPT)
+        except BaseException as error:
+            if not is_interrupt(error):  # whose session is retired, see ConnectionPool
+                self._withdraw(exchange, BRIEFLY)
+                self._exchanges.abandon(exchange)
+                self._settle()
+            raise
+        self.usable = exchange.answer is not None
+        return self._exchanges.reply(exchange)
 
-    def _send(self, deadline: float) -> None:
-        # A server that hung up may have said why, and that is still to be read.
-        with passed_over(ConnectionClosed):
-            while not self._socket.flush():
-                self._wait(select.POLLOUT, deadline)
-
-    def _receive(self, deadline: float) -> Frame:
-        self._await_frame(deadline)
-        return self._socket.frames.popleft()
-
-    def _await_frame(self, deadline: float) -> None:
-        while not self._socket.ready():
+    def _await(self, exchange: Exchange, deadline: float) -> None:
+        """Send what is queued, and pass on what is told of an exchange, until its answer is there."""
+        exchanges, request = self._exchanges, exchange.request
+        self._send(deadline)
+        request.meanwhile()
+        while exchange.answer is None:
+            if exchanges.broken is not None:
+                raise exchanges.ended()
             try:
                 self._socket.receive()
-                _check(deadline)
+                exchanges.deliver()
             except BlockingIOError as error:
                 if is_of_handler(error):
                     raise
                 self._wait(select.POLLIN, deadline)
+                continue
+            except (ConnectionClosed, ProtocolError) as error:
+                if not is_of_handler(error):
+                    exchanges.fail(error)
+                raise
+            if exchange.answer is not None:
+                return
+            self._send(deadline)
+            while exchange.told:
+                info = exchange.told.popleft()
+                if request.on_event is not None:
+                    request.on_event(info)
+                _seconds_until(deadline)
+            _seconds_until(deadline)
+
+    def _send(self, deadline: float) -> None:
+        try:
+            while not self._socket.flush():
+                self._wait(select.POLLOUT, deadline)
+        except ConnectionClosed as error:
+            # A server that hung up may have said why, and that is still to be read.
+            if is_of_handler(error):
+                raise
 
     def _wait(self, events: int, deadline: float) -> None:
         """For what is not there at once. poll(2) begins anew after a signal too, but with the time that is left."""
-        left = _check(deadline)
+        left = _seconds_until(deadline)
         poll = select.poll()
         poll.register(self._socket.fileno(), events)
         poll.poll(min(left, _LONG) * 1000)
 
-    def exchange(self, request: Request, deadline: float) -> Reply:
-        """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
+    def _withdraw(self, exchange: Exchange, seconds: float) -> None:
+        with passed_over(TooLate, SharedRPCError):
+            if self._exchanges.withdraw(exchange):
+                self._await(exchange, time.monotonic() + seconds)
 
-        :raises DeadlineExceeded: in time; the connection stays good, because the server was told and has answered.
-        :raises ConnectionClosed: if the server goes away.
-        """
-        number = self._next_id()
-        self._usable = False
-        try:
-            request.queue(self._socket, number, self._sent)
-        except (ProtocolError, OSError) as error:
-            self._usable = not is_of_handler(error)  # nothing of it was queued
-            raise
-        try:
-            self._send(deadline)
-            request.meanwhile()
-            frame = self._await_reply(number, deadline, request)
-        except _TooLate:
-            frame = self._give_up(request, number)
-        except BaseException as error:
-            if isinstance(error, ConnectionClosed):
-                request.interrupted(self._socket)
-            if not is_interrupt(error):  # whose session is retired, see ConnectionPool
-                self._take_back(request, number)
-            raise
-        self._usable = True
-        return Reply(message_of(frame), frame)
-
-    def _next_id(self) -> int:
-        return next(self._ids) % LAST_ID + 1
-
-    def _await_reply(self, number: int, deadline: float, request: Request, *, tell: bool = True) -> Frame:
-        while True:
-            self._await_frame(deadline)
-            # No call in between: its descriptors belong to the socket or to the request.
-            frame = self._socket.frames[0]
-            request.frame = frame
-            del self._socket.frames[0]
-            if frame.request_id == number:
-                event = event_of(frame, request)
-                if event is None:
-                    return frame
-                if isinstance(event, m.Free):
-                    self._socket.queue(event, 0)
-                    self._send(deadline)
-                elif tell and request.on_event is not None:
-                    request.on_event(event)
-                _check(deadline)
-                continue
-            if frame.request_id == 0:  # the server's last word to this connection
-                message_of(frame)
-            frame.close()
-
-    def _give_up(self, request: Request, number: int) -> Frame:
-        """Tell the server; its answer is either that it knows, or the reply, which came just in time."""
-        try:
-            frame = self._last_word(request, number, time.monotonic() + PROMPT)
-        except _TooLate:
-            raise DeadlineExceeded(f"{request.what} was not answered in time, and the server at {self.path} is stuck") from None
-        if gave_up(frame):
-            frame.close()
-            self._usable = True
-            raise too_late(request.what)
-        return frame
-
-    def _take_back(self, request: Request, number: int) -> None:
-        """Its asker was interrupted, or hung up on. Where the server answers, the connection is in order again, and what it
-        granted was given back.
-        """
-        with passed_over(_TooLate, SharedRPCError):
-            self._give_back(self._last_word(request, number, time.monotonic() + _BRIEFLY), request)
-
-    def _last_word(self, request: Request, number: int, deadline: float) -> Frame:
-        """Have the server know that nobody waits: its last answer. Where that does not come now, it is :attr:`owed`."""
-        self._owed = number, request.forgotten()
-        try:
-            self._socket.queue(m.Cancel(), number)
-            self._send(deadline)
-            frame = self._await_reply(number, deadline, request, tell=False)
-        except SharedRPCError:
-            self._owed = None
-            raise
-        self._owed = None
-        return frame
-
-    def _give_back(self, frame: Frame, request: Request) -> None:
-        """An answer came that nobody takes: what it granted goes back, and then the connection is in order."""
-        briefly = time.monotonic() + _BRIEFLY
-        release = to_give_back(frame, request)
-        with passed_over(_TooLate):
-            if release is not None:
-                number = self._next_id()
-                self._socket.queue(release, number)
-                self._send(briefly)
-                self._await_reply(number, briefly, request, tell=False).close()
-            self._usable = True
+    def _settle(self) -> None:
+        """Send what gives back an answer that nobody took. The connection is in order again if none is owed."""
+        with passed_over(TooLate):
+            self._send(time.monotonic() + BRIEFLY)
+            self.usable = not self._exchanges.owed and self._exchanges.broken is None
 
     @property
     def owed(self) -> bool:
         """Whether an answer may still come that was given up, and with it memory and leases to give back."""
-        return self._owed is not None
+        return bool(self._exchanges.owed)
 
     def catch_up(self) -> bool:
-        """Take the answer that is owed, if it has come: whether the connection is in order again. Does not wait for it.
+        """Read answers that are owed, as far as they have come; return whether the connection is in order again.
 
         :raises SharedRPCError: if the connection is of no use any more.
         """
-        if self._owed is None:
-            return self._usable
-        number, request = self._owed
         try:
             if not self._socket.flush():
                 return False
-            while True:
-                frame = self._socket.next_frame()
-                if frame is None:
-                    self._socket.receive()
-                elif frame.request_id == number and is_last(frame):
-                    self._owed = None
-                    self._give_back(frame, request)
-                    return self._usable
-                else:
-                    if frame.request_id == 0:  # the server's last word to this connection
-                        message_of(frame)
-                    frame.close()
+            while self._exchanges.owed:
+                self._socket.receive()
+                self._exchanges.deliver()
         except BlockingIOError:
             return False
-
-    @property
-    def usable(self) -> bool:
-        """Whether the last exchange left the connection in order."""
-        return self._usable
-
-    @property
-    def alive(self) -> bool:
-        """Whether the server still holds the other end, as far as this one can tell without asking."""
-        if not self._sock or self._socket.fileno() < 0:
-            return False
-        try:
-            self._socket.sock.recv(1, PEEK)
-        except BlockingIOError:
-            return True  # nothing to read, not even the end
-        except OSError as error:
-            if is_of_handler(error):
-                raise
-            return False
-        return False
+        if self._exchanges.broken is not None:
+            raise self._exchanges.ended()
+        self._settle()
+        return self.usable
 
     def hang_up(self) -> None:
         """End the connection under a thread that waits on it, whose it is to :meth:`close` it."""
@@ -341,10 +283,10 @@ class Connection:
 
     def say_goodbye(self) -> None:
         """Tell the server that the session ends on purpose, as far as that goes at once and the connection is in order."""
-        if not self._usable:
+        if not self.usable:
             return
         with passed_over(SharedRPCError, OSError, ValueError):
-            self._socket.queue(m.Goodbye(), 0)
+            self._exchanges.goodbye()
             self._socket.flush()
 
     def close(self) -> None:
@@ -355,14 +297,14 @@ class Connection:
             self._socket.close()
 
 
-_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
-    # connection which another thread was just making.
-    for connection in list(_open):
-        connection.close()
+    # Keeping the child's copies would outlive the parent's session: also that of a connection which another thread was just
+    # making.
+    for driver in list(_drivers):
+        driver.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,7 @@ from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.socket import FrameSocket
+from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work", "ask"]
@@ -62,18 +62,19 @@ class Request:
     tries: int = 0
     end: int = 0
 
-    def queue(self, connection: FrameSocket, number: int, sent: set[str]) -> None:
+    def queue(self, connection: FrameBuffers, number: int, sent: set[str]) -> None:
         """Queue it as a frame.
 
         :param sent: the arenas whose descriptors have gone over this connection; those that go now are added.
         """
-        message, fds = self._addressed(sent)
+        message, fds = self._addressed(sent) if self.arenas else (self.message, self.fds)
         connection.queue(message, number, self.payload, fds)
         self.sent = True
         self.end = connection.queued
-        sent.update(segment.info.id for segment in self.arenas.values())
+        if self.arenas:
+            sent.update(segment.info.id for segment in self.arenas.values())
 
-    def interrupted(self, connection: FrameSocket) -> None:
+    def interrupted(self, connection: FrameBuffers) -> None:
         """The connection broke. A frame of which the last byte was not written is none, and the server never acts on it."""
         self.sent = connection.written >= self.end
         self.tries += 1
@@ -92,10 +93,19 @@ class Request:
         if self.lane is not None:
             self.lane.settle()
 
+    def when_starved(self) -> m.Free:
+        """Return what to tell a server that needs memory for the result."""
+        if self.lane is None:
+            return m.Free([])
+        if not self.starved:
+            self.starved = True
+            self.lane.hungry += 1
+        return self.lane.starved()
+
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message
-        if not isinstance(message, m.Call) or not self.arenas:
+        if not isinstance(message, m.Call):
             return message, self.fds
         new = {number: segment for number, segment in self.arenas.items() if segment.info.id not in sent}
         if len(new) < len(self.arenas):

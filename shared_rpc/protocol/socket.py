@@ -18,10 +18,10 @@ from typing import Any
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol.catalogue import encode_message
-from shared_rpc.protocol.frames import FDS_PER_MESSAGE, Frame, FrameDecoder, Limits, close_all, encode_frame
+from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message
 
-__all__ = ["FrameSocket"]
+__all__ = ["FrameBuffers", "FrameSocket"]
 
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
@@ -61,8 +61,100 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
         raise ProtocolError("a socket came where descriptors of memory are expected")
 
 
-class FrameSocket:
-    """Owns a socket, what was read from it and nobody has taken yet, and what is still to be written.
+class FrameBuffers:
+    """Frames that came and nobody has taken yet, and frames that are still to be sent, with their descriptors. No I/O."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._decoder = FrameDecoder(limits)
+        #: Frames that have come whole, and that nobody has taken; and see :meth:`FrameDecoder.ready`.
+        self.frames = self._decoder.frames
+        self.ready = self._decoder.ready
+        self.next_frame = self._decoder.next_frame
+        #: Bytes and descriptors that have arrived, until the decoder has them.
+        self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
+        self._outbox: deque[tuple[memoryview, list[int]]] = deque()
+        #: Duplicates of descriptors that are about to go into the outbox.
+        self._duplicates: list[int] = []
+        #: Bytes that were queued and written, since the beginning.
+        self.queued = 0
+        self.written = 0
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait to be written."""
+        return self.queued - self.written
+
+    def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
+        """Take in bytes and the descriptors that came with them, which belong to the buffers now."""
+        self._arrived += ((data, list(fds)),)
+        self._decoder.take(self._arrived)
+
+    def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Queue a frame; the descriptors are duplicated.
+
+        :raises ProtocolError: if there are more descriptors than a frame can carry.
+        :raises OSError: if this process cannot open more files.
+        """
+        kind, body = encode_message(message)
+        buffers = encode_frame(kind, request_id, body, payload, len(fds))
+        first = memoryview(buffers[0])
+        rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
+        length = sum(map(len, buffers))
+        entries: list[tuple[memoryview, list[int]]] = []
+        if fds:
+            owned = self._duplicates
+            try:
+                owned.extend(map(os.dup, fds))
+            except OSError:
+                close_all(owned)
+                raise
+            # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
+            begin = 0
+            while len(owned) - begin > FDS_PER_MESSAGE:
+                entries.append((first[:1], owned[begin : begin + FDS_PER_MESSAGE]))
+                first, begin = first[1:], begin + FDS_PER_MESSAGE
+            entries.append((first, owned[begin:]))
+        else:
+            entries.append((first, []))
+        self._outbox += entries
+        self._duplicates = []
+        self._outbox += rest
+        self.queued += length
+
+    def _joined(self) -> list[memoryview]:
+        """What goes in one write: no descriptors with it, so that none are sent before their turn."""
+        plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
+        joined: list[memoryview] = []
+        left = _WRITE
+        for data, _ in plain:
+            joined.append(data[:left])
+            left -= len(joined[-1])
+            if left <= 0:
+                break
+        return joined
+
+    def _sent(self, count: int) -> None:
+        """Forget what was written."""
+        while self._outbox:
+            data, _ = self._outbox.popleft()
+            if len(data) > count:
+                self._outbox.appendleft((data[count:], []))
+                return
+            count -= len(data)
+            if not count:
+                return
+
+    def close(self) -> None:
+        """Close every descriptor that came in or was to go out."""
+        for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
+            close_all(fds)
+        self._decoder.close()
+        self._outbox.clear()
+        self.queued = self.written
+
+
+class FrameSocket(FrameBuffers):
+    """Owns a socket and its frames.
 
     Descriptors that a system call returns are stored by the same expression, in C, and go from hand to hand as in
     :class:`FrameDecoder`: a signal handler that raises leaves all of them to :meth:`close`.
@@ -73,19 +165,10 @@ class FrameSocket:
     """
 
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self.sock = sock
-        self._decoder = FrameDecoder(limits)
-        #: Frames that have come whole, and that nobody has taken.
-        self.frames = self._decoder.frames
-        #: What recvmsg(2) returned, and the same as bytes and descriptors.
+        #: What recvmsg(2) returned, until it is sorted into bytes and descriptors.
         self._read: list[Any] = []
-        self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
-        self._outbox: deque[tuple[memoryview, list[int]]] = deque()
-        #: Duplicates of descriptors that are about to go into the outbox.
-        self._duplicates: list[int] = []
-        #: Bytes that were queued and written, since the beginning.
-        self.queued = 0
-        self.written = 0
 
     def limit(self, seconds: float) -> None:
         """How long a blocking socket waits for every connect, read and write; the kernel keeps the time (SO_RCVTIMEO,
@@ -98,19 +181,6 @@ class FrameSocket:
     def fileno(self) -> int:
         """The socket's descriptor, -1 once closed."""
         return self.sock.fileno()
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that wait to be written."""
-        return self.queued - self.written
-
-    def next_frame(self) -> Frame | None:
-        """A frame that has arrived whole, None where more must be received."""
-        return self._decoder.next_frame()
-
-    def ready(self) -> bool:
-        """Whether one of :attr:`frames` can be taken, False where more must be received."""
-        return self._decoder.ready()
 
     def receive(self) -> None:
         """Take in what is there.
@@ -146,38 +216,6 @@ class FrameSocket:
             self._arrived += ((data, fds),)
             del self._read[0]
 
-    def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """Queue a frame; the descriptors are duplicated.
-
-        :raises ProtocolError: if there are more descriptors than a frame can carry.
-        :raises OSError: if this process cannot open more files.
-        """
-        kind, body = encode_message(message)
-        buffers = encode_frame(kind, request_id, body, payload, len(fds))
-        first = memoryview(buffers[0])
-        rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
-        length = sum(map(len, buffers))
-        entries: list[tuple[memoryview, list[int]]] = []
-        if fds:
-            owned = self._duplicates
-            try:
-                owned.extend(map(os.dup, fds))
-            except OSError:
-                close_all(owned)
-                raise
-            # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
-            begin = 0
-            while len(owned) - begin > FDS_PER_MESSAGE:
-                entries.append((first[:1], owned[begin : begin + FDS_PER_MESSAGE]))
-                first, begin = first[1:], begin + FDS_PER_MESSAGE
-            entries.append((first, owned[begin:]))
-        else:
-            entries.append((first, []))
-        self._outbox += entries
-        self._duplicates = []
-        self._outbox += rest
-        self.queued += length
-
     def flush(self) -> bool:
         """Write what is queued; False if there is more than goes at once.
 
@@ -210,35 +248,8 @@ class FrameSocket:
             self._sent(sent)
         return not self._outbox
 
-    def _joined(self) -> list[memoryview]:
-        """What goes in one write: no descriptors with it, so that none are sent before their turn."""
-        plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
-        joined: list[memoryview] = []
-        left = _WRITE
-        for data, _ in plain:
-            joined.append(data[:left])
-            left -= len(joined[-1])
-            if left <= 0:
-                break
-        return joined
-
-    def _sent(self, count: int) -> None:
-        """Forget what was written."""
-        while self._outbox:
-            data, _ = self._outbox.popleft()
-            if len(data) > count:
-                self._outbox.appendleft((data[count:], []))
-                return
-            count -= len(data)
-            if not count:
-                return
-
     def close(self) -> None:
         """Close the socket and every descriptor that came in or was to go out."""
         self._sort()
-        for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
-            close_all(fds)
-        self._decoder.close()
-        self._outbox.clear()
-        self.queued = self.written
+        super().close()
         self.sock.close()

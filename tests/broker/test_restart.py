@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, errors
-from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import Connection
+from shared_rpc.client.connection import Driver
 from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
@@ -157,14 +156,9 @@ def fooled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once it was called, the next look at a connection finds it alive, though its server ends at just that time."""
 
     def fool() -> None:
-        for kind in (Connection, Channel):
-            truth: Any = kind.__dict__["alive"]
-            lies = [True]
-
-            def alive(self: Any, truth: Any = truth, lies: list[bool] = lies) -> bool:
-                return lies.pop() if lies else bool(truth.fget(self))
-
-            monkeypatch.setattr(kind, "alive", property(alive))
+        truth: Any = Driver.__dict__["alive"]
+        lies = [True]
+        monkeypatch.setattr(Driver, "alive", property(lambda driver: lies.pop() if lies else bool(truth.fget(driver))))
 
     return fool
 

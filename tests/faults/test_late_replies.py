@@ -164,7 +164,7 @@ async def test_a_reply_that_comes_long_after_its_coroutine_left(
         monkeypatch.undo()
         lane, channel = lane_of(client), client._channel
         await client.ping()
-        assert channel is not None and channel._owed == {}
+        assert channel is not None and channel._exchanges.owed == {}
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
         while lane.arguments.used > 1:  # what was in use then comes back with the next call
             assert (await client.call("doubled", torch.ones(4))).sum() == 8

@@ -19,6 +19,7 @@ import torch
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
 from shared_rpc.client.channel import Channel
+from shared_rpc.client.exchange import Exchange
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
@@ -263,19 +264,16 @@ async def test_cancelling_at_the_moment_of_the_reply(
     before = open_fds()
     channel = client._channel
     assert channel is not None
-    answer = channel._answer
+    wait = channel._await
     scope = anyio.CancelScope()
 
-    async def late(*args: Any, **kwargs: Any) -> Any:
-        frame = await answer(*args, **kwargs)
-        if frame.fds and not scope.cancel_called:
-            exchange = next(iter(channel._exchanges.values()))
-            exchange.frames.append(frame)
+    async def late(exchange: Exchange) -> None:
+        await wait(exchange)
+        if exchange.request.frame is not None and exchange.request.frame.fds and not scope.cancel_called:
             scope.cancel()
             await anyio.lowlevel.checkpoint()
-        return frame
 
-    monkeypatch.setattr(channel, "_answer", late)
+    monkeypatch.setattr(channel, "_await", late)
     go.set()
     with scope:
         await client.call("hold_managed")
@@ -293,18 +291,16 @@ async def test_cancelling_a_wait_at_the_moment_of_its_end(
     task_id = await client.submit("once")
     channel = client._channel
     assert channel is not None
-    answer = channel._answer
+    wait = channel._await
     scope = anyio.CancelScope()
 
-    async def late(*args: Any, **kwargs: Any) -> Any:
-        frame = await answer(*args, **kwargs)
+    async def late(exchange: Exchange) -> None:
+        await wait(exchange)
         if not scope.cancel_called:
-            next(iter(channel._exchanges.values())).frames.append(frame)
             scope.cancel()
             await anyio.lowlevel.checkpoint()
-        return frame
 
-    monkeypatch.setattr(channel, "_answer", late)
+    monkeypatch.setattr(channel, "_await", late)
     with scope:
         await client.wait_for_task(task_id, callback=lambda info: None)
     assert scope.cancelled_caught
@@ -498,7 +494,7 @@ async def test_an_arena_whose_first_reply_is_taken_later() -> None:
             group.start_soon(ask, 1)
             await until(lambda: channel._reading)
             group.start_soon(ask, 2)
-            await until(lambda: len(channel._exchanges) == 2)
+            await until(lambda: len(channel._exchanges.under_way) == 2)
             # The one who reads asked first, and is answered last.
             answer = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", arenas=[0])
             server.queue(answer, 2, fds=[segment.fileno()])

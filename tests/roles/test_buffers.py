@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, codec
-from shared_rpc.client.replies import to_give_back
+from shared_rpc.client.exchange import to_give_back
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import (
     BufferNotFound,

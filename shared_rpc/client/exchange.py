@@ -1,0 +1,288 @@
+"""The exchanges of one connection: frames in, events out, and no I/O.
+
+Everything that a connection has to remember is here; a driver only waits, sends what is queued and takes in what arrives. It
+works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are tried without a socket::
+
+    begin ──► under way ──deliver──► answered ──reply──► the caller has it
+                  │                     ▲ │
+               withdraw (Cancel)        │ └──abandon──► what it granted goes back
+                  ▼                     │
+              withdrawn ──deliver───────┘
+                  │
+               abandon ──► owed ──deliver──► what it granted goes back
+
+Where a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.pool.ConnectionPool`), the
+descriptors of an answer are in the buffers or in :attr:`Request.frame`: they go from one to the other without a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared_rpc.client.replies import raise_error, too_late
+from shared_rpc.client.steps import Reply, Request
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
+from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, number_of
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.socket import FrameBuffers
+from shared_rpc.protocol.tasks import TaskInfo
+
+__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "to_give_back"]
+
+#: Seconds a server has for the handshake, and for answering a cancellation.
+PROMPT = 5.0
+#: Seconds it has to answer one that is interrupted, before another connection takes the place of this one.
+BRIEFLY = 1.0
+#: Request ids have 32 bits, begin again after the last one, and 0 is the handshake's and the server's own.
+LAST_ID = (1 << 32) - 1
+
+#: The kind bytes of what may come before the answer to a request.
+_EVENTS = frozenset({number_of(m.TaskChanged), number_of(m.Starved)})
+
+
+class TooLate(TimeoutError):
+    """The deadline of a driver's wait passed. A class of its own, because a callback may raise TimeoutError too."""
+
+
+class Exchange:
+    """A request under way: what was told of it and nobody has taken yet, and its answer."""
+
+    __slots__ = ("answer", "number", "request", "told", "withdrawn")
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number = number
+        self.request = request
+        self.told: deque[TaskInfo] = deque()
+        #: Whether the server knows, or is about to be told, that nobody waits.
+        self.withdrawn = False
+        #: The message of :attr:`Request.frame`, or why it cannot be read.
+        self.answer: m.Message | str | None = None
+
+
+class Exchanges:
+    """All exchanges of one connection.
+
+    :param path: the server's socket, for errors.
+    :param buffers: where frames come from, and are queued.
+    """
+
+    def __init__(self, path: str, buffers: FrameBuffers) -> None:
+        self.path = path
+        self._buffers = buffers
+        self._ids = itertools.count()
+        #: Requests that have no answer and whose askers wait, and those that were given up and have none, by number.
+        self.under_way: dict[int, Exchange] = {}
+        self.owed: dict[int, Request] = {}
+        #: Arenas whose descriptors the server has had over this connection.
+        self._sent: set[str] = set()
+        #: Why nothing comes any more, as :func:`to_wire` has it: an exception would keep the frames that it went through.
+        self.broken: tuple[str, str, dict[str, str]] | None = None
+
+    # The handshake.
+
+    def greet(self, token: str) -> Exchange:
+        """Queue the handshake, which joins a session or, with an empty token, begins one."""
+        return self._queue(Request(m.Hello(token), "the handshake"), 0)
+
+    def welcome(self, greeting: Exchange) -> m.Welcome:
+        """Return the server's answer to the handshake.
+
+        :raises ProtocolError: if it greets with something else.
+        """
+        reply = self.reply(greeting)
+        reply.frame.close()
+        if not isinstance(reply.message, m.Welcome):
+            raise ProtocolError(f"the server at {self.path} greets with {type(reply.message).__name__}")
+        return reply.message
+
+    @contextmanager
+    def greeting(self) -> Iterator[None]:
+        """Turn the errors of a wait for the handshake's answer into :class:`ConnectError`."""
+        try:
+            yield
+        except TooLate as error:
+            raise ConnectError(f"the server at {self.path} does not answer") from error
+        except ConnectionClosed as error:
+            if is_of_handler(error):
+                raise
+            raise ConnectError(f"the server at {self.path} hung up: {error}") from error
+
+    # Requests.
+
+    def begin(self, request: Request) -> Exchange:
+        """Queue a request.
+
+        :raises ProtocolError: if it cannot be sent over any connection; nothing of it was queued.
+        :raises OSError: if this process cannot open more files; nothing of it was queued.
+        :raises ConnectionClosed: if the connection has ended.
+        """
+        if self.broken is not None:
+            raise self.ended()
+        return self._queue(request, next(self._ids) % LAST_ID + 1)
+
+    def _queue(self, request: Request, number: int) -> Exchange:
+        exchange = Exchange(number, request)
+        request.queue(self._buffers, number, self._sent)
+        self.under_way[number] = exchange
+        return exchange
+
+    def tell(self, message: m.Message) -> None:
+        """Queue a request whose answer nobody needs."""
+        self._buffers.queue(message, next(self._ids) % LAST_ID + 1)
+
+    def withdraw(self, exchange: Exchange) -> bool:
+        """Have the server know that nobody waits; its answer is that it knows, or the reply, which came just before.
+
+        :returns: whether that answer is to be waited for: it has not come, and still may.
+        """
+        if exchange.answer is not None or self.broken is not None:
+            return False
+        if not exchange.withdrawn:
+            exchange.withdrawn = True
+            exchange.told.clear()
+            self._buffers.queue(m.Cancel(), exchange.number)
+        return True
+
+    def reply(self, exchange: Exchange) -> Reply:
+        """End an exchange: the reply, whose frame owns its descriptors.
+
+        :raises DeadlineExceeded: if it was withdrawn, and no reply came before that. An answer that still may come is owed.
+        :raises ConnectionClosed: if the connection has ended.
+        :raises Exception: what an error reply stands for.
+        """
+        message, frame = exchange.answer, exchange.request.frame
+        if message is None or frame is None:
+            self.abandon(exchange)
+            if self.broken is not None:
+                raise self.ended()
+            raise DeadlineExceeded(f"{exchange.request.what} was not answered in time, and the server at {self.path} is stuck")
+        if isinstance(message, str):
+            frame.close()
+            raise ProtocolError(message)
+        if isinstance(message, m.Error):
+            if exchange.withdrawn and message.code == DeadlineExceeded.code and not message.endpoint_raised:
+                frame.close()
+                raise too_late(exchange.request.what)
+            raise_error(message, frame)
+        return Reply(message, frame)
+
+    def abandon(self, exchange: Exchange) -> None:
+        """End an exchange whose reply nobody takes: what it grants goes back, now or when it comes."""
+        if exchange.answer is None:
+            if self.under_way.pop(exchange.number, None) is not None:
+                self.owed[exchange.number] = exchange.request.forgotten()
+        elif exchange.request.frame is not None:
+            self._give_back(exchange.request.frame, exchange.request)
+
+    # What arrives.
+
+    def deliver(self) -> list[Exchange]:
+        """Have every frame that has arrived whole go where it belongs.
+
+        :returns: the exchanges of which something is new: they were told something, were answered, or have something to send.
+            The server's last word to the connection is :attr:`broken` then.
+
+        :raises ProtocolError: on a violation, after which nothing can be trusted.
+        """
+        buffers, news = self._buffers, []
+        while buffers.frames or buffers.ready():
+            # It stays among the buffers' frames, which are closed with the connection, until it has found its place.
+            frame = buffers.frames[0]
+            # The first frame of a connection answers the handshake, whatever its number.
+            exchange = self.under_way.get(frame.request_id) or self.under_way.get(0)
+            if exchange is None:
+                self._stray(frame)
+            elif frame.kind in _EVENTS:
+                news.append(exchange)
+                self._told(exchange, frame)
+            else:
+                news.append(exchange)
+                self._read(exchange, frame)
+                exchange.request.frame = frame
+                del self.under_way[exchange.number]
+            del buffers.frames[0]
+        return news
+
+    def _read(self, exchange: Exchange, frame: Frame) -> None:
+        try:
+            exchange.answer = message = decode_message(frame)
+        except ProtocolError as error:
+            if is_of_handler(error):
+                raise
+            exchange.answer = str(error)
+            return
+        if frame.fds and exchange.request.lane is not None:
+            # The next answer may be of the same arena, and be taken first. Where no file can be opened, this one tells of it.
+            with passed_over(OSError):
+                exchange.request.lane.learn(message, frame)
+
+    def _told(self, exchange: Exchange, frame: Frame) -> None:
+        message = decode_message(frame)
+        if isinstance(message, m.TaskChanged):
+            if not exchange.withdrawn:
+                exchange.told.append(message.info)
+        else:
+            self._buffers.queue(exchange.request.when_starved(), 0)
+        frame.close()
+
+    def _stray(self, frame: Frame) -> None:
+        """See to a frame that nobody waits for."""
+        if frame.request_id == 0:
+            message = decode_message(frame)
+            if isinstance(message, m.Error):
+                self._fail((message.code, message.text, message.detail))
+        elif frame.kind not in _EVENTS:
+            self._give_back(frame, self.owed.pop(frame.request_id, None))
+        frame.close()
+
+    def _give_back(self, frame: Frame, request: Request | None) -> None:
+        release = to_give_back(frame, request)
+        if release is not None and self.broken is None:
+            self.tell(release)
+
+    # The end.
+
+    def goodbye(self) -> None:
+        """Queue word that the session ends on purpose."""
+        self._buffers.queue(m.Goodbye(), 0)
+
+    def fail(self, error: Exception) -> None:
+        """Note why nothing comes any more; only the first reason counts."""
+        self._fail(to_wire(error))
+
+    def _fail(self, why: tuple[str, str, dict[str, str]]) -> None:
+        if self.broken is None:
+            self.broken = why
+        for exchange in self.under_way.values():
+            exchange.request.interrupted(self._buffers)
+        self.under_way.clear()
+        self.owed.clear()
+
+    def ended(self) -> Exception:
+        """Return the error for an exchange that gets no answer any more, one for each."""
+        return from_wire(*self.broken) if self.broken is not None else ConnectionClosed("the connection was closed")
+
+
+def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
+    """Close a reply that nobody waits for any more; return what gives back the lease which came with it, if one did."""
+    try:
+        message = decode_message(frame)
+        if request is not None and request.lane is not None:
+            request.lane.discard(message, frame)
+    except ProtocolError:
+        return None
+    finally:
+        frame.close()
+    if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
+        return m.FreeBuffer(message.object_id, release=True)  # nobody else knows of it
+    if isinstance(message, m.Result) and message.managed:
+        return m.Release([message.object_id])
+    claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim
+    if claimed and isinstance(message, m.TaskIs) and message.info.object_id is not None:
+        return m.Release([message.info.object_id])
+    return None
