@@ -1,0 +1,521 @@
+"""The exchanges of a connection, without one: whatever arrives, in whatever pieces and order, and wherever it ends.
+
+Descriptors are real: every one that came is handed out or closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.client.exchange import LAST_ID, Exchange, Exchanges, TooLate, to_give_back
+from shared_rpc.client.steps import Reply, Request
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message, encode_message
+from shared_rpc.protocol.frames import FrameDecoder, encode_frame
+from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.socket import FrameBuffers
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+def frame_of(message: m.Message, number: int, fds: int = 0) -> bytes:
+    """A frame as it comes over the wire, without its descriptors."""
+    kind, body = encode_message(message)
+    return b"".join(encode_frame(kind, number, body, b"", fds))
+
+
+def result(object_id: str, *, managed: bool = False) -> m.Result:
+    """A result without memory."""
+    return m.Result(object_id, 1, managed, msgspec.Raw(EMPTY_TABLE), [])
+
+
+def changed(done: int) -> m.TaskChanged:
+    """What is told of a task."""
+    return m.TaskChanged(TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(done)))
+
+
+KNOWN = m.Error(DeadlineExceeded.code, "nobody waits")
+
+
+def new_fd() -> int:
+    """A descriptor of a file that no other descriptor is of."""
+    return os.memfd_create("exchange", os.MFD_CLOEXEC)
+
+
+@contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """Fails where one of :func:`new_fd` is left open; closing one twice fails by itself."""
+    before = _open_here()
+    yield
+    assert _open_here() == before
+
+
+def _open_here() -> int:
+    # By name: what other tests left behind may be closed at any moment.
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:exchange ")
+    return count
+
+
+class Connection:
+    """A driver that neither waits nor talks: what would be sent is in :meth:`sent`, and what comes is what a test feeds."""
+
+    def __init__(self) -> None:
+        self.buffers = FrameBuffers()
+        self.exchanges = Exchanges("/run/server.sock", self.buffers)
+        self._written = FrameDecoder()
+
+    def write(self, limit: int | None = None) -> None:
+        """Have what is queued go out, or the first bytes of it."""
+        while self.buffers._outbox and (limit is None or limit > 0):
+            data, fds = self.buffers._outbox[0]
+            part = data[:limit] if limit is not None else data
+            limit = limit - len(part) if limit is not None else None
+            for fd in fds:
+                os.close(fd)
+            fds.clear()
+            self._written.feed(part)
+            self.buffers.written += len(part)
+            self.buffers._sent(len(part))
+
+    def sent(self) -> list[tuple[int, m.Message]]:
+        """What has gone out since the last look, with the requests' numbers."""
+        self.write()
+        messages = []
+        while (frame := self._written.next_frame()) is not None:
+            messages.append((frame.request_id, decode_message(frame)))
+        return messages
+
+    def come(self, message: m.Message, number: int, fds: int = 0) -> list[Exchange]:
+        """Have a frame arrive."""
+        self.buffers.feed(frame_of(message, number, fds), [new_fd() for _ in range(fds)])
+        return self.exchanges.deliver()
+
+    def ask(self, message: m.Message | None = None, **options: Any) -> Exchange:
+        """Begin an exchange."""
+        return self.exchanges.begin(Request(message or m.Ping(), "a question", **options))
+
+    def close(self) -> None:
+        """Hang up."""
+        self.buffers.close()
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    """A connection after which nothing is left open."""
+    with nothing_leaks():
+        connection = Connection()
+        yield connection
+        connection.close()
+
+
+# Whatever comes, however it comes.
+
+
+@dataclass
+class Plan:
+    """An exchange: what it is told, what its answer brings, and when its asker leaves, in arrivals after its beginning."""
+
+    told: int
+    fds: int
+    managed: bool
+    withdraws: int | None
+    abandons: int | None
+
+    number: int = 0
+    frames: list[tuple[bytes, int]] = field(default_factory=list)
+    exchange: Exchange | None = None
+    heard: list[int] = field(default_factory=list)
+    reply: Reply | None = None
+    left: bool = False
+
+
+moments = st.none() | st.integers(0, 8)
+plans = st.builds(
+    Plan,
+    told=st.integers(0, 3),
+    fds=st.integers(0, 3),
+    managed=st.booleans(),
+    withdraws=moments,
+    abandons=moments,
+)
+
+
+def begin_all(connection: Connection, chosen: list[Plan]) -> None:
+    """Ask, and have the server's frames ready."""
+    for plan in chosen:
+        plan.exchange = connection.ask()
+        plan.number = plan.exchange.number
+        plan.frames = [(frame_of(changed(done), plan.number), 0) for done in range(plan.told)]
+        plan.frames.append((frame_of(result(f"object {plan.number}", managed=plan.managed), plan.number, plan.fds), plan.fds))
+
+
+def arrivals(data: st.DataObject, chosen: list[Plan], end: int | None = None) -> list[tuple[bytes, list[int]]]:
+    """The pieces in which the frames of all arrive, up to an end: any order between exchanges, any cuts."""
+    left = [list(plan.frames) for plan in chosen]
+    stream, offsets = b"", []
+    while any(left):
+        frames = data.draw(st.sampled_from([frames for frames in left if frames]))
+        content, count = frames.pop(0)
+        offsets += [len(stream)] * count
+        stream += content
+    stream = stream[:end]
+    offsets = [at for at in offsets if at < len(stream)]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=10)) | {len(stream)})
+    fds = [new_fd() for _ in offsets]
+    return [
+        (stream[begin:end], [fd for at, fd in zip(offsets, fds, strict=True) if begin <= at < end])
+        for begin, end in itertools.pairwise([0, *cuts])
+    ]
+
+
+def go_on(connection: Connection, plan: Plan, moment: int) -> None:
+    """What the asker does after an arrival."""
+    exchange = plan.exchange
+    assert exchange is not None
+    if plan.left or plan.reply is not None:
+        return
+    plan.heard += [int(info.created_at) for info in exchange.told]
+    exchange.told.clear()
+    if plan.abandons is not None and moment >= plan.abandons:
+        connection.exchanges.abandon(exchange)
+        plan.left = True
+    elif exchange.answer is not None:
+        plan.reply = connection.exchanges.reply(exchange)
+    elif plan.withdraws is not None and moment >= plan.withdraws:
+        assert connection.exchanges.withdraw(exchange)
+
+
+@given(st.lists(plans, min_size=1, max_size=5), st.data())
+def test_any_chunking_and_order(chosen: list[Plan], data: st.DataObject) -> None:
+    """Each asker is told what is its own, in order, and gets its reply; what those would have had who left goes back."""
+    with nothing_leaks():
+        connection = Connection()
+        begin_all(connection, chosen)
+        for moment, (content, fds) in enumerate(arrivals(data, chosen)):
+            connection.buffers.feed(content, fds)
+            connection.exchanges.deliver()
+            for plan in chosen:
+                go_on(connection, plan, moment)
+        for plan in chosen:
+            assert (plan.reply is None) == plan.left
+            if plan.reply is not None:
+                assert isinstance(plan.reply.message, m.Result)
+                assert plan.reply.message.object_id == f"object {plan.number}"
+                assert len(plan.reply.frame.fds) == plan.fds
+                plan.reply.frame.close()
+            assert plan.heard == list(range(len(plan.heard)))
+            assert len(plan.heard) == plan.told or plan.left or plan.withdraws is not None
+        given_back = [message.object_ids for _, message in connection.sent() if isinstance(message, m.Release)]
+        assert sorted(given_back) == sorted([f"object {plan.number}"] for plan in chosen if plan.managed and plan.left)
+        assert not connection.exchanges.under_way and not connection.exchanges.owed
+        connection.close()
+
+
+@given(st.lists(plans, min_size=1, max_size=4), st.integers(0, 300), st.data())
+def test_an_end_anywhere(chosen: list[Plan], end: int, data: st.DataObject) -> None:
+    """The connection breaks in the middle: who has an answer has it, and the others are told; nothing is owed."""
+    with nothing_leaks():
+        connection = Connection()
+        begin_all(connection, chosen)
+        for moment, (content, fds) in enumerate(arrivals(data, chosen, end)):
+            connection.buffers.feed(content, fds)
+            connection.exchanges.deliver()
+            for plan in chosen:
+                go_on(connection, plan, moment)
+        connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
+        for plan in chosen:
+            if plan.left or plan.exchange is None:
+                continue
+            if plan.reply is None and plan.exchange.answer is None:
+                with pytest.raises(ConnectionClosed):
+                    connection.exchanges.reply(plan.exchange)
+                assert not connection.exchanges.withdraw(plan.exchange)
+                continue
+            reply = plan.reply or connection.exchanges.reply(plan.exchange)
+            assert len(reply.frame.fds) == plan.fds
+            reply.frame.close()
+        assert not connection.exchanges.under_way and not connection.exchanges.owed
+        connection.close()
+
+
+@pytest.mark.parametrize("act", ["take", "abandon", "owe"])
+def test_a_signal_handler_that_raises_anywhere(act: str) -> None:
+    """At each instruction a descriptor is in the buffers or in the request's frame, and goes with them."""
+
+    def begin() -> tuple[Connection, Exchange]:
+        connection = Connection()
+        exchange = connection.ask()
+        stream = frame_of(changed(1), exchange.number) + frame_of(result("a", managed=True), exchange.number, 2)
+        connection.buffers.feed(stream, [new_fd(), new_fd()])
+        return connection, exchange
+
+    def run() -> None:
+        if act == "owe":
+            connection.exchanges.abandon(exchange)
+        connection.exchanges.deliver()
+        if act == "abandon":
+            connection.exchanges.abandon(exchange)
+        elif act == "take":
+            connection.exchanges.reply(exchange)
+
+    def end() -> None:
+        if exchange.request.frame is not None:
+            exchange.request.frame.close()
+        connection.close()
+
+    with nothing_leaks():
+        connection, exchange = begin()
+        points = points_of(run)
+        end()
+        assert points > 20
+        for point in range(1, points + 1):
+            connection, exchange = begin()
+            with raising_handler(Interrupted):
+                interrupted_at(point, run)
+            end()
+
+
+# The handshake.
+
+
+@pytest.mark.parametrize("number", [0, 1, 77])
+def test_the_handshake(connection: Connection, number: int) -> None:
+    """The first frame is the answer to it, whatever its number; requests have numbers of their own."""
+    greeting = connection.exchanges.greet("token")
+    assert connection.sent() == [(0, m.Hello("token"))]
+    connection.come(m.Welcome("s", "t", 1, "cpu"), number)
+    assert connection.exchanges.welcome(greeting) == m.Welcome("s", "t", 1, "cpu")
+    connection.ask()
+    assert connection.sent() == [(1, m.Ping())]
+
+
+def test_another_greeting(connection: Connection) -> None:
+    """What greets otherwise is no server of this release, and what came with it is closed."""
+    greeting = connection.exchanges.greet("")
+    connection.come(m.Pong(), 0, fds=1)
+    with pytest.raises(ProtocolError, match=r"the server at /run/server\.sock greets with Pong"):
+        connection.exchanges.welcome(greeting)
+
+
+def test_a_refused_handshake(connection: Connection) -> None:
+    """The server says why."""
+    greeting = connection.exchanges.greet("")
+    connection.come(m.Error("protocol", "too many connections"), 0)
+    with pytest.raises(ProtocolError, match="too many connections"):
+        connection.exchanges.welcome(greeting)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(TooLate(), "does not answer"), (ConnectionClosed("reset"), "hung up: reset")], ids=["silence", "end"]
+)
+def test_no_greeting(connection: Connection, error: Exception, text: str) -> None:
+    """Whoever does not answer the handshake is not connected to."""
+    with pytest.raises(ConnectError, match=text), connection.exchanges.greeting():
+        raise error
+
+
+# Giving up.
+
+
+def test_a_request_that_was_withdrawn(connection: Connection) -> None:
+    """The server says that it knows: the caller's time was over, and the connection is in order."""
+    exchange = connection.ask()
+    assert connection.exchanges.withdraw(exchange)
+    assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
+    connection.come(KNOWN, 1, fds=1)
+    assert not connection.exchanges.withdraw(exchange)
+    with pytest.raises(DeadlineExceeded, match="a question took longer than its timeout"):
+        connection.exchanges.reply(exchange)
+    assert not connection.exchanges.owed
+
+
+def test_a_request_is_withdrawn_once(connection: Connection) -> None:
+    """Whoever is cancelled while it withdraws does so again, and the server hears of it once."""
+    exchange = connection.ask()
+    assert connection.exchanges.withdraw(exchange)
+    assert connection.exchanges.withdraw(exchange)
+    assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
+
+
+def test_a_reply_that_comes_just_in_time(connection: Connection) -> None:
+    """It was sent before the server knew, and is taken; nothing is told meanwhile."""
+    exchange = connection.ask()
+    connection.come(changed(1), 1)
+    connection.exchanges.withdraw(exchange)
+    connection.come(changed(2), 1)
+    connection.come(m.Pong(), 1)
+    assert not exchange.told
+    assert connection.exchanges.reply(exchange).message == m.Pong()
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["an endpoint's own", "the server's"])
+def test_an_error_of_the_same_kind_that_is_the_answer(connection: Connection, raised: bool) -> None:
+    """Only where the request was withdrawn, and not by an endpoint, does it say that the server knows."""
+    exchange = connection.ask()
+    if raised:
+        connection.exchanges.withdraw(exchange)
+    detail = {"type_name": "TimeoutError"} if raised else {}
+    connection.come(m.Error(DeadlineExceeded.code, "the oven is slow", detail, raised), 1)
+    with pytest.raises(DeadlineExceeded, match="the oven is slow"):
+        connection.exchanges.reply(exchange)
+
+
+def test_a_server_that_is_stuck(connection: Connection) -> None:
+    """The answer is owed, and what it brings goes back when it comes: the lease by a message, the memory at once."""
+    exchange = connection.ask()
+    connection.exchanges.withdraw(exchange)
+    with pytest.raises(DeadlineExceeded, match=r"the server at /run/server\.sock is stuck"):
+        connection.exchanges.reply(exchange)
+    assert list(connection.exchanges.owed) == [1]
+    connection.sent()
+    assert connection.come(result("late", managed=True), 1, fds=2) == []
+    assert not connection.exchanges.owed
+    assert connection.sent() == [(2, m.Release(["late"]))]
+    connection.come(m.Count(1), 2)
+
+
+def test_a_buffer_that_nobody_waits_for(connection: Connection) -> None:
+    """What it was is known by the request: nobody else has heard of it."""
+    exchange = connection.ask(m.CreateBuffer(100))
+    connection.exchanges.abandon(exchange)
+    connection.sent()
+    connection.come(result("buffer", managed=True), 1, fds=1)
+    assert connection.sent() == [(2, m.FreeBuffer("buffer", release=True))]
+
+
+def test_an_answer_that_cannot_be_read_gives_nothing_back() -> None:
+    """There is nothing to know of it, and its descriptors are closed."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        decoder.feed(b"".join(encode_frame(9, 1, b"garbage", b"", 1)), [new_fd()])
+        frame = decoder.next_frame()
+        assert frame is not None
+        assert to_give_back(frame) is None
+
+
+# Answers that do not fit.
+
+
+def test_a_second_answer(connection: Connection) -> None:
+    """It is nobody's, and is closed."""
+    exchange = connection.ask()
+    connection.come(m.Pong(), 1)
+    connection.come(m.Pong(), 1, fds=2)
+    assert connection.exchanges.reply(exchange).message == m.Pong()
+
+
+def test_an_answer_to_nothing(connection: Connection) -> None:
+    """It is closed, and the right one is found; a lease that came with it goes back."""
+    exchange = connection.ask()
+    assert connection.come(result("stray", managed=True), 77, fds=1) == []
+    assert connection.come(changed(1), 78) == []
+    assert connection.come(m.Pong(), 1) == [exchange]
+    assert connection.sent()[1:] == [(2, m.Release(["stray"]))]
+
+
+def test_an_answer_that_cannot_be_read(connection: Connection) -> None:
+    """Its asker is told; the others go on."""
+    exchange, other = connection.ask(), connection.ask()
+    connection.buffers.feed(b"".join(encode_frame(encode_message(m.Pong())[0], 1, b"garbage", b"", 1)), [new_fd()])
+    connection.exchanges.deliver()
+    with pytest.raises(ProtocolError, match="a Pong message cannot be read"):
+        connection.exchanges.reply(exchange)
+    connection.come(m.Pong(), 2)
+    assert connection.exchanges.reply(other).message == m.Pong()
+
+
+def test_garbage(connection: Connection) -> None:
+    """Nothing after it can be trusted; what came whole before is there."""
+    exchange = connection.ask()
+    connection.buffers.feed(frame_of(m.Pong(), 1) + b"HTTP/1.1 400 Bad Request")
+    with pytest.raises(ProtocolError, match="not a shared_rpc frame"):
+        connection.exchanges.deliver()
+    assert connection.exchanges.reply(exchange).message == m.Pong()
+
+
+def test_a_server_that_needs_memory(connection: Connection) -> None:
+    """It is answered at once, though the client has none."""
+    exchange = connection.ask()
+    connection.sent()
+    assert connection.come(m.Starved("no room"), 1) == [exchange]
+    assert connection.sent() == [(0, m.Free([]))]
+    assert exchange.answer is None
+
+
+# The end.
+
+
+def test_the_last_word(connection: Connection) -> None:
+    """All who wait are told it, each by an exception of its own, and what comes later is told it too."""
+    exchanges = [connection.ask(), connection.ask()]
+    connection.come(m.Error("protocol", "the last word"), 0)
+    told = []
+    for ask in (*(lambda exchange=exchange: connection.exchanges.reply(exchange) for exchange in exchanges), connection.ask):
+        with pytest.raises(ProtocolError, match="the last word") as caught:
+            ask()
+        told.append(caught.value)
+    assert len(set(map(id, told))) == 3
+
+
+def test_the_first_reason_counts(connection: Connection) -> None:
+    """The end of the stream follows the last word, and says less."""
+    connection.come(m.Error("protocol", "the last word"), 0)
+    connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
+    assert str(connection.exchanges.ended()) == "the last word"
+
+
+@pytest.mark.parametrize(
+    ("written", "again", "repeatable"),
+    [(0, False, True), (27, False, True), (1000, False, False), (1000, True, True)],
+    ids=["not sent", "sent in part", "sent", "sent, and only asks"],
+)
+def test_what_may_be_repeated(connection: Connection, written: int, again: bool, repeatable: bool) -> None:
+    """A request of which the last byte was not written was not received; one that only asks can be asked again."""
+    exchange = connection.ask(m.Release(["a long name"]), again=again)
+    connection.write(written)
+    connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
+    assert exchange.request.repeatable == repeatable
+
+
+def test_a_request_that_cannot_be_sent(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it was queued, and the connection is in order."""
+
+    def refuse(fd: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    fd = new_fd()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            connection.ask(fds=(fd,))
+    os.close(fd)
+    assert not connection.exchanges.under_way
+    assert connection.buffers.unsent == 0
+
+
+def test_numbers_begin_again(connection: Connection) -> None:
+    """After the last one comes the first: 0 is the server's own."""
+    connection.exchanges._ids = itertools.count(LAST_ID - 1)
+    assert [connection.ask().number for _ in range(2)] == [LAST_ID, 1]
+
+
+def test_goodbye(connection: Connection) -> None:
+    """It is told without a number: there is no answer."""
+    connection.exchanges.goodbye()
+    assert connection.sent() == [(0, m.Goodbye())]
