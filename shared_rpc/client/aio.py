@@ -20,18 +20,17 @@ import anyio.to_thread
 from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import PROMPT, Connection, Stranger
+from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.departure import Departure
-from shared_rpc.client.holdings import held_of, to_hold
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.monitoring import AsyncMonitoring
 from shared_rpc.client.offloading import ThreadWork
-from shared_rpc.client.pool import RETRY, Session, nobody_there
 from shared_rpc.client.refreshing import AsyncRefreshing
 from shared_rpc.client.replies import too_late
+from shared_rpc.client.session import Search, Session, Takeover, held_of
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
-from shared_rpc.handle import AsyncHandle, Lease, forgone, unreachable
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
+from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
@@ -240,8 +239,7 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         channel, session = self._channel, self._session
         self._channel, self._session = None, None
         if channel is not None:
-            channel.tell(m.Goodbye())
-            channel.close()
+            channel.say_goodbye()
         if session is not None:  # on a GPU it waits for the device
             await anyio.to_thread.run_sync(session.lane.close)
         await anyio.lowlevel.checkpoint()
@@ -307,7 +305,7 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
             issuer=self,
             session=session,
         )
-        self._holdings.add(handle)
+        self._leases.add(handle)
         return handle
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
@@ -384,60 +382,47 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
             return self._channel
 
     async def _connect(self) -> Channel:
-        path, begin = self.socket_path, time.monotonic()
+        search = Search(self.socket_path, self._connect_timeout)
         while True:
-            token = self._session.token if self._session is not None else ""
             try:
-                channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
-                moving, held = await self._hold_again(channel)
+                channel, takeover = await self._join(search.path)
                 break
-            except Stranger:
-                raise
             except ConnectError as error:
-                if time.monotonic() + RETRY > begin + self._connect_timeout:
-                    raise nobody_there(error, begin) from error
-                await anyio.sleep(RETRY)
+                await anyio.sleep(search.failed(error))
         if self._closed:
             channel.close()
             raise ConnectionClosed("this client is closed")
-        welcome = channel.welcome
-        if self._session is None or self._session.token != welcome.token:
-            ended, self._session = (
-                self._session,
-                Session(welcome.server_id, welcome.token, welcome.device, self._new_lane()),
-            )
-            unwanted = self._holdings.move(moving, held, self._session)
+        if not takeover.joined:
+            ended, self._session = self._session, takeover.begin(self._new_lane())
+            unwanted = takeover.move(self._session)
             if unwanted:
                 channel.tell(m.Release(unwanted))
             if ended is not None:
                 await anyio.to_thread.run_sync(ended.lane.close)
         return channel
 
-    async def _hold_again(self, channel: Channel) -> tuple[list[Lease[Any]], list[str]]:
-        """The handles of a session that ended, and what the channel's new one holds of their objects.
+    async def _join(self, path: str) -> tuple[Channel, Takeover]:
+        """Have a channel join the session, or begin another one, which has its leases then.
 
-        :raises ConnectError: if the server goes away.
+        :raises ConnectError: if there is no server, or it goes away at once.
         """
-        session, welcome = self._session, channel.welcome
-        if session is None or session.token == welcome.token or session.server_id != welcome.server_id:
-            return [], []
-        moving = self._holdings.of(session)
-        if not moving:
-            return [], []
+        session = self._session
+        token = session.token if session is not None else ""
+        channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
         try:
-            return moving, held_of(await channel.exchange(to_hold(moving), anyio.current_time() + PROMPT))
-        except (ConnectionClosed, DeadlineExceeded) as error:
-            channel.close()
-            raise ConnectError(f"the server at {channel.path} hung up: {error}") from error
+            takeover = Takeover(self._leases, session, channel.welcome)
+            if takeover.moving:
+                with takeover.renewal(path) as request:
+                    takeover.held = held_of(await channel.exchange(request, anyio.current_time() + PROMPT))
         except BaseException:
             channel.close()
             raise
+        return channel, takeover
 
 
 def _leave(channel: Channel | None, session: Session) -> None:
     if channel is not None:
-        channel.tell(m.Goodbye())
-        channel.close()
+        channel.say_goodbye()
     session.lane.close()
 
 

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
-from shared_rpc.client.holdings import Holdings
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.preload import preload_codec
+from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.watching import Watch
 from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
@@ -67,7 +67,7 @@ class BaseClient(ABC):
         self._pool_options = pool or PoolOptions()
         #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self._holdings = Holdings()
+        self._leases = LeaseBook()
         self._begin()
         preload_codec()
         _clients.add(self)
@@ -107,7 +107,7 @@ class BaseClient(ABC):
         """
         self._values = weakref.WeakValueDictionary()
         self._watch = None
-        self._holdings = Holdings()
+        self._leases = LeaseBook()
 
     @abstractmethod
     def _leaves(self) -> Job | None:

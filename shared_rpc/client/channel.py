@@ -11,7 +11,7 @@ from typing import Self
 import anyio
 import anyio.lowlevel
 
-from shared_rpc.client.connection import Driver, connect
+from shared_rpc.client.connection import ExchangeSocket, connect
 from shared_rpc.client.exchange import PROMPT, Exchange, TooLate
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
@@ -20,7 +20,7 @@ from shared_rpc.protocol import messages as m
 __all__ = ["Channel"]
 
 
-class Channel(Driver):
+class Channel(ExchangeSocket):
     """A connection on a non-blocking socket. Make a welcomed one with :meth:`open`.
 
     There is no task in the background: of the coroutines that wait for replies one reads, and wakes the others for theirs;

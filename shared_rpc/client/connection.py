@@ -19,7 +19,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
-__all__ = ["PROMPT", "Connection", "Driver", "Stranger", "connect", "nobody_listens"]
+__all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
 
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds that a read or a write waits by itself: most round trips take no longer, and cost no poll(2).
@@ -101,7 +101,7 @@ def _seconds_until(deadline: float) -> float:
     return left
 
 
-class Driver:
+class ExchangeSocket:
     """A connection to the server that listens at ``path``: a socket, and the exchanges over it."""
 
     welcome: m.Welcome
@@ -114,7 +114,7 @@ class Driver:
     def _begin(self, sock: socket.socket) -> None:
         self._socket = FrameSocket(sock)
         self._exchanges = Exchanges(self.path, self._socket)
-        _drivers.add(self)
+        _open.add(self)
 
     @property
     def alive(self) -> bool:
@@ -140,7 +140,7 @@ class Driver:
         self._socket.close()
 
 
-class Connection(Driver):
+class Connection(ExchangeSocket):
     """A blocking connection, once it was opened with :meth:`open`. One request is under way at a time."""
 
     def __init__(self, path: str) -> None:
@@ -297,14 +297,14 @@ class Connection(Driver):
             self._socket.close()
 
 
-_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+_open: weakref.WeakSet[ExchangeSocket] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     # Keeping the child's copies would outlive the parent's session: also that of a connection which another thread was just
     # making.
-    for driver in list(_drivers):
-        driver.abandon()
+    for connection in list(_open):
+        connection.abandon()
 
 
 os.register_at_fork(after_in_child=_after_fork)

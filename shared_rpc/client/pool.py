@@ -7,45 +7,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-from shared_rpc.client.connection import PROMPT, Connection, Stranger, nobody_listens
-from shared_rpc.client.holdings import Holdings, held_of, to_hold
+from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
 from shared_rpc.client.lane import Lane, LaneClosed
+from shared_rpc.client.session import RETRY, LeaseBook, Search, Session, Takeover, held_of, to_hold
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
-from shared_rpc.handle import Lease
 from shared_rpc.lifecycle.finalizer import REAPER
-from shared_rpc.lifecycle.interrupts import is_interrupt, passed_over
+from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 
-__all__ = ["RETRY", "ConnectionPool", "Session", "Turn", "nobody_there"]
+__all__ = ["ConnectionPool", "Turn"]
 
-#: Seconds between two tries to reach a server that is not there yet.
-RETRY = 0.05
 #: Seconds between two looks at connections over which an answer is still to come.
 _LOOK = 0.5
-#: How often one that connects has a server started: one that ends at once every time is not to be started for ever.
-_SUMMONS = 3
-
-
-@dataclass(eq=False)
-class Session:
-    """The server's account of this process: its identity is what handles remember.
-
-    A blocking client has its connections here: all of them, those that nobody uses, and those that are unusable, and open to
-    keep the session until another connection does.
-    """
-
-    server_id: str
-    token: str
-    device: str
-    lane: Lane
-    connections: set[Connection] = field(default_factory=set)
-    idle: list[Connection] = field(default_factory=list)
-    parked: list[Connection] = field(default_factory=list)
-    ended: bool = False
 
 
 class Turn:
@@ -63,14 +38,6 @@ class Turn:
         self.session: Session | None = None
 
 
-def nobody_there(error: ConnectError, begin: float) -> ConnectError:
-    """The error for a server that did not come up since ``begin`` (time.monotonic())."""
-    return ConnectError(
-        f"{error} (waited {time.monotonic() - begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
-        f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
-    )
-
-
 class ConnectionPool:
     """Gives every thread that waits a connection of its own, all of them in one session. Thread-safe.
 
@@ -81,7 +48,7 @@ class ConnectionPool:
 
     :param path: the server's socket, looked up when the first connection is made.
     :param new_lane: makes what a new session uses for short-lived memory.
-    :param holdings: the handles whose leases a new session takes over.
+    :param leases: the handles whose leases a new session takes over.
     :param moved: called in another thread, before a session that was retired ends.
     """
 
@@ -89,21 +56,21 @@ class ConnectionPool:
         self,
         path: Callable[[], str],
         new_lane: Callable[[], Lane],
-        holdings: Holdings,
+        leases: LeaseBook,
         moved: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path
         self._new_lane = new_lane
-        self._holdings = holdings
+        self._leases = leases
         self._moved = moved
         self.closed = False
         #: Has a server listen where none does: called with the socket, the seconds it has for that, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
 
-    def abandon(self, holdings: Holdings) -> None:
+    def abandon(self, leases: LeaseBook) -> None:
         """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
-        self._holdings = holdings
+        self._leases = leases
         for session in self._sessions():
             for connection in session.connections:
                 connection.close()
@@ -180,14 +147,14 @@ class ConnectionPool:
         return done
 
     def _end(self, session: Session) -> bool:
-        moving = self._holdings.of(session)
+        moving = self._leases.of(session)
         turn = Turn()
         try:
             if moving:
                 held = held_of(self.exchange(to_hold(moving), time.monotonic() + PROMPT, 0, turn))
                 new = turn.session
                 assert new is not None, "there was a reply"
-                unwanted = self._holdings.move(moving, held, new) if new.server_id == session.server_id else held
+                unwanted = self._leases.move(moving, held, new) if new.server_id == session.server_id else held
                 if unwanted:
                     self.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT, 0, turn).frame.close()
                 self._spare(new)
@@ -228,8 +195,8 @@ class ConnectionPool:
                 reply = self._exchange_over(session, connection, request, deadline)
                 turn.connection = None
                 return reply
-            except ConnectionClosed:
-                if self.closed or not request.repeatable or time.monotonic() > deadline:
+            except ConnectionClosed as error:
+                if is_of_handler(error) or self.closed or not request.repeatable or time.monotonic() > deadline:
                     raise
 
     def _home(self, request: Request, turn: Turn) -> Session | None:
@@ -390,34 +357,28 @@ class ConnectionPool:
         connection.close()
         raise ConnectionClosed("the session has ended")
 
-    def _reach(
-        self, deadline: float, patience: float, turn: Turn
-    ) -> tuple[Session | None, Connection, list[Lease[Any]], list[str]]:
-        """Wait for a server: the session that it was reached in, and see :meth:`_open`."""
-        path = self._path()
-        begin = time.monotonic()
-        until = min(deadline, begin + patience)
-        summons = _SUMMONS if self.summon is not None and patience > 0 else 0
+    def _reach(self, deadline: float, patience: float, turn: Turn) -> tuple[Connection, Takeover]:
+        """Wait for a server, and have a connection join the session, or begin another one, which has its leases then."""
+        search = Search(self._path(), patience, deadline, self.summon)
         while True:
             session = self.session
+            connection = turn.connection = Connection(search.path)
             try:
-                connection = turn.connection = Connection(path)
-                return session, connection, *self._open(connection, session, deadline)
-            except Stranger:
-                raise
+                connection.open(session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
+                takeover = Takeover(self._leases, session, connection.welcome)
+                if takeover.moving:
+                    with takeover.renewal(search.path) as request:
+                        takeover.held = held_of(connection.exchange(request, time.monotonic() + PROMPT))
+                return connection, takeover
             except ConnectError as error:
-                if summons and self.summon is not None and nobody_listens(error):
-                    summons -= 1
-                    self.summon(path, patience, deadline)
-                    until = min(deadline, time.monotonic() + patience)
-                    continue
-                if time.monotonic() + RETRY > until:
-                    raise nobody_there(error, begin) from error
-                time.sleep(RETRY)
+                connection.close()
+                time.sleep(search.failed(error))
+            except BaseException:
+                connection.close()
+                raise
 
     def _connect(self, deadline: float, patience: float, turn: Turn) -> tuple[Session, Connection]:
-        session, connection, moving, held = self._reach(deadline, patience, turn)
-        welcome = connection.welcome
+        connection, takeover = self._reach(deadline, patience, turn)
         ended: Session | None = None
         unwanted: list[str] = []
         parked: list[Connection] = []
@@ -426,13 +387,13 @@ class ConnectionPool:
                 connection.close()
                 raise ConnectionClosed("this client is closed")
             current = self.session
-            if current is session and (session is None or session.token != welcome.token):
-                current = Session(welcome.server_id, welcome.token, welcome.device, self._new_lane(), {connection})
+            if current is takeover.earlier and not takeover.joined:
+                ended = current
+                current = takeover.begin(self._new_lane())
+                current.connections.add(connection)
                 self.session = turn.session = current
-                if session is not None:
-                    ended = session
-                    unwanted = self._holdings.move(moving, held, current)
-            elif current is not None and current.token == welcome.token:
+                unwanted = takeover.move(current)
+            elif current is not None and current.token == takeover.welcome.token:
                 turn.session = current
                 current.connections.add(connection)
                 # One that became idle meanwhile would have done as well.
@@ -452,29 +413,6 @@ class ConnectionPool:
             with passed_over(SharedRPCError):
                 connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
         return current, connection
-
-    def _open(self, connection: Connection, session: Session | None, deadline: float) -> tuple[list[Lease[Any]], list[str]]:
-        """Have a connection join a session, or begin one: the handles of the one before it then, and what the new one holds of
-        their objects.
-
-        :raises ConnectError: if there is no server, or it goes away at once.
-        """
-        connection.open(session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
-        welcome = connection.welcome
-        if session is None or session.token == welcome.token or session.server_id != welcome.server_id:
-            return [], []
-        moving = self._holdings.of(session)
-        if not moving:
-            return [], []
-        try:
-            reply = connection.exchange(to_hold(moving), time.monotonic() + PROMPT)
-            return moving, held_of(reply)
-        except (ConnectionClosed, DeadlineExceeded) as error:
-            connection.close()
-            raise ConnectError(f"the server at {connection.path} hung up: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
 
 
 def _look(pool: weakref.ref[ConnectionPool]) -> None:

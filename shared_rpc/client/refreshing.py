@@ -22,7 +22,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation, Refreshes
 
 if TYPE_CHECKING:
-    from shared_rpc.client.pool import Session
+    from shared_rpc.client.session import Session
     from shared_rpc.client.steps import Operation
 
 __all__ = ["AsyncRefreshIterator", "AsyncRefreshing", "RefreshIterator", "Refreshing"]

@@ -15,8 +15,9 @@ from shared_rpc.client.connection import PROMPT
 from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.monitoring import Monitoring
-from shared_rpc.client.pool import ConnectionPool, Session, Turn
+from shared_rpc.client.pool import ConnectionPool, Turn
 from shared_rpc.client.refreshing import Refreshing
+from shared_rpc.client.session import Session
 from shared_rpc.client.steps import Operation, Request, Tell, Work
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import Handle, forgone, unreachable
@@ -55,7 +56,7 @@ class Client(Refreshing, Monitoring):
     """
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(self._address.path, self._lanes(), self._holdings, weakly(self._moved))
+        self._pool = ConnectionPool(self._address.path, self._lanes(), self._leases, weakly(self._moved))
 
     def _leaves(self) -> Job | None:
         # There is no pool where the client could not be made.
@@ -64,7 +65,7 @@ class Client(Refreshing, Monitoring):
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        self._pool.abandon(self._holdings)
+        self._pool.abandon(self._leases)
 
     def ping(self) -> float:
         """One round trip; the seconds it took."""
@@ -407,7 +408,7 @@ class Client(Refreshing, Monitoring):
             issuer=self,
             session=session,
         )
-        self._holdings.add(handle)
+        self._leases.add(handle)
         return handle
 
     def _drive(self, operation: Operation[T], turn: Turn, patience: float | None, timeout: float | None) -> T:

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, errors
-from shared_rpc.client.connection import Driver
-from shared_rpc.client.holdings import Holdings
+from shared_rpc.client.connection import ExchangeSocket
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
+from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Reply
 from shared_rpc.handle import Lease
 from shared_rpc.memory.backends.host import HOST
@@ -156,9 +156,9 @@ def fooled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once it was called, the next look at a connection finds it alive, though its server ends at just that time."""
 
     def fool() -> None:
-        truth: Any = Driver.__dict__["alive"]
+        truth: Any = ExchangeSocket.__dict__["alive"]
         lies = [True]
-        monkeypatch.setattr(Driver, "alive", property(lambda driver: lies.pop() if lies else bool(truth.fget(driver))))
+        monkeypatch.setattr(ExchangeSocket, "alive", property(lambda each: lies.pop() if lies else bool(truth.fget(each))))
 
     return fool
 
@@ -335,14 +335,14 @@ def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
         Lease(1, object_id=object_id, server_id="s", generation=1, issuer=giver, session=earlier)
         for object_id in ("a", "a", "b")
     ]
-    holdings = Holdings()
+    leases = LeaseBook()
     for handle in handles:
-        holdings.add(handle)
-    moving = holdings.of(earlier)
+        leases.add(handle)
+    moving = leases.of(earlier)
     assert handles[0]._forgo()
-    assert holdings.move(moving, ["a", "a"], later) == ["a"]
+    assert leases.move(moving, ["a", "a"], later) == ["a"]
     assert [handle.in_session(later) for handle in handles] == [False, True, False]
-    assert holdings.of(earlier) == [handles[2]]
+    assert leases.of(earlier) == [handles[2]]
     assert handles[2]._forgo()
     assert handles[1]._forgo()
 

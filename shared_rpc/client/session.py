@@ -1,0 +1,173 @@
+"""A client's session with a server: how it begins, and what it takes over from the one before it.
+
+The rules are here, without I/O, for the blocking client and for the one of coroutines.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared_rpc.client.connection import Connection, Stranger, nobody_listens
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.steps import Reply, Request
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.handle import Lease
+from shared_rpc.lifecycle.interrupts import is_of_handler
+from shared_rpc.protocol import messages as m
+
+__all__ = ["RETRY", "LeaseBook", "Search", "Session", "Takeover", "held_of", "to_hold"]
+
+#: Seconds between two tries to reach a server that is not there yet.
+RETRY = 0.05
+#: How often one that connects has a server started: one that ends at once every time is not to be started for ever.
+_SUMMONS = 3
+
+
+@dataclass(eq=False)
+class Session:
+    """The server's account of this process: its identity is what handles remember.
+
+    A blocking client has its connections here: all of them, those that nobody uses, and those that are unusable, and open to
+    keep the session until another connection does.
+    """
+
+    server_id: str
+    token: str
+    device: str
+    lane: Lane
+    connections: set[Connection] = field(default_factory=set)
+    idle: list[Connection] = field(default_factory=list)
+    parked: list[Connection] = field(default_factory=list)
+    ended: bool = False
+
+
+class LeaseBook:
+    """Handles by the session that their leases are in. Thread-safe.
+
+    A lease ends with its session. Where the same server, by its id, has a new session for this client, because all
+    connections broke or because the server was restarted with what it kept, the client asks for leases on the same objects
+    before it asks for anything else; a handle of one that is not there any more stays with the session that ended.
+    """
+
+    def __init__(self) -> None:
+        self._handles: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, handle: Lease[Any]) -> None:
+        """Note a handle that is given out."""
+        with self._lock:
+            self._handles.add(handle)
+
+    def of(self, session: object) -> list[Lease[Any]]:
+        """Return those whose leases are in a session."""
+        with self._lock:
+            return [handle for handle in self._handles if handle.in_session(session)]
+
+    @staticmethod
+    def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
+        """Put handles into another session, where it holds as many; return the ids of leases that nobody wants any more."""
+        left = Counter(held)
+        for handle in handles:
+            if left[handle.object_id] and handle.move_to(session):
+                left[handle.object_id] -= 1
+        return list(left.elements())
+
+
+def to_hold(handles: Sequence[Lease[Any]]) -> Request:
+    """Return the request for the leases of handles in a new session."""
+    return Request(m.Hold([handle.object_id for handle in handles]), "the leases of this client")
+
+
+def held_of(reply: Reply) -> list[str]:
+    """Return the ids of what is held now, each as often as it was asked for.
+
+    :raises ProtocolError: if the server answers something else.
+    """
+    reply.frame.close()
+    if not isinstance(reply.message, m.Held):
+        raise ProtocolError(f"the server answered the leases of this client with {type(reply.message).__name__}")
+    return reply.message.object_ids
+
+
+class Takeover:
+    """What a connection that was welcomed has to do with the session before it: it joins that, or begins another one.
+
+    :param earlier: the session whose token the handshake had; None if it had none.
+    """
+
+    def __init__(self, leases: LeaseBook, earlier: Session | None, welcome: m.Welcome) -> None:
+        self.earlier = earlier
+        self.welcome = welcome
+        self.joined = earlier is not None and earlier.token == welcome.token
+        #: Handles whose leases another session of the same server has to be asked for, and the ids of those that it holds.
+        self.moving: list[Lease[Any]] = []
+        self.held: list[str] = []
+        if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:
+            self.moving = leases.of(earlier)
+
+    @contextmanager
+    def renewal(self, path: str) -> Iterator[Request]:
+        """Turn the errors of asking for the leases into :class:`ConnectError`: a server that goes away at once is not there."""
+        try:
+            yield to_hold(self.moving)
+        except (ConnectionClosed, DeadlineExceeded) as error:
+            if is_of_handler(error):
+                raise
+            raise ConnectError(f"the server at {path} hung up: {error}") from error
+
+    def begin(self, lane: Lane) -> Session:
+        """Return the session that begins."""
+        return Session(self.welcome.server_id, self.welcome.token, self.welcome.device, lane)
+
+    def move(self, session: Session) -> list[str]:
+        """Have the handles follow into the session that began; return the ids of leases that nobody wants any more."""
+        return LeaseBook.move(self.moving, self.held, session)
+
+
+class Search:
+    """The tries of a client to reach a server that may not be there yet.
+
+    :param patience: seconds to wait for it, but not beyond ``deadline`` (time.monotonic()).
+    :param summon: has a server listen where none does: called with the socket, ``patience`` and ``deadline``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        patience: float,
+        deadline: float = float("inf"),
+        summon: Callable[[str, float, float], None] | None = None,
+    ) -> None:
+        self.path = path
+        self._patience = patience
+        self._deadline = deadline
+        self._summon = summon
+        self._summons = _SUMMONS if patience > 0 else 0
+        self._begin = time.monotonic()
+        self._until = min(deadline, self._begin + patience)
+
+    def failed(self, error: ConnectError) -> float:
+        """Decide what follows a try; return the seconds to wait before the next one.
+
+        :raises ConnectError: if there is to be none.
+        """
+        if isinstance(error, Stranger) or is_of_handler(error):
+            raise error
+        if self._summon is not None and self._summons and nobody_listens(error):
+            self._summons -= 1
+            self._summon(self.path, self._patience, self._deadline)
+            self._until = min(self._deadline, time.monotonic() + self._patience)
+            return 0.0
+        if time.monotonic() + RETRY > self._until:
+            raise ConnectError(
+                f"{error} (waited {time.monotonic() - self._begin:.1f} s). Start a server with: shared-rpc serve app.py, or "
+                f"SHARED_TENSOR_ROLE=server python app.py, with the same SHARED_TENSOR_BASE_PATH and device"
+            ) from error
+        return RETRY
