@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shared_rpc import errors
     from shared_rpc.client.aio import AsyncClient
+    from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.client.sync import Client
-    from shared_rpc.client.watching import Subscription
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.extras.materialize import materialize
     from shared_rpc.handle import AsyncHandle, Handle
@@ -59,7 +59,7 @@ _HOMES = {
     "Provider": "shared_rpc.provider",
     "Server": "shared_rpc.server.server",
     "SharedFunction": "shared_rpc.provider",
-    "Subscription": "shared_rpc.client.watching",
+    "Subscription": "shared_rpc.client.subscriptions",
     "TaskInfo": "shared_rpc.protocol.tasks",
     "TaskStatus": "shared_rpc.protocol.tasks",
     "Ticket": "shared_rpc.protocol.ticket",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shared_rpc.client.watching import Subscription, Watch
+from shared_rpc.client.subscriptions import Subscription, Subscriptions
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
 from shared_rpc.handle import Handle, updating
@@ -30,7 +30,7 @@ class InProcessGenerations:
     """The part of :class:`shared_rpc.in_process.InProcessRuntime` that is about generations; see :class:`Client` for all."""
 
     _engine: Engine
-    _watch: Watch | None = None
+    _watch: Subscriptions | None = None
 
     if TYPE_CHECKING:
 
@@ -84,7 +84,7 @@ class InProcessGenerations:
     def on_refresh(self, callback: Callable[[Generation], object]) -> Subscription:
         """See :meth:`Client.on_refresh`."""
         if self._watch is None:
-            self._watch = Watch(lambda: EngineSource(self._engine))
+            self._watch = Subscriptions(lambda: EngineSource(self._engine))
         return self._watch.subscribe(callback)
 
     def _unwatch(self) -> None:
@@ -142,7 +142,7 @@ class EngineSource:
         self._answers: queue.SimpleQueue[tuple[list[Generation], int] | Failure | None] = queue.SimpleQueue()
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """See :class:`shared_rpc.client.watching.Source`."""
+        """See :class:`shared_rpc.client.subscriptions.Source`."""
         waiter = _waiter(lambda outcome: self._answers.put(outcome if isinstance(outcome, Failure) else None))
         self._engine.ask(
             lambda core: core.generations.wait(waiter, after, lambda generations, at: self._answers.put((generations, at)))
@@ -155,11 +155,11 @@ class EngineSource:
         raise ConnectionClosed(answer.text if answer is not None else "nobody wants to know any more")
 
     def hang_up(self) -> None:
-        """See :class:`shared_rpc.client.watching.Source`."""
+        """See :class:`shared_rpc.client.subscriptions.Source`."""
         self._answers.put(None)
 
     def close(self) -> None:
-        """See :class:`shared_rpc.client.watching.Source`."""
+        """See :class:`shared_rpc.client.subscriptions.Source`."""
 
 
 def _waiter(deliver: Callable[[Delivery | Failure], None] = lambda outcome: None) -> Waiter:

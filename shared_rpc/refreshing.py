@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from shared_rpc.client.watching import Subscription
+    from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.handle import Handle
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.ticket import Ticket

@@ -27,7 +27,7 @@ from shared_rpc.settings import Role
 if TYPE_CHECKING:
     import torch
 
-    from shared_rpc.client.watching import Subscription
+    from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.handle import Handle
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.ticket import Ticket

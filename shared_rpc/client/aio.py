@@ -21,14 +21,14 @@ from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.monitoring import AsyncMonitoring
-from shared_rpc.client.offloading import ThreadWork
+from shared_rpc.client.process_exit import ProcessExit
 from shared_rpc.client.refreshing import AsyncRefreshing
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import Search, Session, Takeover, held_of
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
+from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import AsyncHandle, forgone, unreachable
 from shared_rpc.lifecycle.finalizer import Job
@@ -227,9 +227,9 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
     async def stop_server(self, if_idle: bool = False, timeout: float | None = 10.0) -> dict[str, Any]:
         """See :meth:`Client.stop_server`."""
         await self._server()
-        with Departure(self.socket_path) as departure:
+        with ProcessExit(self.socket_path) as process_exit:
             held = await self._run(operations.stop_server(if_idle))
-            await anyio.to_thread.run_sync(departure.wait, timeout)
+            await anyio.to_thread.run_sync(process_exit.wait, timeout)
         return held
 
     async def close(self) -> None:
@@ -429,7 +429,7 @@ def _leave(channel: Channel | None, session: Session) -> None:
 async def _worked(step: Work) -> Any:
     if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
         return step.function()
-    work = ThreadWork(step.function)
+    work = ShieldedThreadJob(step.function)
     try:
         await anyio.to_thread.run_sync(work.run)
     except anyio.get_cancelled_exc_class():

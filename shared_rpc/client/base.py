@@ -12,7 +12,7 @@ from typing import Any, Self
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.preload import preload_codec
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.watching import Watch
+from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -49,7 +49,7 @@ class BaseClient(ABC):
     """
 
     #: What calls the callbacks of on_refresh, once there is one.
-    _watch: Watch | None = None
+    _watch: Subscriptions | None = None
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import anyio.to_thread
 from shared_rpc.client import generations
 from shared_rpc.client.base import BaseClient
 from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.watching import ConnectionSource, Subscription, Watch
+from shared_rpc.client.subscriptions import ConnectionSource, Subscription, Subscriptions
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.handle import AsyncHandle, Handle, updating, updating_async
 from shared_rpc.lifecycle.finalizer import weakly
@@ -35,11 +35,11 @@ _ENDED = "nothing more is told of refreshes"
 class _Watching(BaseClient):
     """A client's subscriptions."""
 
-    def _watch_in(self, session: Session) -> Watch:
+    def _watch_in(self, session: Session) -> Subscriptions:
         """What the session's subscriptions belong to; its connection does as well."""
         self._watched = session
         if self._watch is None:
-            self._watch = Watch(weakly(self._news_source))
+            self._watch = Subscriptions(weakly(self._news_source))
         return self._watch
 
     def _news_source(self) -> ConnectionSource:

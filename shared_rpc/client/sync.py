@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from shared_rpc.client import buffers, operations, tickets
 from shared_rpc.client.base import OWN_TIMEOUT
 from shared_rpc.client.connection import PROMPT
-from shared_rpc.client.departure import Departure
 from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.monitoring import Monitoring
 from shared_rpc.client.pool import ConnectionPool, Turn
+from shared_rpc.client.process_exit import ProcessExit
 from shared_rpc.client.refreshing import Refreshing
 from shared_rpc.client.session import Session
 from shared_rpc.client.steps import Operation, Request, Tell, Work
@@ -324,9 +324,9 @@ class Client(Refreshing, Monitoring):
         :raises DeadlineExceeded: if it has not ended in time.
         """
         self._server()
-        with Departure(self.socket_path) as departure:
+        with ProcessExit(self.socket_path) as process_exit:
             held = self._run(operations.stop_server(if_idle))
-            departure.wait(timeout)
+            process_exit.wait(timeout)
         return held
 
     def close(self) -> None:

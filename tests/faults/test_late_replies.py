@@ -16,7 +16,7 @@ from shared_rpc import AsyncClient, Client, Provider, Server, codec
 from shared_rpc.client import channel as channel_module
 from shared_rpc.client import connection as connection_module
 from shared_rpc.client.lane import Lane
-from shared_rpc.client.offloading import ThreadWork
+from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.pool import PoolOptions
 from tests.kit.processes import eventually
@@ -255,9 +255,9 @@ async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, 
 @pytest.mark.anyio
 async def test_work_that_was_withdrawn_does_not_begin() -> None:
     """A thread that takes it up at that very moment leaves it alone; one that was done with it has a result to undo."""
-    work = ThreadWork(lambda: pytest.fail("it was withdrawn"))
+    work = ShieldedThreadJob(lambda: pytest.fail("it was withdrawn"))
     assert not await work.stop()
     work.run()
-    done = ThreadWork(lambda: 7)
+    done = ShieldedThreadJob(lambda: 7)
     done.run()
     assert await done.stop() and done.result() == 7

@@ -1,4 +1,4 @@
-"""Seeing a server's process end."""
+"""The end of a server's process, as its clients see it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import TracebackType
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.protocol.peers import peer_of
 
-__all__ = ["Departure"]
+__all__ = ["ProcessExit"]
 
 #: Seconds between two looks, where the process cannot be watched.
 _LOOK = 0.05
 
 
-class Departure:
-    """Made while the server listens at ``path``: it is that process which is waited for, and not the next one there.
+class ProcessExit:
+    """The end of the server that listens at ``path`` when this is made: the next one there is not waited for.
 
     Where it lives in another pid namespace, it is gone when nobody listens.
     """
@@ -33,7 +33,7 @@ class Departure:
                     self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None) -> None:
-        """Until it is gone.
+        """Wait until it is gone.
 
         :raises DeadlineExceeded: after ``timeout`` seconds.
         """
@@ -54,7 +54,7 @@ class Departure:
         time.sleep(_LOOK)
         return False
 
-    def __enter__(self) -> Departure:
+    def __enter__(self) -> ProcessExit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

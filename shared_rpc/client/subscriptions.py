@@ -15,7 +15,7 @@ from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 
-__all__ = ["ConnectionSource", "Source", "Subscription", "Watch"]
+__all__ = ["ConnectionSource", "Source", "Subscription", "Subscriptions"]
 
 _log = logging.getLogger("shared_rpc")
 
@@ -66,15 +66,15 @@ class ConnectionSource:
 class Subscription:
     """A callback of ``on_refresh``, until :meth:`close`, or the end of a ``with`` block."""
 
-    def __init__(self, watch: Watch, callback: Callable[[Generation], object]) -> None:
-        self._watch = watch
+    def __init__(self, subscriptions: Subscriptions, callback: Callable[[Generation], object]) -> None:
+        self._subscriptions = subscriptions
         self._callback = callback
         #: Whether the callback may still be called; False also once the connection to the server has ended.
         self.active = True
 
     def close(self) -> None:
         """Call it no more; a call that is under way ends by itself. Closing twice is harmless."""
-        self._watch.end(self)
+        self._subscriptions.end(self)
 
     def tell(self, generation: Generation) -> None:
         """Call it. What it raises is logged, and keeps nothing from anybody."""
@@ -95,7 +95,7 @@ def _named(generation: Generation) -> tuple[int, str]:
     return generation.generation, generation.cache_key
 
 
-class Watch:
+class Subscriptions:
     """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
 
     :param connect: makes the source, when the first one subscribes; None once the client is gone.

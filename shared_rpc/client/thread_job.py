@@ -1,4 +1,4 @@
-"""Work in a thread whose end is waited for, whoever gives up meanwhile."""
+"""A job in a thread whose end is waited for, though its caller gives up meanwhile."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-__all__ = ["ThreadWork"]
+__all__ = ["ShieldedThreadJob"]
 
 
-class ThreadWork:
+class ShieldedThreadJob:
     """A function that a thread is to run, once.
 
     asyncio's own cancellation leaves the thread to itself, with memory in its hands that the canceller believes free.
@@ -27,7 +27,7 @@ class ThreadWork:
         self._result: list[Any] = []
 
     def run(self) -> None:
-        """In the thread."""
+        """Call the function, in the thread, unless it was withdrawn."""
         with self._lock:
             if self._withdrawn:
                 return
@@ -38,7 +38,7 @@ class ThreadWork:
             self._ended.set()
 
     async def stop(self) -> bool:
-        """Have it not begin, or wait for its end, however often the waiter is cancelled: whether there is a result."""
+        """Keep it from beginning, or wait for its end, however often that is cancelled; return whether there is a result."""
         with self._lock:
             self._withdrawn = True
         while self._begun and not self._ended.is_set():
@@ -51,5 +51,5 @@ class ThreadWork:
         return bool(self._result)
 
     def result(self) -> Any:
-        """What the function returned, once."""
+        """Return what the function returned, once."""
         return self._result.pop()
