@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,14 @@ import torch
 from shared_rpc import AsyncClient, Client, Provider, Server, codec
 from shared_rpc.client import channel as channel_module
 from shared_rpc.client import connection as connection_module
+from shared_rpc.client.channel import Channel
 from shared_rpc.client.lane import Lane
+from shared_rpc.client.steps import Request
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.socket import FrameSocket
 from tests.kit.processes import eventually
 
 MIB = 1 << 20
@@ -192,6 +197,33 @@ async def test_a_task_that_is_cancelled_while_it_takes_its_call_back(
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0)
         while lane.arguments.used > 1:
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_is_cancelled_when_it_is_to_read() -> None:
+    """One coroutine reads for all. The next one is cancelled, and again while it takes its request back: a third one reads."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel, server = Channel("here", ours), FrameSocket(theirs)
+    tasks = [asyncio.create_task(channel.exchange(Request(m.Ping(), "ping"))) for _ in range(3)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert channel._reading and len(channel._exchanges.under_way) == 3
+    server.queue(m.Pong(), 1)
+    server.flush()
+    while not tasks[0].done():
+        await asyncio.sleep(0)
+        if not channel._reading:  # it has its answer, and has just woken the next one
+            tasks[1].cancel()
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    server.queue(m.Pong(), 3)
+    server.flush()
+    assert (await asyncio.wait_for(tasks[2], 20)).message == m.Pong()
+    channel.close()
+    server.close()
 
 
 # Calls that were not sent.

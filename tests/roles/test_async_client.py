@@ -81,6 +81,10 @@ def server(provider: Provider, serve: Callable[..., Server], go: threading.Event
     def fail() -> torch.Tensor:
         raise KeyError("missing")
 
+    @provider.share
+    def late() -> torch.Tensor:
+        raise DeadlineExceeded("the oven took too long")
+
     @provider.share(execution="task", managed=True)
     def build(steps: int) -> torch.Tensor:
         for step in range(steps):
@@ -474,6 +478,25 @@ async def test_nothing_is_left(client: AsyncClient, server: Server) -> None:
         await client.call("add", torch.ones(3), 1)
     gc.collect()
     await until(lambda: open_fds() <= before)
+
+
+async def test_an_endpoint_that_ran_out_of_time(client: AsyncClient) -> None:
+    """What it says of that reaches its caller, whose own time is not over."""
+    with pytest.raises(DeadlineExceeded, match=r"^the oven took too long"):
+        await client.call("late")
+
+
+async def test_the_last_word_to_an_idle_channel() -> None:
+    """The server ended it for a reason that nobody waited for: the next request goes over another one."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel, server = Channel("here", ours), FrameSocket(theirs)
+    assert channel.alive
+    server.queue(m.Error("protocol", "the server ends"), 0)
+    server.flush()
+    assert not channel.alive
+    channel.close()
+    server.close()
 
 
 async def test_an_arena_whose_first_reply_is_taken_later() -> None:
