@@ -87,7 +87,7 @@ class Exchanges:
 
     def greet(self, token: str) -> Exchange:
         """Queue the handshake, which joins a session or, with an empty token, begins one."""
-        return self._queue(Request(m.Hello(token), "the handshake"), 0)
+        return self.begin(Request(m.Hello(token), "the handshake"), 0)
 
     def welcome(self, greeting: Exchange) -> m.Welcome:
         """Return the server's answer to the handshake.
@@ -114,8 +114,8 @@ class Exchanges:
 
     # Requests.
 
-    def begin(self, request: Request) -> Exchange:
-        """Queue a request.
+    def begin(self, request: Request, number: int | None = None) -> Exchange:
+        """Queue a request, with the next number if none is given.
 
         :raises ProtocolError: if it cannot be sent over any connection; nothing of it was queued.
         :raises OSError: if this process cannot open more files; nothing of it was queued.
@@ -123,9 +123,8 @@ class Exchanges:
         """
         if self.broken is not None:
             raise self.ended()
-        return self._queue(request, next(self._ids) % LAST_ID + 1)
-
-    def _queue(self, request: Request, number: int) -> Exchange:
+        if number is None:
+            number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
         request.queue(self._buffers, number, self._sent)
         self.under_way[number] = exchange
@@ -235,7 +234,7 @@ class Exchanges:
         if frame.request_id == 0:
             message = decode_message(frame)
             if isinstance(message, m.Error):
-                self._fail((message.code, message.text, message.detail))
+                self.fail(from_wire(message.code, message.text, message.detail))
         elif frame.kind not in _EVENTS:
             self._give_back(frame, self.owed.pop(frame.request_id, None))
         frame.close()
@@ -253,11 +252,8 @@ class Exchanges:
 
     def fail(self, error: Exception) -> None:
         """Note why nothing comes any more; only the first reason counts."""
-        self._fail(to_wire(error))
-
-    def _fail(self, why: tuple[str, str, dict[str, str]]) -> None:
         if self.broken is None:
-            self.broken = why
+            self.broken = to_wire(error)
         for exchange in self.under_way.values():
             exchange.request.interrupted(self._buffers)
         self.under_way.clear()
