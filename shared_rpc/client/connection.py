@@ -119,12 +119,13 @@ class ExchangeSocket:
     @property
     def alive(self) -> bool:
         """Whether the server still holds the other end, as far as this one can tell without asking."""
-        if self._socket.fileno() < 0 or self._exchanges.broken is not None:
+        if self._socket.fileno() < 0:
             return False
         try:
-            if not self._socket.sock.recv(1, _PEEK):
-                return False
-            if not self._exchanges.under_way:  # it is nobody's answer, and perhaps the server's last word
+            while self._exchanges.broken is None and self._socket.sock.recv(1, _PEEK):
+                if self._exchanges.under_way:
+                    return True
+                # It is nobody's answer, and perhaps the server's last word.
                 self._socket.receive()
                 self._exchanges.deliver()
         except BlockingIOError:
@@ -132,11 +133,10 @@ class ExchangeSocket:
         except (OSError, ProtocolError) as error:
             if is_of_handler(error):
                 raise
-            return False
-        return self._exchanges.broken is None
+        return False
 
     def abandon(self) -> None:
-        """Close the copies of descriptors in a forked child, which does not end the parent's session."""
+        """Close the copies of descriptors in a forked child."""
         self._socket.close()
 
 
@@ -301,8 +301,8 @@ _open: weakref.WeakSet[ExchangeSocket] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # Keeping the child's copies would outlive the parent's session: also that of a connection which another thread was just
-    # making.
+    # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
+    # connection which another thread was just making.
     for connection in list(_open):
         connection.abandon()
 

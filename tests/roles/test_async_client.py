@@ -491,7 +491,10 @@ async def test_the_last_word_to_an_idle_channel() -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     channel, server = Channel("here", ours), FrameSocket(theirs)
+    server.queue(m.Count(1), 7)  # of a message whose answer nobody needs
+    server.flush()
     assert channel.alive
+    server.queue(m.Count(1), 8)
     server.queue(m.Error("protocol", "the server ends"), 0)
     server.flush()
     assert not channel.alive
