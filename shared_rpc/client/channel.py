@@ -71,9 +71,11 @@ class Channel(ExchangeSocket):
             if exchange.answer is None:
                 await self._withdraw(exchange)
         except BaseException:
-            await self._withdraw(exchange)
-            self._exchanges.abandon(exchange)
-            self._send()
+            try:
+                await self._withdraw(exchange)
+            finally:  # asyncio's own cancellation gets through a shield
+                self._exchanges.abandon(exchange)
+                self._send()
             raise
         return self._exchanges.reply(exchange)
 
@@ -82,10 +84,7 @@ class Channel(ExchangeSocket):
         exchanges, request = self._exchanges, exchange.request
         await self._flush()
         request.meanwhile()
-        while exchange.answer is None:
-            if exchanges.broken is not None:
-                raise exchanges.ended()
-            await self._news(exchange)
+        while True:
             while exchange.told:
                 info = exchange.told.popleft()
                 if request.on_event is not None:
@@ -94,7 +93,12 @@ class Channel(ExchangeSocket):
                         await result
                 # Several may have come at once, and the caller's time may be over.
                 await anyio.lowlevel.checkpoint()
-            if exchange.answer is None and self._socket.unsent:
+            if exchange.answer is not None:
+                return
+            if exchanges.broken is not None:
+                raise exchanges.ended()
+            await self._news(exchange)
+            if self._socket.unsent:  # as what a server is told that needs memory
                 await self._flush()
 
     async def _withdraw(self, exchange: Exchange) -> None:

@@ -201,7 +201,14 @@ class Connection(ExchangeSocket):
         exchanges, request = self._exchanges, exchange.request
         self._send(deadline)
         request.meanwhile()
-        while exchange.answer is None:
+        while True:
+            while exchange.told:
+                info = exchange.told.popleft()
+                if request.on_event is not None:
+                    request.on_event(info)
+                _seconds_until(deadline)
+            if exchange.answer is not None:
+                return
             if exchanges.broken is not None:
                 raise exchanges.ended()
             try:
@@ -216,15 +223,9 @@ class Connection(ExchangeSocket):
                 if not is_of_handler(error):
                     exchanges.fail(error)
                 raise
-            if exchange.answer is not None:
-                return
-            self._send(deadline)
-            while exchange.told:
-                info = exchange.told.popleft()
-                if request.on_event is not None:
-                    request.on_event(info)
+            if exchange.answer is None:
+                self._send(deadline)
                 _seconds_until(deadline)
-            _seconds_until(deadline)
 
     def _send(self, deadline: float) -> None:
         try:

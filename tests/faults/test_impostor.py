@@ -19,6 +19,7 @@ from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import VERSION
 from shared_rpc.protocol.records import EMPTY_TABLE, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -234,6 +235,23 @@ def test_a_reply_that_comes_too_late_is_skipped(impostor: Callable[[Manners], No
 
     impostor(greeting(manners))
     assert client.ping() < 5
+    client.close()
+
+
+def test_what_is_told_together_with_the_answer(impostor: Callable[[Manners], None], client: Client) -> None:
+    """All of it reaches the callback, in order, though it came in one piece."""
+    steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
+    end = TaskInfo("t", "endpoint", TaskStatus.COMPLETED, 3.0)
+
+    def manners(raw: Raw) -> None:
+        raw.hear()
+        raw.send(b"".join(frame_of(m.TaskChanged(step), 1) for step in steps) + frame_of(m.TaskIs(end), 1))
+        raw.hear_end()
+
+    impostor(greeting(manners))
+    told: list[TaskInfo] = []
+    assert client.watch_task("t", callback=told.append) == end
+    assert told == [*steps, end]
     client.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shared_rpc
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo, TaskStatus
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.exchange import Exchange
 from shared_rpc.client.lane import Lane
@@ -484,6 +484,23 @@ async def test_an_endpoint_that_ran_out_of_time(client: AsyncClient) -> None:
     """What it says of that reaches its caller, whose own time is not over."""
     with pytest.raises(DeadlineExceeded, match=r"^the oven took too long"):
         await client.call("late")
+
+
+async def test_what_is_told_together_with_the_answer() -> None:
+    """All of it reaches the callback, in order, though it came in one piece."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel, server = Channel("here", ours), FrameSocket(theirs)
+    steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
+    for step in steps:
+        server.queue(m.TaskChanged(step), 1)
+    server.queue(m.Pong(), 1)
+    server.flush()
+    told: list[TaskInfo] = []
+    await channel.exchange(Request(m.Ping(), "ping", on_event=told.append))
+    assert told == steps
+    channel.close()
+    server.close()
 
 
 async def test_the_last_word_to_an_idle_channel() -> None:
