@@ -32,7 +32,7 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "to_give_back"]
+__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "giving_back", "to_give_back"]
 
 #: Seconds a server has for the handshake, and for answering a cancellation.
 PROMPT = 5.0
@@ -274,6 +274,11 @@ def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.
         return None
     finally:
         frame.close()
+    return giving_back(message, request)
+
+
+def giving_back(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:
+    """Return what gives back the lease which came with a reply, if one did."""
     if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
         return m.FreeBuffer(message.object_id, release=True)  # nobody else knows of it
     if isinstance(message, m.Result) and message.managed:
