@@ -126,13 +126,16 @@ class Channel(ExchangeSocket):
                 await anyio.lowlevel.checkpoint()
             finally:
                 self._gathering = False
-        # A server that hung up may have said why, and that is still to be read.
-        with suppress(ConnectionClosed, anyio.ClosedResourceError, OSError, ValueError):
+        try:
             if self._socket.flush():
                 return
             async with self._writing:
                 while not self._socket.flush():
                     await anyio.wait_writable(self._socket.sock)
+        except ConnectionClosed:
+            pass  # a server that hung up may have said why, and that is still to be read
+        except (anyio.ClosedResourceError, OSError, ValueError) as error:
+            self._break(ConnectionClosed(f"the connection was closed: {error}"))
 
     async def _news(self, exchange: Exchange) -> None:
         """Wait until something has come for an exchange, or may have: one of those who wait reads for all."""
