@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
+from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
@@ -273,6 +274,8 @@ class _Lock:
         try:
             self._descriptor = Descriptor.opened(os.open, f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            if is_of_handler(error):
+                raise
             raise CapabilityError(f"an update needs a second descriptor of its object's page, by /proc: {error}") from error
         _locks.add(self)
         self.taken = False
