@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, errors
+from shared_rpc.options import ServeOptions
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 
@@ -439,7 +440,7 @@ def test_no_process_can_be_started(app: BrokerApp, tmp_path: Path, children: lis
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
     code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('shared_rpc.broker', run_name='__main__')"
-    words = ["-c", code, str(python), str(app.file), "--no-preload"]  # a fork needs no interpreter's file
+    words = ["-c", code, str(python), str(app.file), *ServeOptions(preload=False).words]  # a fork needs no interpreter's file
     broker = Child(*words, cwd=tmp_path, environ={"SHARED_TENSOR_ROLE": "server"})
     children.append(broker)
     broker.expect("serving")

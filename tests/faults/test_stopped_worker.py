@@ -23,6 +23,7 @@ from shared_rpc.broker.dispatch import Backlog
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.segments import Segment
+from shared_rpc.options import ServeOptions
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
@@ -253,8 +254,7 @@ async def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
     class Deaf:
         """Starts a process that never reads."""
 
-        def device_of(self, number: int) -> None:
-            """See :class:`WorkerCommand`."""
+        options = ServeOptions()
 
         def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
             """See :class:`WorkerCommand`."""
