@@ -85,20 +85,11 @@ def _broker(folder: Path) -> Iterator[str]:
     """A broker whose processes have the hook."""
     (folder / "app.py").write_text(_APP)
     base_path = str(folder / "s")
-    command = [
-        sys.executable,
-        "-m",
-        "shared_rpc.cli",
-        "serve",
-        str(folder / "app.py"),
-        "--no-preload",
-        "--base-path",
-        base_path,
-    ]
+    words = ["serve", str(folder / "app.py"), "--no-preload", "--base-path", base_path, "--device", "cpu"]
     environment = environ() | site(folder)
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
     process = subprocess.Popen(
-        [*command, "--base-path", base_path, "--device", "cpu"], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "shared_rpc.cli", *words], env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None, "it is a pipe"

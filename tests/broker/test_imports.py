@@ -50,35 +50,36 @@ BROKER = """
     from shared_rpc.server.core import Core
     from shared_rpc.server.lanes import lanes_of
     from shared_rpc.server.engine import Engine
+    from shared_rpc.protocol.values import decode_call
     from shared_rpc.server.outcomes import Produced
 
     class Elsewhere:
         busy = 0
 
-        def start(self, invocation, done):
-            invocation.on_begin()
-            args, kwargs = invocation.arguments.args, invocation.arguments.kwargs
-            invocation.arguments.close()
+        def start(self, run, owner):
+            owner.began(run)
+            args, kwargs = decode_call(run.arguments.args, run.arguments.kwargs)
+            run.arguments.close()
             segment = HOST.create(4096)
             os.pwrite(segment.fileno(), f"built from {args} {kwargs}".encode(), 0)
-            done(Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None))
+            owner.ended(run, Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None))
 
-        def withdraw(self, invocation):
+        def withdraw(self, run):
             pass
 
         async def finish(self):
             pass
 
-        def cancel(self, invocation):
+        def cancel(self, run):
             pass
 
         def facts(self):
             return {}
 
-        def abandon(self, invocation):
+        def abandon(self, run):
             return False
 
-        def take_back(self, invocation, record):
+        def take_back(self, run, record):
             pass
 
         def reclaim(self):
