@@ -17,10 +17,9 @@ import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
 from shared_rpc.protocol.peers import peer_of
-from shared_rpc.server.connection import Connection
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
-from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.remote import RemoteClient
 
 __all__ = ["Acceptor", "Usage"]
 
@@ -56,8 +55,7 @@ class Acceptor:
         self._core = core
         self._uids = uids
         self._max_connections = max_connections
-        self._sessions = Sessions(core)
-        self._connections: set[Connection] = set()
+        self._connections: set[RemoteClient] = set()
         #: Connections there have been.
         self.admitted = 0
         self._started = time.monotonic()
@@ -72,7 +70,7 @@ class Acceptor:
         return self._core.info() | {
             "socket_path": self.path,
             "uptime": time.monotonic() - self._started,
-            "sessions": len(self._sessions),
+            "sessions": len(self._core.sessions),
             "connections": len(self._connections),
             "ready": True,
         }
@@ -80,7 +78,7 @@ class Acceptor:
     @property
     def sessions(self) -> int:
         """How many client processes there are."""
-        return len(self._sessions)
+        return len(self._core.sessions)
 
     @property
     def connections(self) -> int:
@@ -93,7 +91,7 @@ class Acceptor:
         :param pids: the server's own processes, which are no clients.
         :param asker: the session of a client that asks, which does not count either; nor does then who has not said anything.
         """
-        leases, apart = self._core.leases, {*self._sessions.of_processes(pids), asker}
+        leases, apart = self._core.leases, {*self._core.sessions.of_processes(pids), asker}
         tasks = self._core.tasks.table.counts()
         silent = 0 if asker else sum(one.session is None and one.peer.pid not in pids for one in self._connections)
         return Usage(
@@ -131,10 +129,9 @@ class Acceptor:
                 self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         peer = peer_of(sock)
         scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
-        connection = Connection(sock, peer, self._core, self._sessions, self.facts, self._connections.discard)
+        connection = RemoteClient(sock, peer, self._core, self.facts, self._connections.discard)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))

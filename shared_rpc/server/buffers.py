@@ -92,7 +92,7 @@ class Buffers:
         stored = self.table.get(waiter.session, object_id)
         tell(waiter, Delivery(stored.record, None, stored, True))
 
-    def list_devices(self, waiter: Waiter, answer: Callable[[list[dict[str, Any]]], None]) -> None:
+    def list_devices(self, waiter: Waiter, answer: Callable[[list[dict[str, Any]]], object]) -> None:
         """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
 
         def look() -> Produced:

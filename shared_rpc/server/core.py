@@ -32,6 +32,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.revisions import page_of
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
@@ -42,7 +43,7 @@ from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import Sweeper
 from shared_rpc.server.tasks import Tasks
 
-__all__ = ["Core"]
+__all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -94,7 +95,8 @@ class Core:
         self._sweeper = Sweeper(clock)
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._told.added, descriptors)
-        self.quotas = Quotas(self.objects, self.leases, quotas or {}, lambda session: os.getpid())
+        self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session)
+        self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
         self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._sweeper.look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
@@ -423,4 +425,4 @@ class Core:
         self._told.freed(stored)
 
     def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
-        return Observed(self.server_id, spec.name, request_id, session, self.quotas.pid_of(session))
+        return Observed(self.server_id, spec.name, request_id, session, self.sessions.pid_of(session))

@@ -21,7 +21,7 @@ __all__ = ["Generations", "refreshable"]
 _REMEMBERED = 4096
 
 #: What is new since a position, and the position after it.
-Answer = Callable[[list[Generation], int], None]
+Answer = Callable[[list[Generation], int], object]
 
 
 def refreshable(spec: EndpointSpec, key: str | None) -> str:

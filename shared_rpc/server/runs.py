@@ -71,7 +71,7 @@ class Waiter:
     """
 
     session: str
-    deliver: Callable[[Delivery | Failure], None]
+    deliver: Callable[[Delivery | Failure], object]
     local: bool = False
     keeps: bool = False
     refreshes: bool = False

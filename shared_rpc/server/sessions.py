@@ -10,15 +10,12 @@ import os
 import secrets
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.protocol.peers import Peer
-from shared_rpc.server.core import Core
-from shared_rpc.server.state.objects import usage_of
-
-if TYPE_CHECKING:
-    from shared_rpc.server.connection import Connection
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, usage_of
 
 __all__ = ["Session", "Sessions"]
 
@@ -31,63 +28,78 @@ class Session:
         self.token = secrets.token_hex(16)
         self.peer = peer
         self.since = time.time()
-        self.connections: set[Connection] = set()
+        self.connections = 0
         #: Whether its client has said that it ends.
         self.closing = False
         self.began = time.monotonic()
 
     def facts(self) -> dict[str, Any]:
         """Who holds something: shown to people."""
-        return {"session": self.session_id, "pid": self.peer.pid, "connections": len(self.connections)}
+        return {"session": self.session_id, "pid": self.peer.pid, "connections": self.connections}
+
+
+class EndSession(Protocol):
+    """Gives back all that a session held."""
+
+    def __call__(self, session: str, *, clean: bool) -> None:
+        """:param clean: False for one that ends without having said so."""
 
 
 class Sessions:
-    """All sessions of a server."""
+    """All sessions of a server.
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    :param server_id: the server's, for those who listen.
+    :param on_end: called when a session has ended.
+    """
+
+    def __init__(self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: EndSession) -> None:
+        self._server_id = server_id
+        self._objects = objects
+        self._leases = leases
+        self._on_end = on_end
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
-        core.quotas.pid_of = self.pid_of
 
     def pid_of(self, session_id: str) -> int:
         """The process of a session; this one where it has no connection: for its own calls and for tasks."""
         session = self._by_id.get(session_id)
         return session.peer.pid if session is not None else os.getpid()
 
-    def join(self, connection: Connection, token: str) -> Session:
-        """The session of a connection: the one of its token, or a new one.
+    def join(self, peer: Peer, token: str) -> Session:
+        """Return the session of a new connection: the one of its token, or a new one.
 
         A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
         session of its own.
         """
         session = self._by_token.get(token)
-        if session is None or session.peer != connection.peer:
-            session = Session(connection.peer)
+        if session is None or session.peer != peer:
+            session = Session(peer)
             self._by_token[session.token] = self._by_id[session.session_id] = session
             if HOOKS.registered:
                 HOOKS.emit(
-                    SessionOpened(server_id=self._core.server_id, session=session.session_id, pid=session.peer.pid),
+                    SessionOpened(server_id=self._server_id, session=session.session_id, pid=session.peer.pid),
                 )
-        session.connections.add(connection)
+        session.connections += 1
         return session
 
-    def leave(self, connection: Connection) -> None:
-        """The connection ended; the session ends with its last one."""
-        session = connection.session
-        if session is None:
-            return
-        session.connections.discard(connection)
+    def closing(self, session_id: str) -> None:
+        """Note that a session's client says that it ends."""
+        if session_id in self._by_id:
+            self._by_id[session_id].closing = True
+
+    def leave(self, session: Session) -> None:
+        """Note that a connection of a session ended; the session ends with its last one."""
+        session.connections -= 1
         if not session.connections:
             del self._by_token[session.token], self._by_id[session.session_id]
-            leases = self._core.leases.count(session.session_id)
+            leases = self._leases.count(session.session_id)
             # One that hangs up while another of its threads waits cannot say goodbye, and lives on.
             clean = session.closing or not _ends(session.peer.pid)
-            self._core.end_session(session.session_id, clean=clean)
+            self._on_end(session.session_id, clean=clean)
             if HOOKS.registered:
                 HOOKS.emit(
                     SessionClosed(
-                        server_id=self._core.server_id,
+                        server_id=self._server_id,
                         session=session.session_id,
                         pid=session.peer.pid,
                         seconds=time.monotonic() - session.began,
@@ -102,12 +114,12 @@ class Sessions:
             self._by_id[session_id].facts()
             if session_id in self._by_id
             else {"session": session_id, "pid": os.getpid(), "connections": 0}
-            for session_id in self._core.leases.holders(object_id)
+            for session_id in self._leases.holders(object_id)
         ]
 
     def facts(self) -> list[dict[str, Any]]:
         """``list_sessions``'s list."""
-        leases, objects = self._core.leases, self._core.objects
+        leases, objects = self._leases, self._objects
         return [
             session.facts()
             | {

@@ -27,6 +27,7 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.executor import Invocation
@@ -35,7 +36,7 @@ from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.worker.amounts import check_quotas, quotas_of
 from shared_rpc.worker.builds import Builds
-from shared_rpc.worker.hosted import Hosted, arguments_of, given_back
+from shared_rpc.worker.hosted import Hosted, given_back
 from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.runtime import WorkerRuntime
 
@@ -214,7 +215,7 @@ class WorkerHost:
         arguments: Arguments | None = None
         try:
             if hosted is not None:  # whatever becomes of the run: a client's arena comes once
-                arguments = arguments_of(hosted, message, frame)
+                arguments = read_arguments(frame, message, message.session, hosted.lanes, None)
             if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "

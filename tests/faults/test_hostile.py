@@ -29,9 +29,10 @@ from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
-from shared_rpc.server import connection as connection_module
 from shared_rpc.server import engine
-from shared_rpc.server import requests as requests_module
+from shared_rpc.server import remote as remote_module
+from shared_rpc.server.handlers import Caller
+from shared_rpc.server.stream import FramedStream
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
 
@@ -575,7 +576,7 @@ def test_a_request_id_that_is_in_use(server: Server, go: threading.Event) -> Non
 
 def test_calls_without_end(server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection has a limited number of calls under way; the others are refused, and those go on."""
-    monkeypatch.setattr(requests_module, "_MAX_CALLS", 10)
+    monkeypatch.setattr(remote_module, "_MAX_CALLS", 10)
     with Raw(server.socket_path) as raw:
         for number in range(1, 11):
             raw.say(m.Call("hold"), number)
@@ -645,7 +646,7 @@ def test_a_crowd_that_says_nothing(server: Server, good: Client) -> None:
 
 def test_saying_nothing_for_too_long(server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A connection without a handshake does not stay for ever."""
-    monkeypatch.setattr(connection_module, "_HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(remote_module, "_HANDSHAKE_TIMEOUT", 0.05)
     with Raw(server.socket_path, hello=False) as raw:
         raw.send(frame_of(m.Hello())[:-1])
         raw.hear_end()
@@ -828,7 +829,7 @@ def test_a_connection_goes_with_its_end(server: Server) -> None:
             with Raw(server.socket_path) as raw:
                 raw.ask(m.Ping())
         eventually(lambda: server.info()["connections"] == 1)
-        assert sum(type(thing) is connection_module.Connection for thing in gc.get_objects()) == 1
+        assert len(connections()) == 1
     finally:
         gc.enable()
 
@@ -851,16 +852,16 @@ class _Loop:
 @pytest.mark.parametrize("when", ["it is made", "it is full", "it has room"])
 def test_a_connection_that_cannot_be_watched_is_ended(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Nobody would notice its end."""
-    made: list[connection_module.Connection] = []
-    start = connection_module.Connection.start
+    made: list[FramedStream] = []
+    start = FramedStream.start
 
-    def started(connection: connection_module.Connection) -> None:
+    def started(connection: FramedStream) -> None:
         made.append(connection)
         if when == "it is made":
             connection._loop = _Loop(connection._loop)  # type: ignore[assignment]
         start(connection)
 
-    monkeypatch.setattr(connection_module.Connection, "start", started)
+    monkeypatch.setattr(FramedStream, "start", started)
     if when == "it is made":
         with Raw(server.socket_path, hello=False) as raw, pytest.raises(ConnectionClosed):
             raw.hear_frame()
@@ -885,13 +886,13 @@ def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
 ) -> None:
     """A reply that does not go out at once has the loop call back; that must not carry on what the endpoint's task had set."""
     seen: list[bool] = []
-    handle = requests_module.Requests.handle
+    answer = remote_module.answer
 
-    def watched(requests: requests_module.Requests, frame: Any) -> None:
+    def watched(caller: Caller, message: m.Message) -> None:
         seen.append(CURRENT_RUN.get() is not None)
-        handle(requests, frame)
+        answer(caller, message)
 
-    monkeypatch.setattr(requests_module.Requests, "handle", watched)
+    monkeypatch.setattr(remote_module, "answer", watched)
 
     @provider.share(cache=False)
     async def big() -> torch.nn.Module:
@@ -901,12 +902,12 @@ def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
 
     with Raw(server.socket_path) as raw:
         raw.say(m.Call("big"), 1)
-        eventually(lambda: any(connection_of._writing for connection_of in connections()))
+        eventually(lambda: any(connection.stream.congested for connection in connections()))
         raw.say(m.Ping(), 2)
         assert [raw.hear_frame().request_id for _ in range(2)] == [1, 2]
     assert seen and not any(seen)
 
 
-def connections() -> list[connection_module.Connection]:
+def connections() -> list[remote_module.RemoteClient]:
     """Those of all servers of this process."""
-    return [thing for thing in gc.get_objects() if type(thing) is connection_module.Connection]
+    return [thing for thing in gc.get_objects() if type(thing) is remote_module.RemoteClient]

@@ -34,7 +34,7 @@ class Quotas:
         self._leases = leases
         self._limits = dict(limits)
         #: To be replaced by who knows the clients.
-        self.pid_of = pid_of
+        self._pid_of = pid_of
         self._promised: Counter[str] = Counter()
 
     def limit(self, device: str) -> int | None:
@@ -134,7 +134,7 @@ class Quotas:
             elif stored.kind == "buffer":
                 counts["buffers that nobody holds"] += 1
         texts = [f"{count} by {what}" for what, count in counts.most_common()]
-        texts += [f"pid {self.pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
+        texts += [f"pid {self._pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
         return ", ".join(texts) or "by objects of other servers of this process, and by pages of revisions"
 
     def _users(self, device: str) -> str:
@@ -151,5 +151,5 @@ class Quotas:
                 alone.update(sizes)
         held = Counter({session: sum(sizes.values()) for session, sizes in sessions.items() if sizes})
         idle = sum(nbytes for name, nbytes in alone.items() if not any(name in sizes for sizes in sessions.values()))
-        texts = [f"pid {self.pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
+        texts = [f"pid {self._pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
         return ", and ".join([*texts, f"{idle} bytes are buffers that nobody holds"])

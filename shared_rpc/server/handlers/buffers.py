@@ -1,0 +1,42 @@
+"""Buffers that clients make, and the devices on which they can be."""
+
+from __future__ import annotations
+
+from shared_rpc.protocol import messages as m
+from shared_rpc.server.handlers.table import Caller, handles
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Delivery
+
+
+@handles(m.CreateBuffer)
+def create_buffer(caller: Caller, message: m.CreateBuffer) -> None:
+    """Answer with a new buffer."""
+    waiter, buffers = caller.wait(), caller.core.buffers
+
+    def deliver(outcome: Delivery | Failure) -> None:
+        if not caller.deliver(outcome) and isinstance(outcome, Delivery) and outcome.stored is not None:
+            buffers.table.free(outcome.stored.object_id)  # nobody will ever know its id
+
+    waiter.deliver = deliver
+    buffers.create(waiter, message)
+
+
+@handles(m.GetBuffer)
+def get_buffer(caller: Caller, message: m.GetBuffer) -> None:
+    """Answer with a buffer that is there."""
+    caller.core.buffers.get(caller.wait(), message.object_id)
+
+
+@handles(m.FreeBuffer)
+def free_buffer(caller: Caller, message: m.FreeBuffer) -> m.Count:
+    """Have nobody get a buffer any more."""
+    freed = caller.core.buffers.table.free(message.object_id)
+    if message.release:
+        caller.core.release(caller.session, [message.object_id])
+    return m.Count(int(freed))
+
+
+@handles(m.ListDevices)
+def list_devices(caller: Caller, message: m.ListDevices) -> None:
+    """Answer with the devices that the server has memory on."""
+    caller.core.buffers.list_devices(caller.wait(), lambda items: caller.reply(m.FactsList(items)))

@@ -1,0 +1,70 @@
+"""Calls, what becomes of their cached results, and the chunks of pools in which arguments and results lie."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.values import decode_call
+from shared_rpc.server.handlers.table import Caller, entered, handles
+
+
+@handles(m.Call)
+def call(caller: Caller, message: m.Call) -> None:
+    """Run an endpoint, join its run, or take its cached result."""
+    waiter, lowered, arguments = entered(caller, message)
+    if message.pooled:
+        caller.core.lanes.of(caller.session)  # which makes it
+        waiter.pooled = True
+    waiter.on_starved = caller.starved
+    caller.core.call(waiter, message.endpoint, lowered, arguments, frozenset(message.chain))
+
+
+@handles(m.Cancel)
+def cancel(caller: Caller, message: m.Cancel) -> None:
+    """Stop waiting for an earlier request."""
+    caller.cancel()
+
+
+@handles(m.Free)
+def free(caller: Caller, message: m.Free) -> m.Count:
+    """Take chunks back that the caller has done with."""
+    caller.core.lanes.of(caller.session).give(message.chunks)
+    return m.Count(len(message.chunks))
+
+
+@handles(m.AwaitFree)
+def await_free(caller: Caller, message: m.AwaitFree) -> None:
+    """Wait for chunks of the caller's that can be given back."""
+    lane, loop = caller.core.lanes.of(caller.session), asyncio.get_running_loop()
+    waiting = True
+
+    def answer() -> None:
+        if waiting:
+            left()
+            caller.reply(m.Free(lane.returned()))
+
+    def told() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(answer)
+
+    def left() -> None:
+        nonlocal waiting
+        waiting = False
+        lane.forget(told)
+
+    caller.wait().on_leave = left
+    lane.await_chunks(told)
+
+
+@handles(m.InvalidateCall)
+def invalidate_call(caller: Caller, message: m.InvalidateCall) -> m.Count:
+    """Drop the cached result of one call."""
+    return m.Count(caller.core.invalidate_call(message.endpoint, *decode_call(message.args, message.kwargs)))
+
+
+@handles(m.InvalidateEndpoint)
+def invalidate_endpoint(caller: Caller, message: m.InvalidateEndpoint) -> m.Count:
+    """Drop all cached results of an endpoint."""
+    return m.Count(caller.core.invalidate_endpoint(message.endpoint))

@@ -1,0 +1,44 @@
+"""Objects and the leases on them."""
+
+from __future__ import annotations
+
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.server.handlers.table import Caller, handles
+
+
+@handles(m.Release)
+def release(caller: Caller, message: m.Release) -> m.Count:
+    """Give leases back."""
+    return m.Count(caller.core.release(caller.session, message.object_ids))
+
+
+@handles(m.Hold)
+def hold(caller: Caller, message: m.Hold) -> m.Held:
+    """Take leases again that an earlier session of the same client had."""
+    return m.Held(caller.core.hold(caller.session, message.object_ids))
+
+
+@handles(m.GetObjectInfo)
+def get_object_info(caller: Caller, message: m.GetObjectInfo) -> m.Facts:
+    """Tell about an object."""
+    return m.Facts(caller.core.object_info(message.object_id))
+
+
+@handles(m.ListObjects)
+def list_objects(caller: Caller, message: m.ListObjects) -> m.FactsList:
+    """Tell about all objects, with the sessions that hold them."""
+    core = caller.core
+    return m.FactsList(
+        [
+            core.facts(stored)
+            | {"kind": stored.kind, "cached": stored.listed, "holders": core.sessions.holders(stored.object_id)}
+            for stored in core.objects
+        ]
+    )
+
+
+@handles(mo.InvalidateObject)
+def invalidate_object(caller: Caller, message: mo.InvalidateObject) -> m.Count:
+    """Drop one cached result by the object's id."""
+    return m.Count(caller.core.invalidate_object(message.object_id))

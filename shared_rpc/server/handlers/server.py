@@ -1,0 +1,87 @@
+"""The server itself: what it is, who uses it, what it does, and its end."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.server.handlers.table import Caller, handles
+from shared_rpc.server.outcomes import Failure
+
+#: Runs that are told at once.
+_MOST_RUNS = 1000
+
+
+@handles(m.Ping)
+def ping(caller: Caller, message: m.Ping) -> m.Pong:
+    """Say that the server is there."""
+    return m.Pong()
+
+
+@handles(m.Goodbye)
+def goodbye(caller: Caller, message: m.Goodbye) -> None:
+    """Note that the client ends its session on purpose."""
+    caller.core.sessions.closing(caller.session)
+
+
+@handles(m.GetServerInfo)
+def get_server_info(caller: Caller, message: m.GetServerInfo) -> m.Facts:
+    """Tell about the server."""
+    return m.Facts(caller.server_info())
+
+
+@handles(m.ListEndpoints)
+def list_endpoints(caller: Caller, message: m.ListEndpoints) -> m.Endpoints:
+    """List all endpoints."""
+    return m.Endpoints(caller.core.registry.all())
+
+
+@handles(mo.ListSessions)
+def list_sessions(caller: Caller, message: mo.ListSessions) -> m.FactsList:
+    """Tell about all sessions."""
+    return m.FactsList(caller.core.sessions.facts())
+
+
+@handles(mo.ListRuns)
+def list_runs(caller: Caller, message: mo.ListRuns) -> m.FactsList:
+    """Tell about runs that have not ended, the oldest first."""
+    return m.FactsList(caller.core.runs.facts(min(max(message.limit, 1), _MOST_RUNS)))
+
+
+@handles(mo.GetStatistics)
+def get_statistics(caller: Caller, message: mo.GetStatistics) -> m.Facts:
+    """Tell by endpoint what it has done since the server began."""
+    return m.Facts(caller.core.runs.statistics.facts())
+
+
+@handles(m.Reload)
+def reload(caller: Caller, message: m.Reload) -> None:
+    """Have the app's code read anew, and answer when it serves."""
+    if caller.core.on_reload is None:
+        raise ConfigurationError(
+            f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be replaced: "
+            f"start it with 'shared-rpc serve' to reload it"
+        )
+    caller.wait()
+
+    def told(outcome: dict[str, Any] | Failure) -> None:
+        if isinstance(outcome, Failure):
+            caller.fail(outcome)
+        else:
+            caller.reply(m.Facts(outcome))
+
+    caller.core.on_reload(message.objects, told)
+
+
+@handles(m.StopServer)
+def stop_server(caller: Caller, message: m.StopServer) -> m.Facts:
+    """Have the server end, and tell what it held."""
+    if caller.core.on_stop is None:
+        raise ConfigurationError(
+            f"this server is a part of process {os.getpid()}, which may do more than serve: end that process, with "
+            f"'kill {os.getpid()}' or Ctrl-C"
+        )
+    return m.Facts(caller.core.on_stop(caller.session, message.if_idle))

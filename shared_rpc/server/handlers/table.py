@@ -1,0 +1,114 @@
+"""The table of handlers: for each request the function that answers it, whoever asks and however the request came."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.protocol import messages as m
+from shared_rpc.server.core import Core, Lowered
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments
+
+__all__ = ["Caller", "answer", "entered", "handles"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+
+class Caller(Protocol):
+    """The asker of one request, in another process or in this one. A request is answered once, by whatever ends it first.
+
+    ``session`` is the id of the asker's session; ``local`` tells whether it is in this process, and can do with a live value.
+    ``name`` tells the request from all others, for logs and errors.
+    """
+
+    @property
+    def core(self) -> Core:
+        """What handlers work on."""
+
+    @property
+    def session(self) -> str:
+        """The id of the asker's session."""
+
+    @property
+    def local(self) -> bool:
+        """Whether the asker is in this process."""
+
+    @property
+    def name(self) -> str:
+        """What tells the request from all others."""
+
+    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+        """Answer. False if the answer could not be sent, or the asker no longer waits. The descriptors are duplicated."""
+
+    def fail(self, failure: Failure) -> None:
+        """Answer with an error."""
+
+    def deliver(self, outcome: Delivery | Failure) -> bool:
+        """Answer with the outcome of a call. False if it could not be sent, and the lease that came with it was given back."""
+
+    def notify(self, message: m.Message) -> None:
+        """Send what is not the answer. One who leaves too much unread may miss it."""
+
+    def starved(self, why: str) -> None:
+        """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up meanwhile."""
+
+    def wait(self) -> Waiter:
+        """Register the request as one that is answered later. Its outcome goes to :meth:`deliver`.
+
+        :raises ServerBusy: if too many of the asker's requests are under way.
+        """
+
+    def cancel(self) -> None:
+        """Give up the earlier request that this one names: leave what it waits for, and answer it."""
+
+    def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
+        """Return a call's arguments: as plain data, and as the executor takes them. The descriptors are the caller's then."""
+
+    def server_info(self) -> dict[str, Any]:
+        """Return what there is to know of the server."""
+
+
+MessageT = TypeVar("MessageT", bound=m.Message)
+Handler = Callable[[Caller, MessageT], m.Message | None]
+
+_HANDLERS: dict[type[m.Message], Callable[[Caller, Any], m.Message | None]] = {}
+
+
+def handles(kind: type[MessageT]) -> Callable[[Handler[MessageT]], Handler[MessageT]]:
+    """Enter the decorated function as the one that answers messages of a kind: with what it returns, or later by itself."""
+
+    def enter(handler: Handler[MessageT]) -> Handler[MessageT]:
+        assert kind not in _HANDLERS, f"{kind.__name__} has a handler"
+        _HANDLERS[kind] = handler
+        return handler
+
+    return enter
+
+
+def answer(caller: Caller, message: m.Message) -> None:
+    """Answer a request, now or later. Never raises."""
+    try:
+        handler = _HANDLERS.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"{type(message).__name__} is no request")
+        reply = handler(caller, message)
+        if reply is not None:
+            caller.reply(reply)
+    except (SharedRPCError, TypeError) as error:
+        caller.fail(Failure.of(error))
+    except Exception as error:
+        _log.exception("the request %s of session %s could not be handled", caller.name, caller.session)
+        caller.fail(Failure.of(error))
+
+
+def entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered, CallArguments]:
+    """Register a request that brings a call's arguments, which are taken whatever becomes of it."""
+    lowered, arguments = caller.arguments(message)
+    try:
+        return caller.wait(), lowered, arguments
+    except SharedRPCError:
+        close_arguments(arguments)
+        raise

@@ -1,0 +1,284 @@
+"""Clients in other processes: one connection of theirs, and the callers of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shared_rpc.errors import CapabilityError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.observability.events import HOOKS, RequestFailed
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.peers import Peer
+from shared_rpc.server.arguments import read_arguments
+from shared_rpc.server.core import Core, Lowered
+from shared_rpc.server.handlers import answer
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import CallArguments, Delivery, Waiter
+from shared_rpc.server.sessions import Session
+from shared_rpc.server.stream import FramedStream
+
+__all__ = ["RemoteClient"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Seconds a new connection has for its first frame.
+_HANDSHAKE_TIMEOUT = 10.0
+#: Bytes of replies a client may leave unread before the server stops reading its requests.
+_BACKPRESSURE = 1 << 20
+#: Requests of one connection that may be under way at once; each costs the server some kilobytes.
+_MAX_CALLS = 10_000
+#: Characters of an error's text for those who listen.
+_SHOWN = 500
+#: Connections of this process, in the order they came.
+_numbers = itertools.count(1)
+
+
+class RemoteClient:
+    """One connection of a client.
+
+    :param server_info: what there is to know of the server.
+    :param on_close: called once, when it ends.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Peer,
+        core: Core,
+        server_info: Callable[[], dict[str, Any]],
+        on_close: Callable[[RemoteClient], None],
+    ) -> None:
+        self.core = core
+        self.peer = peer
+        self.session: Session | None = None
+        self.session_id = ""
+        self.server_info = server_info
+        #: Tells it from all others, of all servers: what its requests are called begins with it.
+        self.name = ""
+        self.stream = FramedStream(sock, self._handle, self._end, backpressure=_BACKPRESSURE)
+        #: Requests that are answered later, by their numbers.
+        self.waiting: dict[int, RemoteCaller] = {}
+        #: Arenas of the session's pool whose descriptors went over this connection.
+        self.sent: set[str] = set()
+        self._on_close = on_close
+        self._silence: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Serve until the other side goes away or breaks the protocol.
+
+        :raises OSError: if the kernel does not watch the socket.
+        """
+        self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._said_nothing)
+        self.stream.start()
+
+    def close(self) -> None:
+        """End the connection now: its calls are left, what it waited for is not told any more."""
+        if self.stream.closed:
+            return
+        self.stream.close()
+        if self._silence is not None:
+            self._silence.cancel()
+        callers = tuple(self.waiting.values())
+        self.waiting.clear()
+        for caller in callers:
+            caller.leave()
+        if self.session is not None:
+            self.core.sessions.leave(self.session)
+        self._on_close(self)
+
+    def refuse(self, error: SharedRPCError) -> None:
+        """Tell the other side why it is turned away, and end."""
+        self.send(m.Error(error.code, str(error)), 0)
+        self.close()
+
+    def abandon(self) -> None:
+        """See :meth:`FramedStream.abandon`."""
+        self.stream.abandon()
+
+    def send(self, message: m.Message, number: int, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+        """Send a message. Never waits, never raises; False if an error went instead, or the connection has ended."""
+        if self.stream.closed:
+            return False
+        try:
+            self.stream.send(message, number, payload, fds)
+            return True
+        except (OSError, ProtocolError) as error:
+            _log.error("a reply to pid %d cannot be sent: %s", self.peer.pid, error)
+            self.stream.send(m.Error(CapabilityError.code, f"the server cannot send the reply: {error}"), number)
+            return False
+
+    def _handle(self, frame: Frame) -> None:
+        if self.session is None:
+            self._welcome(frame)
+            return
+        caller = RemoteCaller(self, frame)
+        try:
+            message = decode_message(frame)
+        except ProtocolError as error:
+            caller.fail(Failure.of(error))
+        else:
+            answer(caller, message)
+
+    def _welcome(self, frame: Frame) -> None:
+        hello = decode_message(frame)
+        if not isinstance(hello, m.Hello):
+            raise ProtocolError(f"a connection begins with Hello, not with {type(hello).__name__}")
+        self.session = self.core.sessions.join(self.peer, hello.token)
+        self.session_id = self.session.session_id
+        self.name = f"{self.session_id[:8]}-{next(_numbers)}"
+        self.send(m.Welcome(self.core.server_id, self.session.token, os.getpid(), self.core.device), frame.request_id)
+
+    def _end(self, error: Exception | None) -> None:
+        if isinstance(error, ProtocolError):
+            _log.warning("pid %d broke the protocol: %s", self.peer.pid, error)
+            self.refuse(error)
+            return
+        if error is not None:
+            _log.error("the connection of pid %d is ended: %s", self.peer.pid, error, exc_info=error)
+        self.close()
+
+    def _said_nothing(self) -> None:
+        if self.session is None:
+            _log.warning("pid %d connected and said nothing for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
+            self.close()
+
+
+class RemoteCaller:
+    """The asker of one request of a connection: see :class:`shared_rpc.server.handlers.Caller`."""
+
+    __slots__ = ("_client", "_frame", "_number", "_starved", "_waiter", "core", "session")
+
+    local = False
+
+    def __init__(self, client: RemoteClient, frame: Frame) -> None:
+        self.core = client.core
+        self.session = client.session_id
+        self._client = client
+        self._frame = frame
+        self._number = frame.request_id
+        self._waiter: Waiter | None = None
+        #: Why its result waits for memory.
+        self._starved = ""
+
+    @property
+    def name(self) -> str:
+        """See :class:`Caller`: by it a client's error is found in the server's log."""
+        return f"{self._client.name}-{self._number}"
+
+    def server_info(self) -> dict[str, Any]:
+        """See :class:`Caller`."""
+        return self._client.server_info()
+
+    def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
+        """See :class:`Caller`."""
+        arguments = read_arguments(self._frame, message, self.session, self.core.lanes, self.core.objects)
+        return (arguments.args, arguments.kwargs), arguments
+
+    def wait(self) -> Waiter:
+        """See :class:`Caller`."""
+        waiting = self._client.waiting
+        if self._number in waiting:
+            raise ProtocolError(f"request id {self._number} is in use")
+        if len(waiting) >= _MAX_CALLS:
+            raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
+        waiting[self._number] = self
+        del self._frame  # while it waits, nobody needs it
+        self._waiter = Waiter(self.session, self.deliver, request_id=self.name)
+        return self._waiter
+
+    def leave(self) -> None:
+        """Stop waiting; the asker knows."""
+        assert self._waiter is not None, "it waits"
+        if self._waiter.on_leave is not None:
+            self._waiter.on_leave()
+        self.core.leave(self._waiter)
+
+    def cancel(self) -> None:
+        """See :class:`Caller`. A request that is not there has its reply on the way."""
+        caller = self._client.waiting.get(self._number)
+        if caller is not None:
+            caller.leave()
+            text = "the call was given up by its caller"
+            caller.reply(m.Error(ServerBusy.code, caller._starved) if caller._starved else m.Error(DeadlineExceeded.code, text))
+
+    def starved(self, why: str) -> None:
+        """See :class:`Caller`."""
+        self._starved = why
+        self._client.send(m.Starved(why), self._number)
+
+    def notify(self, message: m.Message) -> None:
+        """See :class:`Caller`."""
+        if not self._client.stream.full:
+            self._client.send(message, self._number)
+
+    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+        """See :class:`Caller`."""
+        if self._waiter is not None:
+            if self._ended:
+                return False
+            del self._client.waiting[self._number]
+        return self._client.send(message, self._number, payload, fds)
+
+    @property
+    def _ended(self) -> bool:
+        return self._waiter is not None and self._client.waiting.get(self._number) is not self
+
+    def fail(self, failure: Failure) -> None:
+        """See :class:`Caller`."""
+        if self._ended:
+            return
+        if HOOKS.registered:
+            HOOKS.emit(
+                RequestFailed(
+                    server_id=self.core.server_id,
+                    request_id=self.name,
+                    session=self.session,
+                    pid=self._client.peer.pid,
+                    code=failure.code,
+                    text=failure.text[:_SHOWN],
+                )
+            )
+        detail = {**failure.detail, "request_id": self.name}
+        self.reply(m.Error(failure.code, failure.text, detail, endpoint_raised=bool(failure.pickled)), failure.pickled)
+
+    def deliver(self, outcome: Delivery | Failure) -> bool:
+        """See :class:`Caller`."""
+        if isinstance(outcome, Failure):
+            self.fail(outcome)
+            return True
+        record, stored = outcome.record, outcome.stored
+        assert record is not None and self._waiter is not None, "a call from another process needs a record"
+        lane, sent = self.core.lanes.find(self.session), self._client.sent
+        kept = [number for number in record.arenas if record.segments[number].info.id in sent]
+        message = m.Result(
+            object_id=stored.object_id if stored is not None else "",
+            generation=stored.generation if stored is not None else 1,
+            managed=outcome.managed,
+            table=msgspec.Raw(record.table),
+            segments=[segment.info for segment in record.segments],
+            owner=self.core.server_id if stored is not None or record.arenas else "",
+            kept=kept,
+            arenas=list(record.arenas),
+            chunks=list(record.chunks),
+            own=list(record.own),
+            freed=lane.freed() if lane is not None and self._waiter.pooled else [],
+        )
+        fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
+        if self.reply(message, record.skeleton, fds):
+            sent.update(message.segments[number].id for number in record.arenas)
+            return True
+        if lane is not None:
+            lane.give(record.chunks)
+            lane.put_back(message.freed)
+        if outcome.managed:
+            self.core.release(self.session, [message.object_id])
+        return False

@@ -1,0 +1,209 @@
+"""A socket that carries frames, on an event loop: between a server and a client, and between a broker and a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import socket
+from collections.abc import Callable
+
+from shared_rpc.errors import ConnectionClosed
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.socket import FrameSocket
+
+__all__ = ["FramedStream"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Reads of one stream after which others have their turn, and frames whose answers go in one write.
+_TURN = 32
+
+
+def _nothing() -> None:
+    pass
+
+
+class FramedStream:
+    """Owns its socket. The loop calls it when there is something to read, or room to write: there is no task, which would
+    cost each frame a turn of the loop. On the loop only.
+
+    :param on_frame: called with every frame, whose descriptors are closed afterwards. What it raises ends the stream.
+    :param on_end: called once, when the other side is gone, after all that it had sent was handled, or with the error that
+        ends the stream. It is to call :meth:`close`, perhaps after a last message.
+    :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
+    :param backpressure: bytes that the other side may leave unread before nothing more is read from it; None for any number.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_frame: Callable[[Frame], None],
+        on_end: Callable[[Exception | None], None],
+        on_drained: Callable[[], None] = _nothing,
+        backpressure: int | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        self._socket = FrameSocket(sock)
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._on_drained = on_drained
+        self._backpressure = backpressure
+        self._loop = asyncio.get_running_loop()
+        #: A message may be sent in the context of an endpoint, and what the loop is to call must not keep that.
+        self._context = contextvars.copy_context()
+        #: Whether it goes on in the loop's next turn.
+        self._behind = False
+        #: Whether all must be written before more is handled.
+        self._paused = False
+        self._gathering = False
+        self._broken = False
+        #: Whether what is queued now waits here: the other side does not read, or will not read any more.
+        self.congested = False
+        self.closed = False
+
+    def start(self) -> None:
+        """Begin to read.
+
+        :raises OSError: if the kernel does not watch the socket.
+        """
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    @property
+    def full(self) -> bool:
+        """Whether the other side leaves more unread than it may."""
+        return self._backpressure is not None and self._socket.unsent > self._backpressure
+
+    def send(self, message: Message, request_id: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        """Queue a message, and write as much as goes at once. The descriptors are duplicated. Never waits.
+
+        :raises ProtocolError: if it is too large, or has too many descriptors; the stream stays good.
+        :raises OSError: if this process cannot open more files.
+        """
+        if not self.closed:
+            self._socket.queue(message, request_id, payload, fds)
+            if not self._gathering:
+                self._flush()
+
+    def close(self) -> None:
+        """Hang up. ``on_end`` is not called."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+            # Whoever is called knows this object, and both are to go at once.
+            del self._on_frame, self._on_end, self._on_drained
+
+    def abandon(self) -> None:
+        """Close the descriptors and nothing else: this is a forked child, and the stream is its parent's."""
+        self._socket.close()
+
+    def drain(self) -> None:
+        """Handle all that has come, as far as it can be read. For when the other process has ended. Never raises."""
+        try:
+            while not self.closed:
+                while self._handle_frames():
+                    pass
+                self._socket.receive()
+        except (BlockingIOError, ConnectionClosed):
+            pass
+        except Exception:
+            _log.exception("what a process had sent before its end cannot be read")
+
+    def _readable(self) -> None:
+        if not self._behind:
+            self._turn()
+
+    def _go_on(self) -> None:
+        if not self.closed:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Read and handle until there is nothing more, or others must have their turn. Never raises, whatever comes.
+
+        Reading goes on to the end, because uvloop calls once, and never again, where the other side closed with something
+        unread: libuv stops polling a descriptor after an error.
+        """
+        try:
+            for _ in range(_TURN):
+                self._behind = self._handle_frames()
+                if self.closed:
+                    return
+                if self._behind or self._paused:
+                    break
+                self._socket.receive()
+            if not self._paused:
+                self._behind = True
+                self._loop.call_soon(self._go_on)
+        except BlockingIOError:
+            pass
+        except ConnectionClosed:
+            self._end(None)
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.closed:
+            self._on_end(error)
+
+    def _handle_frames(self) -> bool:
+        """Handle what has come, and send in one write what that brings. True if there may be more."""
+        if not self._socket.ready():
+            return False
+        self._gathering = True
+        frame, left = None, _TURN
+        try:
+            while left and not self.closed and not self.full and (frame := self._socket.next_frame()) is not None:
+                left -= 1
+                try:
+                    self._on_frame(frame)
+                finally:
+                    if frame.fds:
+                        frame.close()
+        finally:
+            self._gathering = False
+            if self._socket.unsent:
+                self._flush()
+        if self.congested and not self._broken and self.full:
+            self._paused = True
+            self._loop.remove_reader(self._socket.fileno())
+        return frame is not None and not self.closed
+
+    def _flush(self) -> None:
+        if self.closed or self.congested:
+            return
+        try:
+            if not self._socket.flush():
+                self._context.run(self._loop.add_writer, self._socket.fileno(), self._writable)
+                self.congested = True
+        except ConnectionClosed:
+            # The reading side sees it too, after what the other side has sent; until then nothing goes.
+            self.congested = self._broken = True
+        except OSError as error:
+            self._unwatched(error)
+
+    def _writable(self) -> None:
+        try:
+            if not self._socket.flush():
+                return
+            self.congested = False
+        except ConnectionClosed:
+            self._broken = True
+        try:
+            if self._paused:
+                self._loop.add_reader(self._socket.fileno(), self._readable)
+            self._loop.remove_writer(self._socket.fileno())
+        except OSError as error:
+            self._unwatched(error)
+            return
+        if self._paused:
+            self._paused = False
+            self._go_on()
+        if not self.congested and not self.closed:
+            self._on_drained()
+
+    def _unwatched(self, error: OSError) -> None:
+        """The kernel does not watch the socket any more, so nobody would notice its end."""
+        self._loop.call_soon(self._end, error)
