@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.dispatch import Dispatcher
-from shared_rpc.broker.executor import WorkerExecutor
+from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.idling import unused
 from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.measuring import add_workers
@@ -26,7 +25,7 @@ from shared_rpc.broker.restoring import Earlier, Service
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
-from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.memory.segments import EXPORTER_OWNED
@@ -162,9 +161,15 @@ class Broker:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
-        self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote)
-        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._options.build_timeout)
+        self._dispatcher = Dispatcher(self._current, self._refusal, self._options.build_timeout)
         self._memory = MemoryRequests(self._current)
+        handlers: dict[type[Message], Handler] = {
+            **self._dispatcher.handlers,
+            w.Ran: self._ran,
+            w.Returned: self._returned,
+            w.Allocated: self._memory.take,
+        }
+        self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
                 self._scope.cancel()
@@ -203,7 +208,8 @@ class Broker:
         servers = measures((service.core, service.acceptor) for service in self._services.values())
         return add_workers(servers, self._supervisor)
 
-    # What the supervisor tells; see Watcher.
+    def _refusal(self) -> SharedRPCError | None:
+        return self._supervisor.refusal()
 
     def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
         """The first worker's word on a provider makes it a service.
@@ -266,21 +272,21 @@ class Broker:
                 self._ready.set_exception(error)
                 self._scope.cancel()
 
-    def said(self, worker: Worker, message: Message, frame: Frame) -> None:
-        """See :class:`Watcher`."""
-        if isinstance(message, w.Ran):
-            bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
-            if bound:
-                self._bound.setdefault(worker, set()).update(bound)
-        if isinstance(message, w.Returned):
-            service = self._services.get(message.key)
-            lane = service.executor.lanes.find(message.session) if service is not None else None
-            if lane is not None:
-                lane.came_back(worker, message.chunks)
-        elif isinstance(message, w.Allocated):
-            self._memory.take(message, frame)
-        elif not self._dispatcher.take(worker, message, frame):
-            _log.error("worker %d sent a %s", worker.pid, type(message).__name__)
+    # What workers say.
+
+    def _ran(self, worker: Worker, message: w.Ran, frame: Frame) -> None:
+        bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
+        if bound:
+            self._bound.setdefault(worker, set()).update(bound)
+        self._dispatcher.ended(worker, message, frame)
+
+    def _returned(self, worker: Worker, message: w.Returned, frame: Frame) -> None:
+        service = self._services.get(message.key)
+        lane = service.executor.lanes.find(message.session) if service is not None else None
+        if lane is not None:
+            lane.came_back(worker, message.chunks)
+
+    # What the supervisor tells; see Watcher.
 
     def changed(self) -> None:
         """See :class:`Watcher`."""

@@ -1,29 +1,113 @@
-"""Runs on their way to workers and back: who gets which, and what becomes of them when a worker ends."""
+"""Runs on their way to workers and back: who gets which, what waits, and what becomes of them when a worker ends."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-from shared_rpc.broker.backlog import Backlog
-from shared_rpc.broker.relay import Relayed, message_of, outcome_of
-from shared_rpc.broker.worker import Worker
+import msgspec
+
+from shared_rpc.broker.lanes import RelayedLane
+from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import Arguments, Record
+from shared_rpc.protocol.values import encode
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.state.descriptors import open_limit
 
-if TYPE_CHECKING:
-    from shared_rpc.broker.executor import WorkerExecutor
+__all__ = ["Backlog", "Dispatcher", "Relayed", "WorkerExecutor"]
 
-__all__ = ["Dispatcher"]
+#: Calls that wait, and bytes of what came with them. A call that comes alone is taken whatever it brings.
+_RUNS, _NBYTES = 10_000, 1 << 30
 
-_log = logging.getLogger("shared_rpc.broker")
+
+@dataclass(eq=False)
+class Relayed:
+    """One run. It is with a worker, or waits for one."""
+
+    number: int
+    executor: WorkerExecutor
+    invocation: Invocation
+    done: Callable[[Produced | Failure], None]
+    worker: Worker | None = None
+    begun: bool = False
+    hungry: bool = False
+    #: Whether a worker has ended under it before it had begun.
+    again: bool = False
+    #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
+    forgotten: bool = False
+    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    @property
+    def arguments(self) -> Arguments:
+        """Those of a caller in another process, as all callers of a broker are."""
+        assert isinstance(self.invocation.arguments, Arguments), "a broker has no callers of its own"
+        return self.invocation.arguments
+
+    @property
+    def session(self) -> str:
+        """Whose memory it has: a task's arguments are those of the session that submitted it."""
+        return self.arguments.session or self.invocation.session
+
+
+class Backlog:
+    """Runs that no worker has been sent, oldest first. What is taken out leaves nothing behind: its arguments are all there is.
+
+    Of the descriptors that this process may have, waiting arguments take at most a quarter: objects and clients need some too.
+    """
+
+    def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
+        #: With what each took of the limits when it came: its arguments may have been let go since.
+        self._runs: dict[Invocation, tuple[Relayed, dict[str, int]]] = {}
+        self._limits = {"calls": runs, "bytes": nbytes, "descriptors": open_limit() // 4}
+        self._held = dict.fromkeys(self._limits, 0)
+
+    def check(self, run: Relayed, why: str) -> None:
+        """See that one more may wait.
+
+        :param why: what all of them wait for.
+        :raises ServerBusy: if not.
+        """
+        for unit, amount in _weight(run).items():
+            if self._runs and self._held[unit] + amount > self._limits[unit]:
+                raise ServerBusy(
+                    f"{len(self._runs)} calls wait to be run, with {self._held['bytes']} bytes and {self._held['descriptors']} "
+                    f"descriptors of arguments, and there is no room for more (at most {self._limits[unit]} {unit}): {why}"
+                )
+
+    def add(self, run: Relayed) -> None:
+        """It waits from now on."""
+        weight = _weight(run)
+        self._runs[run.invocation] = run, weight
+        for unit, amount in weight.items():
+            self._held[unit] += amount
+
+    def take(self, invocation: Invocation) -> Relayed | None:
+        """It waits no more; None if it did not."""
+        run, weight = self._runs.pop(invocation, (None, {}))
+        for unit, amount in weight.items():
+            self._held[unit] -= amount
+        return run
+
+    def __iter__(self) -> Iterator[Relayed]:
+        return iter([run for run, _ in self._runs.values()])
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+
+def _weight(run: Relayed) -> dict[str, int]:
+    return {"calls": 1, "bytes": run.arguments.nbytes, "descriptors": len(run.arguments.segments)}
 
 
 class Dispatcher:
@@ -149,46 +233,58 @@ class Dispatcher:
 
     # What workers say.
 
-    def take(self, worker: Worker, message: Message, frame: Frame) -> bool:
-        """A message about a run; False if it is about none."""
-        run = worker.runs.get(frame.request_id)
-        if isinstance(message, (w.Ran, w.Failed)):
-            if run is not None:
-                self._ended(worker, run, message, frame)
-        elif isinstance(message, w.Withdrawn):
-            if run is not None:
-                del worker.runs[run.number]
-                run.executor.came_back(run, message.returned)
-        elif isinstance(message, (w.Begun, w.Said, w.Hungry)):
-            if run is not None and not run.forgotten:
-                self._went_on(run, message)
-        else:
-            return False
-        return True
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """What is to be called with each message about a run."""
+        return {
+            w.Begun: self._began,
+            w.Said: self._progressed,
+            w.Hungry: self._starved,
+            w.Ran: self.ended,
+            w.Failed: self.ended,
+            w.Withdrawn: self._withdrawn,
+        }
 
-    def _went_on(self, run: Relayed, message: w.Begun | w.Said | w.Hungry) -> None:
-        if isinstance(message, w.Begun):
-            run.begun = True
-            # Until now it might have gone to another worker.
-            run.arguments.take_loans()
-            run.arguments.close()
-            if self._build_timeout is not None:
-                run.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
-            run.invocation.on_begin()
-        elif isinstance(message, w.Said):
+    def _began(self, worker: Worker, message: w.Begun, frame: Frame) -> None:
+        run = worker.runs.get(frame.request_id)
+        if run is None or run.forgotten:
+            return
+        run.begun = True
+        # Until now it might have gone to another worker.
+        run.arguments.take_loans()
+        run.arguments.close()
+        if self._build_timeout is not None:
+            run.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
+        run.invocation.on_begin()
+
+    def _progressed(self, worker: Worker, message: w.Said, frame: Frame) -> None:
+        run = worker.runs.get(frame.request_id)
+        if run is not None and not run.forgotten:
             run.invocation.on_progress(message.progress)
-        else:
-            run.hungry = True
-            if run.timer is not None:
-                run.timer.cancel()
-            run.invocation.on_starved(message.why)
+
+    def _starved(self, worker: Worker, message: w.Hungry, frame: Frame) -> None:
+        run = worker.runs.get(frame.request_id)
+        if run is None or run.forgotten:
+            return
+        run.hungry = True
+        if run.timer is not None:
+            run.timer.cancel()
+        run.invocation.on_starved(message.why)
+
+    def _withdrawn(self, worker: Worker, message: w.Withdrawn, frame: Frame) -> None:
+        run = worker.runs.pop(frame.request_id, None)
+        if run is not None:
+            run.executor.came_back(run, message.returned)
 
     def _overdue(self, run: Relayed) -> None:
         assert run.worker is not None, "it has begun"
         run.worker.kill(f"{run.invocation.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
-    def _ended(self, worker: Worker, run: Relayed, message: w.Ran | w.Failed, frame: Frame) -> None:
-        del worker.runs[run.number]
+    def ended(self, worker: Worker, message: w.Ran | w.Failed, frame: Frame) -> None:
+        """Take the outcome of a run."""
+        run = worker.runs.pop(frame.request_id, None)
+        if run is None:
+            return
         outcome = outcome_of(message, frame)
         record = outcome.record if isinstance(outcome, Produced) else None
         lane = run.executor.lanes.find(run.session)
@@ -232,6 +328,137 @@ class Dispatcher:
             self._waiting.take(run.invocation)
             self._let_go(run)
             run.done(gone)
+
+
+class WorkerExecutor:
+    """Runs the endpoints of one provider in the broker's workers.
+
+    :param key: the provider's.
+    :param zygote: tells of what workers are forks of.
+    """
+
+    def __init__(
+        self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.key = key
+        self.lanes: Lanes[RelayedLane] = Lanes(lambda session: RelayedLane(key, session))
+        self._dispatcher = dispatcher
+        self._workers = workers
+        self._zygote = zygote
+
+    @property
+    def busy(self) -> int:
+        """See :class:`Executor`."""
+        return 0
+
+    def lend_thread(self) -> AbstractContextManager[None]:
+        """See :class:`Executor`."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """See :class:`Executor`."""
+
+    def facts(self) -> dict[str, Any]:
+        """See :class:`Executor`."""
+        return {"workers": [worker.facts() for worker in self._workers()], "zygote": self._zygote()}
+
+    def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
+        """A worker has done with chunks of the client whose run it is."""
+        lane = self.lanes.find(run.session)
+        if lane is not None and run.worker is not None:
+            lane.came_back(run.worker, chunks)
+
+    def lost(self, worker: Worker) -> None:
+        """A worker has ended: nobody has anything of its."""
+        for lane in self.lanes.all():
+            lane.lost(worker)
+
+    async def finish(self) -> None:
+        """See :class:`Executor`."""
+
+    def reclaim(self) -> None:
+        """See :class:`Executor`."""
+        for worker in self._workers():
+            worker.reclaim()
+
+    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+        """See :class:`Executor`."""
+        self._dispatcher.start(self, invocation, done)
+
+    def withdraw(self, invocation: Invocation) -> bool:
+        """See :class:`Executor`."""
+        return self._dispatcher.withdraw(invocation)
+
+    def cancel(self, invocation: Invocation) -> None:
+        """See :class:`Executor`."""
+        self._dispatcher.cancel(invocation)
+
+    def abandon(self, invocation: Invocation) -> bool:
+        """See :class:`Executor`."""
+        return self._dispatcher.abandon(invocation)
+
+    def take_back(self, invocation: Invocation, record: Record) -> None:
+        """See :class:`Executor`."""
+        lane = self.lanes.find(invocation.session)
+        if lane is not None:
+            lane.give(record.chunks)
+
+    def lane_owner(self, run: Relayed) -> Worker | None:
+        """The worker whose results a run takes as arguments: no other one can hold them."""
+        lane = self.lanes.find(run.session)
+        return lane.owner(run.arguments.held) if lane is not None and run.arguments.held else None
+
+
+def message_of(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
+    """A run as it travels, and the descriptors that go with it."""
+    invocation, arguments = run.invocation, run.arguments
+    known = worker.arenas.get(run.session, set())
+    #: Of a session that has ended nothing comes back: its memory is that of any caller.
+    arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
+    kept = [number for number in arenas if arguments.segments[number].info.id in known]
+    message = w.Run(
+        invocation.spec.name,
+        [encode(value) for value in arguments.args],
+        {name: encode(value) for name, value in arguments.kwargs.items()},
+        table=msgspec.Raw(arguments.table),
+        segments=[segment.info for segment in arguments.segments],
+        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+        kept=kept,
+        arenas=arenas,
+        chunks=list(arguments.chunks) if lane is not None else [],
+        held=list(arguments.held) if lane is not None else [],
+        pooled=invocation.pooled and lane is not None,
+        returnable=arguments.returnable and lane is not None,
+        chain=sorted(invocation.chain),
+        key=run.executor.key,
+        session=run.session,
+        background=invocation.background,
+        request_id=invocation.request_id,
+        cached=invocation.cached,
+    )
+    fds = tuple(segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept)
+    return message, fds
+
+
+def outcome_of(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
+    """How a run ended, by its worker's word. The frame's descriptors belong to the record."""
+    if isinstance(message, w.Failed):
+        return Failure(message.code, message.text, message.detail, frame.payload)
+    segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+    return Produced(
+        Record(
+            frame.payload,
+            bytes(message.table),
+            segments,
+            message.nbytes,
+            message.device,
+            message.chunks,
+            frozenset(message.arenas),
+            own=message.own,
+            private_nbytes=message.private_nbytes,
+        ),
+        None,
+    )
 
 
 def _awaited(able: list[Worker]) -> str:

@@ -70,7 +70,7 @@ class MemoryRequests:
         finally:
             del self._asked[number]
 
-    def take(self, message: w.Allocated, frame: Frame) -> None:
+    def take(self, worker: Worker, message: w.Allocated, frame: Frame) -> None:
         """An answer; its descriptors stay the frame's if nobody waits for it any more."""
         _, future = self._asked.get(frame.request_id, (None, None))
         if future is not None and not future.done():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from shared_rpc.broker.executor import WorkerExecutor
+from shared_rpc.broker.dispatch import WorkerExecutor
 from shared_rpc.broker.keeping import Keeping
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import SharedRPCError

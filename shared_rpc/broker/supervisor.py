@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Protocol
 
 import anyio
@@ -13,7 +14,7 @@ import anyio.to_thread
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.spawning import Spawner
-from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
@@ -41,9 +42,6 @@ class Watcher(Protocol):
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """A worker of the current generation told of a provider, or of one more endpoint."""
 
-    def said(self, worker: Worker, message: Message, frame: Frame) -> None:
-        """Whatever else a worker said."""
-
     def changed(self) -> None:
         """A worker is there that was not, or none will come any more."""
 
@@ -59,9 +57,24 @@ class Supervisor:
 
     :param count: how many there are to be.
     :param zygote: starts those that are forks.
+    :param handlers: what is called with messages of workers that are not about themselves.
     """
 
-    def __init__(self, command: WorkerCommand, count: int, watcher: Watcher, zygote: WorkerZygote) -> None:
+    def __init__(
+        self,
+        command: WorkerCommand,
+        count: int,
+        watcher: Watcher,
+        zygote: WorkerZygote,
+        handlers: Mapping[type[Message], Handler],
+    ) -> None:
+        self._handlers: dict[type[Message], Handler] = {
+            w.Serve: self._serves_provider,
+            w.Shared: self._shares,
+            w.Loaded: self._has_loaded,
+            w.Refused: self._refuses,
+            **handlers,
+        }
         self._command = command
         self._zygote = zygote
         self._count = count
@@ -156,32 +169,43 @@ class Supervisor:
         )
 
     def _take(self, worker: Worker, message: Message, frame: Frame) -> None:
-        if isinstance(message, w.Serve):
-            worker.served[message.key] = message
-            worker.endpoints.setdefault(message.key, {}).update({spec.name: spec for spec in message.endpoints})
-        elif isinstance(message, w.Shared):
-            # Shared by another thread, it may come before the provider does.
-            worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
-        elif isinstance(message, w.Loaded):
-            worker.loaded = self._serves = True
-            self._zygote.learn(message.imports, worker.forked)
-            if worker.state == "starting":  # else it was replaced meanwhile
-                worker.state = "ready"
-                if HOOKS.registered:
-                    lived = time.monotonic() - worker.started
-                    HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
-            self._settle(worker, None)
-        elif isinstance(message, w.Refused):
-            worker.refusal = from_wire(message.code, message.text, message.detail)
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            _log.error("worker %d sent a %s", worker.pid, type(message).__name__)
             return
-        else:
-            self._watcher.said(worker, message, frame)
+        handler(worker, message, frame)
+        if worker.state == "draining":
             self._rest(worker)
-            return
+
+    def _serves_provider(self, worker: Worker, message: w.Serve, frame: Frame) -> None:
+        worker.served[message.key] = message
+        worker.endpoints.setdefault(message.key, {}).update({spec.name: spec for spec in message.endpoints})
+        self._tell(worker, message)
+
+    def _shares(self, worker: Worker, message: w.Shared, frame: Frame) -> None:
+        # Shared by another thread, it may come before the provider does.
+        worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
+        self._tell(worker, message)
+
+    def _tell(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         if worker in self.workers:
-            if not isinstance(message, w.Loaded):
-                self._watcher.told(worker, message)
+            self._watcher.told(worker, message)
             self._watcher.changed()
+
+    def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
+        worker.loaded = self._serves = True
+        self._zygote.learn(message.imports, worker.forked)
+        if worker.state == "starting":  # else it was replaced meanwhile
+            worker.state = "ready"
+            if HOOKS.registered:
+                lived = time.monotonic() - worker.started
+                HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
+        self._settle(worker, None)
+        if worker in self.workers:
+            self._watcher.changed()
+
+    def _refuses(self, worker: Worker, message: w.Refused, frame: Frame) -> None:
+        worker.refusal = from_wire(message.code, message.text, message.detail)
 
     def _settle(self, worker: Worker, crash: Exception | None) -> None:
         future = self._loaded.pop(worker, None)

@@ -19,18 +19,23 @@ from shared_rpc.broker.stderr import Tail
 from shared_rpc.broker.zygote import Begun
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.link import Link
+from shared_rpc.server.stream import FramedStream
 from shared_rpc.zygote.process import ForkedProcess
 
-__all__ = ["Worker"]
+__all__ = ["Handler", "Worker"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
 #: Seconds a worker has to end by itself when its broker hangs up.
 _GRACE = 0.6
+
+
+#: What is called with a message of a worker's, and its frame.
+Handler = Callable[["Worker", Any, Frame], None]
 
 
 class Worker:
@@ -47,7 +52,7 @@ class Worker:
         self,
         command: WorkerCommand,
         number: int,
-        take: Callable[[Worker, Message, Frame], None],
+        take: Handler,
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
@@ -70,6 +75,7 @@ class Worker:
         self.condemned = ""
         #: Why it cannot serve the app, by its own word.
         self.refusal: Exception | None = None
+        self._take = take
         self._ended = ended
         self._caught_up = caught_up
         #: Whether it is to hear of dropped objects when it reads again.
@@ -94,7 +100,8 @@ class Worker:
             self._tail = Tail(self.process.stderr)
             self._pidfd = os.pidfd_open(self.process.pid)
             self._loop.add_reader(self._pidfd, self._gone)
-            self._link = Link(ours, lambda message, frame: take(self, message, frame), self._hung_up, self._reads)
+            self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
+            self._link.start()
         except BaseException:
             ours.close()
             self.process.kill()
@@ -112,7 +119,7 @@ class Worker:
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
 
     def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """See :meth:`Link.send`. To one that has ended nothing is sent."""
+        """See :meth:`FramedStream.send`. To one that has ended nothing is sent."""
         self._link.send(message, number, payload, fds)
 
     @property
@@ -122,7 +129,7 @@ class Worker:
 
     def reclaim(self) -> None:
         """An object was dropped. However many were while it does not read, it hears of that once."""
-        if self.congested:
+        if self._link.congested:
             self._to_reclaim = True
         else:
             self.send(w.Reclaim())
@@ -173,7 +180,13 @@ class Worker:
         if self.state != "ended":
             self._forget()
 
-    def _hung_up(self) -> None:
+    def _hear(self, frame: Frame) -> None:
+        self._take(self, decode_message(frame), frame)
+
+    def _hung_up(self, error: Exception | None) -> None:
+        if error is not None:
+            _log.error("what worker %d sends cannot be read: %s", self.pid, error, exc_info=error)
+        self._link.close()
         # As a rule it has ended. One that has not is of no use, whatever it still does.
         self._loop.call_later(_GRACE, self.kill, "it had closed its connection to the broker")
 

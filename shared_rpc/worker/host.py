@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 import msgspec
@@ -22,7 +22,7 @@ from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import Arguments
@@ -31,8 +31,9 @@ from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.executor import Invocation
-from shared_rpc.server.link import Link
+from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.worker.amounts import check_quotas, quotas_of
 from shared_rpc.worker.builds import Builds
@@ -66,7 +67,20 @@ class WorkerHost:
         self._adopting = threading.RLock()
         self._runs: dict[int, tuple[Hosted, Invocation]] = {}
         self._builds = Builds()
-        self._link: Link
+        self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
+            w.Run: self._run,
+            w.Withdraw: self._withdraw,
+            w.Stop: self._stop,
+            w.Drop: self._drop,
+            w.Give: self._give,
+            w.AwaitChunks: self._await_chunks,
+            w.EndSession: self._end_session,
+            w.Reclaim: self._reclaim,
+            w.Allocate: self._allocate,
+            w.FreeBytes: self._free_bytes,
+        }
+        self._stream: FramedStream
+        self._hang_up: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
         self._memory = WorkerThreads(1, _nothing)
         self._ready = threading.Event()
@@ -167,7 +181,7 @@ class WorkerHost:
         """
         encode_message(message)
         with suppress(RuntimeError):  # the loop is closed: the process is about to end
-            self._loop.call_soon_threadsafe(self._link.send, message, number)
+            self._loop.call_soon_threadsafe(self._stream.send, message, number)
 
     def _serve(self) -> None:
         try:
@@ -180,36 +194,30 @@ class WorkerHost:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        over = asyncio.Event()
-        self._link = Link(self._socket, self._take, over.set)
+        self._hang_up = asyncio.Event()
+        self._stream = FramedStream(self._socket, self._hear, self._hung_up)
+        self._stream.start()
         self._ready.set()
-        await over.wait()
+        await self._hang_up.wait()
 
     # What the broker says. On the loop.
 
-    def _take(self, message: Message, frame: Frame) -> None:
-        number = frame.request_id
-        if isinstance(message, w.Run):
-            self._run(number, message, frame)
-        elif isinstance(message, (w.Withdraw, w.Stop, w.Drop)):
-            found = self._runs.get(number)
-            if found is not None:
-                self._interrupt(number, message, *found)
-        elif isinstance(message, (w.Give, w.AwaitChunks, w.EndSession)):
-            hosted = self._hosted.get(message.key)
-            if hosted is not None:
-                self._see_to_session(hosted, message)
-        elif isinstance(message, w.Reclaim):
-            for hosted in self._hosted.values():
-                hosted.executor.reclaim()
-        elif isinstance(message, w.Allocate):
-            self._answer(number, lambda: _allocated(message.device, message.nbytes))
-        elif isinstance(message, w.FreeBytes):
-            self._answer(number, lambda: (w.Allocated(free=free_bytes(message.device)), None))
-        else:
+    def _hear(self, frame: Frame) -> None:
+        message = decode_message(frame)
+        handler = self._handlers.get(type(message))
+        if handler is None:
             _log.error("the broker sent a %s", type(message).__name__)
+        else:
+            handler(frame, message)
 
-    def _run(self, number: int, message: w.Run, frame: Frame) -> None:
+    def _hung_up(self, error: Exception | None) -> None:
+        if error is not None:
+            _log.error("what the broker sends cannot be read: %s", error, exc_info=error)
+        self._stream.close()
+        self._hang_up.set()
+
+    def _run(self, frame: Frame, message: w.Run) -> None:
+        number = frame.request_id
         hosted = self._hosted.get(message.key)
         endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
         arguments: Arguments | None = None
@@ -235,9 +243,9 @@ class WorkerHost:
             background=message.background,
             session=message.session,
             pooled=message.pooled and hosted.lanes.of(message.session) is not None,
-            on_starved=lambda why: self._link.send(w.Hungry(why), number),
+            on_starved=lambda why: self._stream.send(w.Hungry(why), number),
             on_begin=lambda: self._begun(number, invocation),
-            on_progress=lambda progress: self._link.send(w.Said(progress), number),
+            on_progress=lambda progress: self._stream.send(w.Said(progress), number),
             request_id=message.request_id,
             cached=message.cached,
         )
@@ -245,7 +253,7 @@ class WorkerHost:
         hosted.executor.start(invocation, lambda outcome: self._ended(number, outcome))
 
     def _begun(self, number: int, invocation: Invocation) -> None:
-        self._link.send(w.Begun(), number)
+        self._stream.send(w.Begun(), number)
         self._builds.begin(number, invocation)
 
     def _ended(self, number: int, outcome: Produced | Failure) -> None:
@@ -271,7 +279,7 @@ class WorkerHost:
             record.private_nbytes,
         )
         try:
-            self._link.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
+            self._stream.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
         except Exception as error:
             lane = hosted.find(invocation.session)
             if lane is not None:
@@ -284,31 +292,61 @@ class WorkerHost:
 
     def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
         returned = [*given_back(hosted, session), *unused]
-        self._link.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
+        self._stream.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
 
-    def _interrupt(self, number: int, message: Message, hosted: Hosted, invocation: Invocation) -> None:
-        if isinstance(message, w.Stop):
+    def _stop(self, frame: Frame, message: w.Stop) -> None:
+        hosted, invocation = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and invocation is not None:
             hosted.executor.cancel(invocation)
-        elif (hosted.executor.abandon if isinstance(message, w.Drop) else hosted.executor.withdraw)(invocation):
-            del self._runs[number]
-            self._link.send(w.Withdrawn(given_back(hosted, invocation.session)), number)
-            self._builds.end(number)
 
-    def _see_to_session(self, hosted: Hosted, message: w.Give | w.AwaitChunks | w.EndSession) -> None:
-        lane = hosted.find(message.session)
-        if lane is None:
-            return
-        if isinstance(message, w.Give):
+    def _withdraw(self, frame: Frame, message: w.Withdraw) -> None:
+        hosted, invocation = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and invocation is not None and hosted.executor.withdraw(invocation):
+            self._forget(frame.request_id, hosted, invocation)
+
+    def _drop(self, frame: Frame, message: w.Drop) -> None:
+        hosted, invocation = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and invocation is not None and hosted.executor.abandon(invocation):
+            self._forget(frame.request_id, hosted, invocation)
+
+    def _forget(self, number: int, hosted: Hosted, invocation: Invocation) -> None:
+        del self._runs[number]
+        self._stream.send(w.Withdrawn(given_back(hosted, invocation.session)), number)
+        self._builds.end(number)
+
+    def _lane(self, message: w.Give | w.AwaitChunks) -> Lane | None:
+        hosted = self._hosted.get(message.key)
+        return hosted.find(message.session) if hosted is not None else None
+
+    def _give(self, frame: Frame, message: w.Give) -> None:
+        lane = self._lane(message)
+        if lane is not None:
             lane.give(message.chunks)
-        elif isinstance(message, w.EndSession):
+
+    def _await_chunks(self, frame: Frame, message: w.AwaitChunks) -> None:
+        lane = self._lane(message)
+        if lane is not None:
+            lane.await_chunks(lambda: self._on_loop(lambda: self._return(self._hosted[message.key], message.session)))
+
+    def _end_session(self, frame: Frame, message: w.EndSession) -> None:
+        hosted = self._hosted.get(message.key)
+        if hosted is not None:
             hosted.lanes.end(message.session)
-        else:
-            lane.await_chunks(lambda: self._on_loop(lambda: self._return(hosted, message.session)))
+
+    def _reclaim(self, frame: Frame, message: w.Reclaim) -> None:
+        for hosted in self._hosted.values():
+            hosted.executor.reclaim()
+
+    def _allocate(self, frame: Frame, message: w.Allocate) -> None:
+        self._answer(frame.request_id, lambda: _allocated(message.device, message.nbytes))
+
+    def _free_bytes(self, frame: Frame, message: w.FreeBytes) -> None:
+        self._answer(frame.request_id, lambda: (w.Allocated(free=free_bytes(message.device)), None))
 
     def _return(self, hosted: Hosted, session: str) -> None:
         chunks = given_back(hosted, session)
         if chunks:
-            self._link.send(w.Returned(hosted.key, session, chunks))
+            self._stream.send(w.Returned(hosted.key, session, chunks))
 
     def _on_loop(self, job: Callable[[], None]) -> None:
         with suppress(RuntimeError):
@@ -327,7 +365,7 @@ class WorkerHost:
 
         def done(answer: tuple[w.Allocated, Segment | None]) -> None:
             message, segment = answer
-            self._link.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
+            self._stream.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
             if segment is not None:
                 segment.close()
 

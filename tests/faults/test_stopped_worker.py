@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, errors
-from shared_rpc.broker import backlog as backlog_module
-from shared_rpc.broker.backlog import Backlog
+from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.dispatch import Backlog, Relayed
 from shared_rpc.broker.lanes import RelayedLane
-from shared_rpc.broker.relay import Relayed
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
@@ -203,7 +202,7 @@ def run(*, nbytes: int = 0, segments: int = 0) -> Relayed:
 @pytest.mark.parametrize("unit", ["calls", "bytes", "descriptors"])
 def test_what_may_wait(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls, bytes and descriptors each have a limit, and what waits no more counts no more."""
-    monkeypatch.setattr(backlog_module, "open_limit", lambda: 16)
+    monkeypatch.setattr(dispatch_module, "open_limit", lambda: 16)
     backlog = Backlog(runs=4 if unit == "calls" else 100, nbytes=400)
     size = {"bytes": {"nbytes": 100}, "descriptors": {"segments": 1}}.get(unit, {})
     runs = [run(**size) for _ in range(4)]

@@ -9,8 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from shared_rpc.broker.dispatch import Dispatcher
-from shared_rpc.broker.executor import WorkerExecutor
+from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.backends.host import HOST
@@ -91,7 +90,7 @@ class Setting:
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """A worker says something about a run."""
         frame = Frame(0, number, b"", b"", fds or [])
-        self.dispatcher.take(cast("Worker", self.peers[0]), message, frame)
+        self.dispatcher.handlers[type(message)](cast("Worker", self.peers[0]), message, frame)
         frame.close()
 
 

@@ -76,7 +76,7 @@ class Stage:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.zygote = WorkerZygote(WorkerCommand("app"))
-        self.supervisor = Supervisor(WorkerCommand("app"), count, self, self.zygote)
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self, self.zygote, {})
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""
@@ -97,7 +97,7 @@ class Stage:
     def told(self, *_: object) -> None:
         """See :class:`Watcher`."""
 
-    said = changed = caught_up = lost = told
+    changed = caught_up = lost = told
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The link between a broker and a worker."""
+"""A stream of frames on an event loop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import encode_frame
-from shared_rpc.server.link import Link
+from shared_rpc.server.stream import FramedStream
 
 
 @pytest.mark.asyncio
@@ -19,12 +19,12 @@ async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
     taken: list[object] = []
 
     ours, theirs = socket.socketpair()
-    link = Link(ours, lambda message, frame: taken.append(message), lambda: None)
+    stream = FramedStream(ours, lambda frame: taken.append(decode_message(frame)), lambda error: None)
     with theirs:
         for message, fds in ((w.Loaded(), 0), (w.Allocated(), 3)):
             kind, body = encode_message(message)
             theirs.sendall(b"".join(encode_frame(kind, 0, body, fds=fds)))
-    link.drain()
-    link.close()
+    stream.drain()
+    stream.close()
     assert [type(message) for message in taken] == [w.Loaded]
     assert "what a process had sent before its end cannot be read" in caplog.text
