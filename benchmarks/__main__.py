@@ -165,6 +165,18 @@ def clients(
 
 
 @app.command()
+def steps(
+    rounds: Annotated[int, typer.Option(help="Requests of each kind.")] = 15,
+    names: Annotated[bool, typer.Option("--names", help="Print the functions as well.")] = False,
+    json: Json = None,
+) -> None:
+    """Python calls of the package for one request, in client, broker and worker. On host memory."""
+    from benchmarks.steps import run
+
+    run(rounds=rounds, names=names, path=json)
+
+
+@app.command()
 def plot(
     results: Annotated[list[Path], typer.Argument(help="JSON that 'attach', 'rpc' or 'clients' has written.")],
     out: Annotated[Path, typer.Option(help="The folder for the SVGs.")] = Path("docs/_static/plots"),

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.memory import used
+from benchmarks.parts import MAKING, MAPPING, Watch
 from benchmarks.processes import configuration, next_command, say
 from benchmarks.stats import timed
-from benchmarks.steps import MAKING, MAPPING, Watch
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.segments import Backend, Segment, SegmentInfo

@@ -1,88 +1,130 @@
-"""Where the time of making and mapping a segment goes: the library's own code, taken apart by the calls that it makes."""
+"""How many functions of the package are called for one request: in the client, in the broker and in its worker."""
 
 from __future__ import annotations
 
-import functools
-import importlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from shared_rpc.memory.segments import Mechanism
+from benchmarks.processes import environ
+from benchmarks.report import Report, Row
+from benchmarks.targets import GOALS
+from benchmarks.traced import install, pause, site
+from shared_rpc import Client
 
-__all__ = ["MAKING", "MAPPING", "Parts", "Watch"]
+__all__ = ["run"]
 
-_DRIVER = "cuda.bindings.driver"
+_APP = """
+import torch
 
+from shared_rpc import Provider
 
-class Parts(NamedTuple):
-    """The steps of one operation: the calls ``targets`` (``"module:name"``) are the step ``inner``, all else is ``rest``."""
-
-    rest: str
-    inner: str = ""
-    targets: tuple[str, ...] = ()
-
-
-#: What ``Backend.create`` consists of: memory is allocated and zeroed, then made such that it can be sent. A memfd is a
-#: descriptor from the beginning. What is sent of the older mechanisms is an export descriptor, which is issued then.
-MAKING: dict[Mechanism, Parts] = {
-    "memfd": Parts("create"),
-    "vmm": Parts("create", "export", (f"{_DRIVER}:cuMemExportToShareableHandle",)),
-    "ipc": Parts("create", "export", (f"{_DRIVER}:cuIpcGetMemHandle", "shared_rpc.memory.backends.liveness:issue")),
-    "pool": Parts(
-        "create",
-        "export",
-        (
-            f"{_DRIVER}:cuMemPoolExportToShareableHandle",
-            f"{_DRIVER}:cuMemPoolExportPointer",
-            "shared_rpc.memory.backends.fd_server:FD_SERVER.leave",
-            "shared_rpc.memory.backends.liveness:issue",
-        ),
-    ),
-}
-
-#: What ``Backend.map`` consists of in another process: the memory is opened, then given an address. A memfd is not opened, and
-#: legacy IPC opens memory at an address.
-MAPPING: dict[Mechanism, Parts] = {
-    "memfd": Parts("map"),
-    "vmm": Parts("map", "open", (f"{_DRIVER}:cuMemImportFromShareableHandle",)),
-    "ipc": Parts("open"),
-    "pool": Parts("open", "map", (f"{_DRIVER}:cuMemPoolImportPointer",)),
-}
+provider = Provider()
 
 
-class Watch:
-    """Times an operation step by step. Replaces the functions that it watches, in this process and for good.
+@provider.share(cache=False)
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
-    :param clock: in seconds.
+
+@provider.share(managed=True)
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(16, 16)
+"""
+#: Seconds without a call after which a request has been seen to in all processes.
+_QUIET = 0.05
+#: Seconds that the broker has to serve.
+_PATIENCE = 60.0
+_ROLES = ("client", "broker", "worker")
+
+
+def run(*, rounds: int, names: bool, path: Path | None) -> None:
+    """Count, print, write.
+
+    :param names: whether the functions of each request are printed, too.
     """
+    import torch
 
-    def __init__(self, parts: Parts, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._parts = parts
-        self._clock = clock
-        self._inside = 0.0
-        for target in parts.targets:
-            module, _, path = target.partition(":")
-            *owners, name = path.split(".")
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, name, self._watched(getattr(owner, name)))
+    report = Report("steps", "Python calls of the package for one request", [*_ROLES, "in all"])
+    report.note(f"medians of {rounds} requests, each after others like it; Python {sys.version.split()[0]}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        with _broker(folder) as base_path, Client(base_path, device="cpu") as client:
+            info = client.get_server_info()
+            pids = dict(zip(_ROLES, (os.getpid(), info["pid"], info["workers"][0]["pid"]), strict=True))
+            install(str(folder))
+            tensor = torch.ones(1024)
+            handles = [client.call("model")]
+            requests: dict[str, tuple[str, Callable[[], object]]] = {
+                "steps_call": ("double(tensor), not cached", lambda: client.call("double", tensor)),
+                "steps_managed": ("model(), cached and managed", lambda: handles.append(client.call("model"))),
+                "steps_ping": ("ping", client.ping),
+            }
+            for goal, (what, request) in requests.items():
+                traces = [_trace(folder, pids, request) for _ in range(rounds + 2)][2:]  # the first ones find things new
+                counts = {role: statistics.median(trace[role].total() for trace in traces) for role in _ROLES}
+                counts["in all"] = statistics.median(sum(trace[role].total() for role in _ROLES) for trace in traces)
+                report.add(Row(what, counts, "number", goal=GOALS[goal], judged=counts["in all"], judged_unit="number"))
+                if names:
+                    _print(what, traces[-1])
+            sys.setprofile(None)
+            for handle in handles:
+                handle.release()
+    report.finish(path)
 
-    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = self._clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._inside += self._clock() - begin
 
-        return call
+@contextmanager
+def _broker(folder: Path) -> Iterator[str]:
+    """A broker whose processes have the hook."""
+    (folder / "app.py").write_text(_APP)
+    base_path = str(folder / "s")
+    command = [sys.executable, "-m", "shared_rpc.broker", str(folder / "app.py"), "--no-preload", "--base-path", base_path]
+    environment = environ() | site(folder)
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None, "it is a pipe"
+        if not process.stdout.readline().startswith("serving"):
+            raise RuntimeError("the broker of the benchmark did not begin; see above")
+        yield base_path
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE)
 
-    def time(self, action: Callable[[], object], times: dict[str, list[float]]) -> None:
-        """Do it, and add the seconds of each of its steps."""
-        self._inside = 0.0
-        begin = self._clock()
-        action()
-        total = self._clock() - begin
-        times.setdefault(self._parts.rest, []).append(total - self._inside)
-        if self._parts.inner:
-            times.setdefault(self._parts.inner, []).append(self._inside)
+
+def _trace(folder: Path, pids: dict[str, int], request: Callable[[], object]) -> dict[str, Counter[str]]:
+    """The functions that are called for a request, in each process."""
+    files = {role: folder / str(pid) for role, pid in pids.items()}
+    go_on = pause()
+    sizes = _quiet(files)
+    go_on()
+    request()
+    go_on = pause()
+    _quiet(files)
+    called = {role: Counter(file.read_bytes()[sizes[role] :].decode().splitlines()) for role, file in files.items()}
+    go_on()
+    return called
+
+
+def _quiet(files: dict[str, Path]) -> dict[str, int]:
+    """The files' sizes, when none has grown for a while."""
+    sizes: dict[str, int] = {}
+    while True:
+        before, sizes = sizes, {role: file.stat().st_size for role, file in files.items()}
+        if sizes == before:
+            return sizes
+        time.sleep(_QUIET)
+
+
+def _print(what: str, called: dict[str, Counter[str]]) -> None:
+    for role, counter in called.items():
+        print(f"\n{role}, {what}: {counter.total()}")
+        for name, count in counter.items():
+            print(f"  {count:3} {name}")

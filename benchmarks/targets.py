@@ -56,6 +56,9 @@ GOALS = {
     # Beyond the start of an interpreter that does nothing.
     "start": Goal("≤ python + 0.3 s (host)", 0.3),
     "start_gpu": Goal("≤ python + 0.8 s (GPU)", 0.8),
+    "steps_call": Goal("≤ 300", 300),
+    "steps_managed": Goal("≤ 110", 110),
+    "steps_ping": Goal("≤ 60", 60),
     "broker": Goal("≤ 40 MiB", 40 * _MIB),
     "broker_gpu": Goal("none: no GPU memory", 0),
     "killed": Goal("as before", 0),

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.echo import Echo
 from benchmarks.ours import Ours
+from benchmarks.parts import MAKING, MAPPING, Parts, Watch
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import Process
 from benchmarks.report import Row, document, shown
 from benchmarks.stats import Sample, interleaved
-from benchmarks.steps import MAKING, MAPPING, Parts, Watch
 from benchmarks.targets import GOALS
 from benchmarks.throughput import starved
 from tests.kit.processes import ROOT
@@ -38,6 +38,7 @@ SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
+    "steps": "--rounds 2 --names",
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1",
     "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
@@ -286,6 +287,16 @@ def test_mechanisms_of_a_gpu_that_is_not_there_are_noted_as_left_out(results: Ca
 
 
 @pytest.mark.skipif(missing() is not None, reason="shared-tensor is not installed")
+def test_steps_counts_the_calls_of_each_process(results: Callable[[str], Run]) -> None:
+    """All three work for a call that is not cached, and no worker for the others; the functions are named."""
+    run = results("steps")
+
+    call, managed, ping = (run.row(name)["values"] for name in ("double(tensor)", "model()", "ping"))
+    assert all(call[role] > managed[role] > ping[role] > 0 for role in ("client", "broker"))
+    assert (call["worker"] > 0, managed["worker"], ping["worker"]) == (True, 0, 0)
+    assert "handlers/server.py:ping" in run.printed
+
+
 def test_scale_shows_that_shared_tensor_answers_nobody_beside_four_idle_connections(results: Callable[[str], Run]) -> None:
     """It is no number, so it is a text."""
     row = results("scale").row("shared-tensor beside 4 idle ones")
