@@ -19,7 +19,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import Arguments, Record
-from shared_rpc.protocol.values import encode
 from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.session_lanes import Lanes
@@ -418,8 +417,8 @@ def message_of(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[
     kept = [number for number in arenas if arguments.segments[number].info.id in known]
     message = w.Run(
         invocation.spec.name,
-        [encode(value) for value in arguments.args],
-        {name: encode(value) for name, value in arguments.kwargs.items()},
+        arguments.args,
+        arguments.kwargs,
         table=msgspec.Raw(arguments.table),
         segments=[segment.info for segment in arguments.segments],
         skeletons=[len(skeleton) for skeleton in arguments.skeletons],

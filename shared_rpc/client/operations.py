@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shared_rpc.client.results import Result, result_of, valued
-from shared_rpc.client.sending import Lanes, encoded, lower, no_lane, send
+from shared_rpc.client.sending import Lanes, lower, no_lane, send
 from shared_rpc.client.steps import Notify, Operation, Request, Tell, ask
 from shared_rpc.errors import ProtocolError, StaleHandleError
 from shared_rpc.protocol import messages as m
@@ -78,7 +78,7 @@ def invalidate_call(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], 
     """Drop the cached result of one call; 1 if there was one."""
     arguments = yield from lower(args, kwargs, device, "")
     arguments.close()  # only what tells the call from others is needed
-    message = m.InvalidateCall(endpoint, *encoded(arguments))
+    message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
     reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
     return int(reply.count)
 

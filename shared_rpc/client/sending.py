@@ -16,9 +16,9 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
-from shared_rpc.protocol.values import encode, lower_call
+from shared_rpc.protocol.values import encode_call, lower_call
 
-__all__ = ["Lanes", "encoded", "lower", "no_lane", "send"]
+__all__ = ["Lanes", "lower", "no_lane", "send"]
 
 #: The pools of the session that a client has now.
 Lanes = Callable[[], Lane | None]
@@ -75,7 +75,13 @@ def _send_lowered(
         if not arguments.segments and not arguments.skeletons:
             table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
             message = kind(
-                endpoint, *encoded(arguments), table, freed=freed, pooled=lane is not None, chain=sorted(CALLED_BY.get())
+                endpoint,
+                arguments.args,
+                arguments.kwargs,
+                table,
+                freed=freed,
+                pooled=lane is not None,
+                chain=sorted(CALLED_BY.get()),
             )
             request = Request(message, what, lane=lane)
         else:
@@ -116,7 +122,8 @@ def _with_memory(
 ) -> Request:
     message = kind(
         endpoint,
-        *encoded(arguments),
+        arguments.args,
+        arguments.kwargs,
         table=msgspec.Raw(arguments.table),
         segments=[segment.info for segment in arguments.segments],
         skeletons=[len(skeleton) for skeleton in arguments.skeletons],
@@ -157,7 +164,7 @@ def lower(
 ) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
     try:
-        return Arguments(*lower_call(args, kwargs, _no_memory))
+        return Arguments(*encode_call(*lower_call(args, kwargs, _no_memory)))
     except _HasMemory:
         pass
     pool = lane.arguments if lane is not None else None
@@ -182,8 +189,3 @@ def _encode_all(
     from shared_rpc.codec import encode_arguments
 
     return encode_arguments(args, kwargs, device_kind(device), server, pool, purpose)
-
-
-def encoded(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as a message has them."""
-    return [encode(value) for value in arguments.args], {name: encode(value) for name, value in arguments.kwargs.items()}

@@ -20,7 +20,7 @@ from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
-from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef, lift, lower_call, refuse
+from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef, decode_call, encode_call, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 
@@ -61,10 +61,10 @@ def encode_arguments(
 
     lowered = lower_call(args, kwargs, leaf)
     if not scan.storages and not skeletons:
-        return Arguments(*lowered)
+        return Arguments(*encode_call(*lowered))
     placed = copy(scan, spans(scan, exact=True), pool, purpose, server)
     return Arguments(
-        *lowered,
+        *encode_call(*lowered),
         placed.table(),
         skeletons,
         placed.segments,
@@ -93,7 +93,7 @@ def _encode_single(
     except BaseException:
         copied.give_up(pool)
         raise
-    return Arguments(*lowered, copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
+    return Arguments(*encode_call(*lowered), copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
@@ -136,6 +136,8 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
 def _lifted(
     arguments: Arguments, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage]
 ) -> tuple[list[Any], dict[str, Any]]:
+    args, kwargs = decode_call(arguments.args, arguments.kwargs)
+
     def leaf(reference: Any) -> Any:
         if isinstance(reference, TensorRef):
             return tensors[reference.number]
@@ -144,9 +146,7 @@ def _lifted(
         return load(arguments.skeletons[reference.number], tensors, storages)
 
     try:
-        return [lift(value, leaf) for value in arguments.args], {
-            name: lift(value, leaf) for name, value in arguments.kwargs.items()
-        }
+        return [lift(value, leaf) for value in args], {name: lift(value, leaf) for name, value in kwargs.items()}
     except BaseException as error:
         if is_of_handler(error):
             raise

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 MAGIC = b"sRPC"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("!4sBBHIIQ")
 HEADER_SIZE = _HEADER.size
 

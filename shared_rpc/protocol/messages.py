@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -58,9 +58,9 @@ class Endpoints(Message):
 class Call(Message):
     """Run an endpoint, or join its run, or take its cached result.
 
-    ``args`` and ``kwargs`` are in the terms of :mod:`shared_rpc.protocol.values`; ``table`` is a tensor table over
-    ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server knows these by id.
-    The payload holds skeletons of ``skeletons`` bytes each.
+    ``args`` and ``kwargs`` are a list and a dict in the terms of :mod:`shared_rpc.protocol.values`; ``table`` is a tensor table
+    over ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server knows these by
+    id. The payload holds skeletons of ``skeletons`` bytes each.
 
     Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
@@ -70,8 +70,8 @@ class Call(Message):
     """
 
     endpoint: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: msgspec.Raw = NO_ARGS
+    kwargs: msgspec.Raw = NO_KWARGS
     table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
     segments: list[SegmentInfo] = []
     skeletons: list[int] = []
@@ -166,8 +166,8 @@ class InvalidateCall(Message):
     """Drop the cached result of one call."""
 
     endpoint: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: msgspec.Raw = NO_ARGS
+    kwargs: msgspec.Raw = NO_KWARGS
 
 
 class InvalidateEndpoint(Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -12,6 +12,8 @@ from shared_rpc.memory.segments import Segment
 
 __all__ = [
     "EMPTY_TABLE",
+    "NO_ARGS",
+    "NO_KWARGS",
     "ONE_TENSOR",
     "Arguments",
     "BufferEntry",
@@ -78,6 +80,9 @@ class TensorTable(msgspec.Struct, frozen=True, array_like=True):
 
 EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
 
+#: The arguments of a call that has none.
+NO_ARGS, NO_KWARGS = msgspec.Raw(msgspec.msgpack.encode([])), msgspec.Raw(msgspec.msgpack.encode({}))
+
 #: The skeleton of a value that is nothing but tensor 0 of its table: a pickle of that persistent id.
 ONE_TENSOR = b"\x80\x04K\x00Q."
 
@@ -135,7 +140,10 @@ class Record:
 
 @dataclass(slots=True)
 class Arguments:
-    """A call's arguments as plain data (see :mod:`shared_rpc.protocol.values`), with the memory they refer to.
+    """A call's arguments, with the memory they refer to.
+
+    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: whoever passes a
+    call on does not read them.
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
@@ -145,8 +153,8 @@ class Arguments:
     where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.
     """
 
-    args: list[Any]
-    kwargs: dict[str, Any]
+    args: msgspec.Raw = field(default_factory=lambda: NO_ARGS)
+    kwargs: msgspec.Raw = field(default_factory=lambda: NO_KWARGS)
     table: bytes = EMPTY_TABLE
     skeletons: list[bytes] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)

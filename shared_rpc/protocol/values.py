@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ProtocolError
+from shared_rpc.protocol.records import NO_KWARGS
 
 __all__ = [
     "MAX_VALUES",
@@ -19,9 +20,11 @@ __all__ = [
     "SkeletonRef",
     "TensorRef",
     "canonical",
+    "count_args",
     "decode",
     "decode_call",
     "encode",
+    "encode_call",
     "lift",
     "lower",
     "lower_call",
@@ -217,6 +220,20 @@ def encode(value: Any) -> Any:
     return value
 
 
+def encode_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[msgspec.Raw, msgspec.Raw]:
+    """Return the lowered arguments of a call in MessagePack.
+
+    :raises ProtocolError: for what MessagePack cannot hold.
+    """
+    try:
+        return (
+            msgspec.Raw(_write([encode(value) for value in args])),
+            msgspec.Raw(_write({name: encode(value) for name, value in kwargs.items()})) if kwargs else NO_KWARGS,
+        )
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise ProtocolError(f"the arguments of a call cannot be written: {error}") from error
+
+
 def _ext(code: int, data: bytes) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, data)
 
@@ -225,6 +242,8 @@ _REFERENCES: dict[type, int] = {TensorRef: _TENSOR, SkeletonRef: _SKELETON, Dtyp
 _references: dict[int, msgspec.msgpack.Decoder[Any]] = {
     code: msgspec.msgpack.Decoder(kind) for kind, code in _REFERENCES.items()
 }
+_write = msgspec.msgpack.Encoder().encode
+_read_args, _read_kwargs = msgspec.msgpack.Decoder(list[Any]).decode, msgspec.msgpack.Decoder(dict[str, Any]).decode
 _pairs = msgspec.msgpack.Decoder(tuple[float, float])
 
 
@@ -236,11 +255,25 @@ def decode(value: Any) -> Any:
     return _Reader().read(value, 0)
 
 
-def decode_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """:func:`decode` for all arguments of a call, which share its limits."""
+def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict[str, Any]]:
+    """Return the lowered arguments that :func:`encode_call` wrote; all of them share the limits of :func:`decode`.
+
+    :raises ProtocolError: see :func:`decode`.
+    """
+    try:
+        values, named = _read_args(args), _read_kwargs(kwargs)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the arguments of a call cannot be read: {error}") from error
     reader = _Reader()
-    reader.count(len(args) + len(kwargs))
-    return [reader.read(value, 0) for value in args], {name: reader.read(value, 0) for name, value in kwargs.items()}
+    reader.count(len(values) + len(named))
+    return [reader.read(value, 0) for value in values], {name: reader.read(value, 0) for name, value in named.items()}
+
+
+def count_args(args: msgspec.Raw, kwargs: msgspec.Raw) -> int | None:
+    """Return how many arguments a call has by position, where that is all and can be told without reading them."""
+    first = bytes(memoryview(args)[:1])
+    # A "fixarray" of MessagePack: up to 15 elements, their number in the byte that begins it.
+    return first[0] & 0x0F if first and first[0] & 0xF0 == 0x90 and kwargs == NO_KWARGS else None
 
 
 class _Reader:

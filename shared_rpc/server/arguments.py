@@ -15,7 +15,6 @@ from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import Arguments
-from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.state.objects import ObjectStore
 
@@ -34,9 +33,9 @@ def read_arguments(
         lanes.of(session).give(message.freed)
     memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
     if not (memory or frame.fds or frame.payload):
-        return Arguments(*decode_call(message.args, message.kwargs), bytes(message.table), nbytes=len(frame.body))
+        return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
     _check(frame, message)
-    arguments = Arguments([], {}, bytes(message.table), arenas=frozenset(message.arenas))
+    arguments = Arguments(message.args, message.kwargs, bytes(message.table), arenas=frozenset(message.arenas))
     arguments.chunks, arguments.held = message.chunks, message.held
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
@@ -52,7 +51,6 @@ def read_arguments(
                 raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
             arguments.loans.update(held)
         _find_kept(arguments.segments, message, session, lanes, objects)
-        arguments.args, arguments.kwargs = decode_call(message.args, message.kwargs)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])

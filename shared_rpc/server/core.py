@@ -19,12 +19,14 @@ from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.segments import Segment, SegmentInfo
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
+from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.clock import BootClock
 from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
-from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of
+from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of, takes
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
@@ -151,18 +153,18 @@ class Core:
         self,
         waiter: Waiter,
         endpoint: str,
-        lowered: Lowered,
+        lowered: Lowered | None,
         arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
     ) -> None:
         """Answer from the cache, join a run, or start one. The waiter is told exactly once, perhaps before this returns.
 
-        :param lowered: the arguments as plain data, for binding and for the key.
+        :param lowered: the arguments as plain data, for binding and for the key; None where ``arguments`` are read for that.
         :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
         :param chain: for a call made by an endpoint, its :attr:`Run.chain`.
         """
         try:
-            spec, key = self._bound(endpoint, lowered, chain)
+            spec, key = self._bound(endpoint, lowered, arguments, chain)
             if HOOKS.registered:
                 waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
             if spec.execution == "task":
@@ -183,7 +185,7 @@ class Core:
         waiter: Waiter,
         told: Callable[[Generation | Failure], None],
         endpoint: str,
-        lowered: Lowered,
+        lowered: Lowered | None,
         arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
     ) -> None:
@@ -202,9 +204,9 @@ class Core:
 
         waiter.refreshes, waiter.deliver = True, deliver
         try:
-            spec, key = self._bound(endpoint, lowered, chain)
+            spec, key = self._bound(endpoint, lowered, arguments, chain)
             refreshable(spec, key)
-            waiter.arguments = identity_of(spec, *lowered)
+            waiter.arguments = identity_of(spec, *_read(lowered, arguments))
             if HOOKS.registered:
                 waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
         except BaseException as error:
@@ -223,7 +225,7 @@ class Core:
         return [self.facts(stored) for stored in self.generations.retire(target, endpoint)]
 
     def submit(
-        self, endpoint: str, lowered: Lowered, arguments: CallArguments, request_id: str = "", session: str = ""
+        self, endpoint: str, lowered: Lowered | None, arguments: CallArguments, request_id: str = "", session: str = ""
     ) -> TaskInfo:
         """Make a task of a call; for the parameters see :meth:`call`.
 
@@ -232,7 +234,7 @@ class Core:
         """
         asker = Waiter(session, lambda outcome: None, request_id=request_id)
         try:
-            spec, key = self._bound(endpoint, lowered, frozenset())
+            spec, key = self._bound(endpoint, lowered, arguments, frozenset())
             if HOOKS.registered:
                 asker.observed = self._observe(spec, request_id, session)
             return self.tasks.submit(spec, key, arguments, asker=asker).info
@@ -389,12 +391,16 @@ class Core:
             **self._executor.facts(),
         }
 
-    def _bound(self, endpoint: str, lowered: Lowered, chain: frozenset[str]) -> tuple[EndpointSpec, str | None]:
+    def _bound(
+        self, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> tuple[EndpointSpec, str | None]:
         try:
             if self.stopped:
                 raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
             spec = self.registry.get(endpoint)
-            key = key_of(spec, *lowered)
+            key = None
+            if spec.cache or lowered is not None or not _fit(spec, arguments):
+                key = key_of(spec, *_read(lowered, arguments))
             check_chain(spec, key, chain)
         except BaseException:
             self.runs.statistics.refused += 1
@@ -426,3 +432,16 @@ class Core:
 
     def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
         return Observed(self.server_id, spec.name, request_id, session, self.sessions.pid_of(session))
+
+
+def _fit(spec: EndpointSpec, arguments: CallArguments) -> bool:
+    """Return whether arguments fit an endpoint's signature, as far as that can be told without reading them."""
+    count = count_args(arguments.args, arguments.kwargs) if isinstance(arguments, Arguments) else None
+    return count is not None and takes(spec, count)
+
+
+def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:
+    if lowered is None:
+        assert isinstance(arguments, Arguments), "live arguments come with what they are as plain data"
+        lowered = decode_call(arguments.args, arguments.kwargs)
+    return lowered

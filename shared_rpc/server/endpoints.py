@@ -24,7 +24,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFo
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
-__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "identity_of", "key_of"]
+__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "identity_of", "key_of", "takes"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 #: Characters of an unknown name that an error shows.
@@ -204,15 +204,19 @@ def _positions(parameters: tuple[Parameter, ...]) -> tuple[int, int]:
     return sum(parameter.required for parameter in parameters), len(parameters)
 
 
+def takes(spec: EndpointSpec, count: int) -> bool:
+    """Return whether so many arguments by position, and none by name, fit an endpoint; False if that is not so simple."""
+    least, most = _positions(spec.parameters)
+    return least <= count <= most
+
+
 def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """:func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
 
     :raises TypeError: if they do not fit the endpoint's signature.
     """
-    if not spec.cache and not kwargs:
-        least, most = _positions(spec.parameters)
-        if least <= len(args) <= most:
-            return None
+    if not spec.cache and not kwargs and takes(spec, len(args)):
+        return None
     return cache_key(spec, bind(spec, args, kwargs))
 
 

@@ -19,7 +19,7 @@ from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.arguments import read_arguments
-from shared_rpc.server.core import Core, Lowered
+from shared_rpc.server.core import Core
 from shared_rpc.server.handlers import answer
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
@@ -178,10 +178,9 @@ class RemoteCaller:
         """See :class:`Caller`."""
         return self._client.server_info()
 
-    def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
-        """See :class:`Caller`."""
-        arguments = read_arguments(self._frame, message, self.session, self.core.lanes, self.core.objects)
-        return (arguments.args, arguments.kwargs), arguments
+    def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
+        """See :class:`Caller`. They are read only where that is needed."""
+        return None, read_arguments(self._frame, message, self.session, self.core.lanes, self.core.objects)
 
     def wait(self) -> Waiter:
         """See :class:`Caller`."""

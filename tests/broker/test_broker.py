@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from shared_rpc import Client, PoolOptions, errors
+from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.processes import ROOT, Child, eventually
+from tests.kit.raw import Raw
 
 
 @pytest.fixture
@@ -536,3 +539,26 @@ def test_a_worker_started_by_hand_says_how_it_is_started() -> None:
     )
     assert ran.returncode == 2
     assert "--fd" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        pytest.param(b"\x91\xc7\x01\x63x", b"\x80", id="an extension that there is not"),
+        pytest.param(b"\x91\x81\x01\x02", b"\x80", id="keys that are no strings"),
+        pytest.param(b"\x91\xa1\xff", b"\x80", id="a text that is none"),
+        pytest.param(b"\x91" * 100 + b"\xc0", b"\x80", id="too deep"),
+        pytest.param(b"\xc0", b"\x80", id="no list"),
+        pytest.param(b"\x90", b"\x91\x01", id="no dict"),
+    ],
+)
+def test_arguments_that_cannot_be_read_cost_no_worker(app: BrokerApp, args: bytes, kwargs: bytes) -> None:
+    """Nobody reads them before the worker does: it says what is wrong, and both processes go on."""
+    app.start()
+    client = app.connect()
+    (worker,) = worker_pids(client)
+    with Raw(client.socket_path) as raw:
+        answer = raw.ask(m.Call("echo", msgspec.Raw(args), msgspec.Raw(kwargs)))
+    assert isinstance(answer, m.Error) and answer.code == errors.ProtocolError.code, answer
+    assert client.call("echo", torch.ones(3)).sum() == 3
+    assert worker_pids(client) == [worker]

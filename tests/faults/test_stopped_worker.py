@@ -192,7 +192,7 @@ def test_more_calls_than_may_wait_fail_at_once(app: BrokerApp, stop: Callable[[]
 
 def run(*, nbytes: int = 0, segments: int = 0) -> Relayed:
     """A run whose arguments have so many bytes and descriptors."""
-    arguments = Arguments([], {}, segments=cast("list[Segment]", [None] * segments), nbytes=nbytes)
+    arguments = Arguments(segments=cast("list[Segment]", [None] * segments), nbytes=nbytes)
     invocation = Invocation(
         EndpointSpec("f"), arguments, True, frozenset(), False, "session", False, lambda _: None, lambda: None, lambda _: None
     )

@@ -67,7 +67,7 @@ class Setting:
 
     def start(self, *chunks: int) -> Invocation:
         """A run with chunks of the client's in its arguments."""
-        arguments = Arguments([], {}, chunks=list(chunks), loans=self.lane.lent(chunks))
+        arguments = Arguments(chunks=list(chunks), loans=self.lane.lent(chunks))
 
         def begin() -> None:
             self.begun += 1
@@ -182,7 +182,7 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
         setting.start()
     busy = setting.peers[0]
     setting.lane._results[100] = cast("Worker", busy)
-    arguments = Arguments([], {}, held=[100], loans=setting.lane.hold([100]) or {})
+    arguments = Arguments(held=[100], loans=setting.lane.hold([100]) or {})
     invocation = Invocation(
         EndpointSpec("f"), arguments, True, frozenset(), False, SESSION, True, lambda _: None, lambda: None, lambda _: None
     )
@@ -192,7 +192,7 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
 
 def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     """Its run is of no session, and its arguments are: the worker is told whose, and gives them back to that one."""
-    arguments = Arguments([], {}, chunks=[7], loans=setting.lane.lent([7]), session=SESSION)
+    arguments = Arguments(chunks=[7], loans=setting.lane.lent([7]), session=SESSION)
     invocation = Invocation(
         EndpointSpec("f"), arguments, True, frozenset(), True, "task 1", False, lambda _: None, lambda: None, lambda _: None
     )

@@ -25,7 +25,8 @@ from shared_rpc.protocol.values import (
     TensorRef,
     canonical,
     decode,
-    encode,
+    decode_call,
+    encode_call,
     lift,
     lower,
     lower_call,
@@ -82,11 +83,11 @@ def exact(value: Any) -> Any:
 
 def travelled(lowered: Any) -> Any:
     """The argument as the server sees it."""
-    kind, body = encode_message(m.Call("f", [encode(lowered)], {"named": encode(lowered)}))
+    kind, body = encode_message(m.Call("f", *encode_call([lowered], {"named": lowered})))
     call = decode_message(Frame(kind, 1, body))
     assert isinstance(call, m.Call)
-    positional, named = decode(call.args[0]), decode(call.kwargs["named"])
-    assert exact(positional) == exact(named)
+    (positional,), named = decode_call(call.args, call.kwargs)
+    assert exact(positional) == exact(named["named"])
     return positional
 
 

@@ -64,8 +64,11 @@ class Caller(Protocol):
     def cancel(self) -> None:
         """Give up the earlier request that this one names: leave what it waits for, and answer it."""
 
-    def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
-        """Return a call's arguments: as plain data, and as the executor takes them. The descriptors are the caller's then."""
+    def arguments(self, message: m.Call) -> tuple[Lowered | None, CallArguments]:
+        """Return a call's arguments: as plain data where they are at hand, and as the executor takes them.
+
+        The descriptors belong to whoever calls this then.
+        """
 
     def server_info(self) -> dict[str, Any]:
         """Return what there is to know of the server."""
@@ -104,7 +107,7 @@ def answer(caller: Caller, message: m.Message) -> None:
         caller.fail(Failure.of(error))
 
 
-def entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered, CallArguments]:
+def entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, CallArguments]:
     """Register a request that brings a call's arguments, which are taken whatever becomes of it."""
     lowered, arguments = caller.arguments(message)
     try:
