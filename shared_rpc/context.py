@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = ["CALLED_BY", "CURRENT_RUN", "Run", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
+__all__ = ["CALLED_BY", "CURRENT_RUN", "RunContext", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
 
 
-class Run:
+class RunContext:
     """One run of an endpoint, as the endpoint sees it. Thread-safe.
 
     :param chain: names and keys of the calls it serves: they tell a call that would wait for itself.
@@ -34,7 +34,7 @@ class Run:
 
 
 #: The run of the endpoint that this thread, or this coroutine, carries out.
-CURRENT_RUN: ContextVar[Run | None] = ContextVar("run", default=None)
+CURRENT_RUN: ContextVar[RunContext | None] = ContextVar("run", default=None)
 #: Of a call that an endpoint makes through the broker of its own process: the run's chain.
 CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozenset())
 

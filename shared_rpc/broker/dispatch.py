@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,44 +19,37 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import Arguments, Record
-from shared_rpc.server.executor import Invocation
+from shared_rpc.server.executor import Owner
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.session_lanes import Lanes
 from shared_rpc.server.state.descriptors import open_limit
+from shared_rpc.server.state.runs import Run
 
-__all__ = ["Backlog", "Dispatcher", "Relayed", "WorkerExecutor"]
+__all__ = ["Backlog", "Dispatcher", "WorkerExecutor"]
 
 #: Calls that wait, and bytes of what came with them. A call that comes alone is taken whatever it brings.
 _RUNS, _NBYTES = 10_000, 1 << 30
 
 
-@dataclass(eq=False)
-class Relayed:
-    """One run. It is with a worker, or waits for one."""
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where a run is: with a worker, or in the backlog.
+
+    ``session`` is whose memory it has: a task's arguments are those of the session that submitted it.
+    """
 
     number: int
     executor: WorkerExecutor
-    invocation: Invocation
-    done: Callable[[Produced | Failure], None]
+    owner: Owner
+    arguments: Arguments
+    session: str
     worker: Worker | None = None
-    begun: bool = False
-    hungry: bool = False
+    starving: bool = False
     #: Whether a worker has ended under it before it had begun.
     again: bool = False
     #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
     forgotten: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-    @property
-    def arguments(self) -> Arguments:
-        """Those of a caller in another process, as all callers of a broker are."""
-        assert isinstance(self.invocation.arguments, Arguments), "a broker has no callers of its own"
-        return self.invocation.arguments
-
-    @property
-    def session(self) -> str:
-        """Whose memory it has: a task's arguments are those of the session that submitted it."""
-        return self.arguments.session or self.invocation.session
 
 
 class Backlog:
@@ -67,11 +60,11 @@ class Backlog:
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
         #: With what each took of the limits when it came: its arguments may have been let go since.
-        self._runs: dict[Invocation, tuple[Relayed, dict[str, int]]] = {}
+        self._runs: dict[Run[Any], dict[str, int]] = {}
         self._limits = {"calls": runs, "bytes": nbytes, "descriptors": open_limit() // 4}
         self._held = dict.fromkeys(self._limits, 0)
 
-    def check(self, run: Relayed, why: str) -> None:
+    def check(self, run: Run[Any], why: str) -> None:
         """See that one more may wait.
 
         :param why: what all of them wait for.
@@ -84,28 +77,30 @@ class Backlog:
                     f"descriptors of arguments, and there is no room for more (at most {self._limits[unit]} {unit}): {why}"
                 )
 
-    def add(self, run: Relayed) -> None:
+    def add(self, run: Run[Any]) -> None:
         """It waits from now on."""
-        weight = _weight(run)
-        self._runs[run.invocation] = run, weight
+        weight = self._runs[run] = _weight(run)
         for unit, amount in weight.items():
             self._held[unit] += amount
 
-    def take(self, invocation: Invocation) -> Relayed | None:
-        """It waits no more; None if it did not."""
-        run, weight = self._runs.pop(invocation, (None, {}))
+    def take(self, run: Run[Any]) -> bool:
+        """It waits no more; False if it did not."""
+        weight = self._runs.pop(run, None)
+        if weight is None:
+            return False
         for unit, amount in weight.items():
             self._held[unit] -= amount
-        return run
+        return True
 
-    def __iter__(self) -> Iterator[Relayed]:
-        return iter([run for run, _ in self._runs.values()])
+    def __iter__(self) -> Iterator[Run[Any]]:
+        return iter(tuple(self._runs))
 
     def __len__(self) -> int:
         return len(self._runs)
 
 
-def _weight(run: Relayed) -> dict[str, int]:
+def _weight(run: Run[Any]) -> dict[str, int]:
+    assert isinstance(run.arguments, Arguments), "a broker has no callers of its own"
     return {"calls": 1, "bytes": run.arguments.nbytes, "descriptors": len(run.arguments.segments)}
 
 
@@ -125,13 +120,16 @@ class Dispatcher:
         self._build_timeout = build_timeout
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._waiting = Backlog()
-        self._sent: dict[Invocation, Relayed] = {}
+        #: Runs that workers have, but for those that nobody is to be told of.
+        self._sent: set[Run[Any]] = set()
 
-    def start(self, executor: WorkerExecutor, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+    def start(self, executor: WorkerExecutor, run: Run[Any], owner: Owner) -> None:
         """Have a worker do a run, as soon as there is one."""
-        run = Relayed(next(self._numbers), executor, invocation, done)
+        arguments = run.arguments
+        assert isinstance(arguments, Arguments), "a broker has no callers of its own"
+        run.place = _Place(next(self._numbers), executor, owner, arguments, arguments.session or run.session)
         able = self._able(run)
-        if self._place(run, able):
+        if self._send_on(run, able):
             return
         try:
             self._waiting.check(run, _awaited(able))
@@ -143,92 +141,93 @@ class Dispatcher:
     def look(self) -> None:
         """A worker is there that was not, or reads again, or none will come any more."""
         for run in self._waiting:
-            self._place(run, self._able(run))
+            self._send_on(run, self._able(run))
 
-    def _able(self, run: Relayed) -> list[Worker]:
+    def _able(self, run: Run[Any]) -> list[Worker]:
         """The workers that can do a run."""
-        held = run.executor.lane_owner(run)
-        able = [worker for worker in self._workers() if worker.serves(run.executor.key, run.invocation.spec.name)]
+        key, name = run.place.executor.key, run.spec.name
+        able = [worker for worker in self._workers() if worker.serves(key, name)]
+        held = run.place.executor.lane_owner(run) if run.place.arguments.held else None
         return [held] if held in able else able
 
-    def _place(self, run: Relayed, able: list[Worker]) -> bool:
+    def _send_on(self, run: Run[Any], able: list[Worker]) -> bool:
         """Send a run, or end it where no worker will ever do it; False if it has to wait.
 
         A worker that does not read gets nothing more: what waits here can be taken back, and go to another one.
         """
-        reading = [worker for worker in able if not worker.congested]
-        if reading:
-            self._send(run, min(reading, key=lambda worker: len(worker.runs)))
+        worker = None
+        for one in able:
+            if not one.congested and (worker is None or len(one.runs) < len(worker.runs)):
+                worker = one
+        if worker is not None:
+            self._send(run, worker)
             return True
         if able:
             return False
         workers, refusal = self._workers(), self._refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
-            refusal = EndpointNotFound(f"no worker has the endpoint {run.invocation.spec.name!r}")
+            refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}")
         if refusal is None:
             return False
-        self._waiting.take(run.invocation)
+        self._waiting.take(run)
         self._end(run, Failure.of(refusal))
         return True
 
-    def _send(self, run: Relayed, worker: Worker) -> None:
-        arguments, lane = run.arguments, run.executor.lanes.find(run.session)
-        message, fds = message_of(run, worker, lane)
+    def _send(self, run: Run[Any], worker: Worker) -> None:
+        place: _Place = run.place
+        arguments, lane = place.arguments, place.executor.lanes.find(place.session)
+        message, fds = _message(run, worker, lane)
+        self._waiting.take(run)
         try:
-            worker.send(message, run.number, b"".join(arguments.skeletons), fds)
+            worker.send(message, place.number, b"".join(arguments.skeletons), fds)
         except (ProtocolError, OSError) as error:
-            self._waiting.take(run.invocation)
             self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
             return
         if message.arenas:
-            known = worker.arenas.setdefault(run.session, set())
-            known.update(arguments.segments[number].info.id for number in message.arenas)
-        self._waiting.take(run.invocation)
-        self._sent[run.invocation] = worker.runs[run.number] = run
-        run.worker = worker
+            known = worker.arenas.setdefault(place.session, set())
+            known.update([arguments.segments[number].info.id for number in message.arenas])
+        place.worker = worker
+        worker.runs[place.number] = run
+        self._sent.add(run)
         if lane is not None:
             lane.sent(worker, arguments.chunks)
 
-    def withdraw(self, invocation: Invocation) -> bool:
+    def withdraw(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        run = self._waiting.take(invocation)
-        if run is not None:
-            run.arguments.close()
+        if self._waiting.take(run):
+            run.place.arguments.close()
             return True
-        run = self._sent.get(invocation)
-        if run is None or run.begun:
+        if run not in self._sent or run.running:
             return False
         self._forget(run, w.Withdraw())
         return True
 
-    def cancel(self, invocation: Invocation) -> None:
+    def cancel(self, run: Run[Any]) -> None:
         """See :class:`Executor`."""
-        run = self._sent.get(invocation)
-        if run is not None and run.worker is not None:
-            run.worker.send(w.Stop(), run.number)
+        if run in self._sent:
+            run.place.worker.send(w.Stop(), run.place.number)
 
-    def abandon(self, invocation: Invocation) -> bool:
+    def abandon(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        run = self._sent.get(invocation)
-        if run is None or not run.hungry:
+        if run not in self._sent or not run.place.starving:
             return False
         self._forget(run, w.Drop())
         return True
 
-    def _forget(self, run: Relayed, message: Message) -> None:
+    def _forget(self, run: Run[Any], message: Message) -> None:
         """Nobody is to be told how a run ends; its worker still has it."""
-        run.forgotten = True
+        run.place.forgotten = True
         self._let_go(run)
-        assert run.worker is not None, "it was sent to one"
-        run.worker.send(message, run.number)
+        run.place.worker.send(message, run.place.number)
 
-    def _let_go(self, run: Relayed) -> None:
-        self._sent.pop(run.invocation, None)
-        if run.timer is not None:
-            run.timer.cancel()
-        # What a worker was given of the client's comes back from there.
-        run.arguments.take_loans()
-        run.arguments.close()
+    def _let_go(self, run: Run[Any]) -> None:
+        self._sent.discard(run)
+        if run.place.timer is not None:
+            run.place.timer.cancel()
+        if not run.running:
+            # What a worker was given of the client's comes back from there.
+            run.place.arguments.loans = {}
+            run.place.arguments.close()
 
     # What workers say.
 
@@ -246,87 +245,92 @@ class Dispatcher:
 
     def _began(self, worker: Worker, message: w.Begun, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
-        if run is None or run.forgotten:
+        if run is None or run.place.forgotten:
             return
-        run.begun = True
+        place: _Place = run.place
         # Until now it might have gone to another worker.
-        run.arguments.take_loans()
-        run.arguments.close()
+        place.arguments.loans = {}
+        place.arguments.close()
         if self._build_timeout is not None:
-            run.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
-        run.invocation.on_begin()
+            place.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
+        run.running = True
+        place.owner.began(run)
 
     def _progressed(self, worker: Worker, message: w.Said, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
-        if run is not None and not run.forgotten:
-            run.invocation.on_progress(message.progress)
+        if run is not None and not run.place.forgotten:
+            run.place.owner.progressed(run, message.progress)
 
     def _starved(self, worker: Worker, message: w.Hungry, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
-        if run is None or run.forgotten:
+        if run is None or run.place.forgotten:
             return
-        run.hungry = True
-        if run.timer is not None:
-            run.timer.cancel()
-        run.invocation.on_starved(message.why)
+        run.place.starving = True
+        if run.place.timer is not None:
+            run.place.timer.cancel()
+        run.place.owner.starved(run, message.why)
 
     def _withdrawn(self, worker: Worker, message: w.Withdrawn, frame: Frame) -> None:
         run = worker.runs.pop(frame.request_id, None)
-        if run is not None:
-            run.executor.came_back(run, message.returned)
+        lane = run.place.executor.lanes.find(run.place.session) if run is not None else None
+        if lane is not None:
+            lane.came_back(worker, message.returned)
 
-    def _overdue(self, run: Relayed) -> None:
-        assert run.worker is not None, "it has begun"
-        run.worker.kill(f"{run.invocation.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
+    def _overdue(self, run: Run[Any]) -> None:
+        run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
     def ended(self, worker: Worker, message: w.Ran | w.Failed, frame: Frame) -> None:
         """Take the outcome of a run."""
         run = worker.runs.pop(frame.request_id, None)
         if run is None:
             return
-        outcome = outcome_of(message, frame)
+        place: _Place = run.place
+        outcome = _outcome(message, frame)
         record = outcome.record if isinstance(outcome, Produced) else None
-        lane = run.executor.lanes.find(run.session)
-        if lane is not None and record is not None:
-            lane.made(worker, record)
-        run.executor.came_back(run, message.returned)
-        if not run.forgotten:
+        lane = place.executor.lanes.find(place.session)
+        if lane is not None:
+            if record is not None:
+                lane.made(worker, record)
+            if message.returned:
+                lane.came_back(worker, message.returned)
+        if not place.forgotten:
             self._let_go(run)
-            run.done(outcome)
+            place.owner.ended(run, outcome)
         elif record is not None:
-            run.executor.take_back(run.invocation, record)
+            place.executor.take_back(run, record)
             record.close()
 
-    def _end(self, run: Relayed, failure: Failure) -> None:
-        run.arguments.close()
-        run.done(failure)
+    def _end(self, run: Run[Any], failure: Failure) -> None:
+        run.place.arguments.close()
+        run.place.owner.ended(run, failure)
 
     def lost(self, worker: Worker, crash: SharedRPCError) -> None:
         """A worker has ended. What had not begun there is for another one, once: see :meth:`look`."""
         for run in tuple(worker.runs.values()):
-            self._sent.pop(run.invocation, None)
-            del worker.runs[run.number]
-            if run.timer is not None:
-                run.timer.cancel()
-            if run.forgotten:
+            place: _Place = run.place
+            self._sent.discard(run)
+            del worker.runs[place.number]
+            if place.timer is not None:
+                place.timer.cancel()
+            if place.forgotten:
                 continue
-            if run.begun or run.again:
-                run.arguments.take_loans()
+            if run.running or place.again:
+                place.arguments.loans = {}
                 self._end(run, Failure.of(crash))
             else:
-                run.worker, run.again = None, True
+                place.worker, place.again = None, True
                 self._waiting.add(run)
-                lane = run.executor.lanes.find(run.session)
+                lane = place.executor.lanes.find(place.session)
                 if lane is not None:
-                    lane.not_begun(run.arguments.chunks)
+                    lane.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
         """The broker ends."""
         gone = Failure.of(ConnectionClosed("the broker was stopped before the call ended"))
-        for run in (*self._waiting, *self._sent.values()):
-            self._waiting.take(run.invocation)
+        for run in (*self._waiting, *self._sent):
+            self._waiting.take(run)
             self._let_go(run)
-            run.done(gone)
+            run.place.owner.ended(run, gone)
 
 
 class WorkerExecutor:
@@ -361,12 +365,6 @@ class WorkerExecutor:
         """See :class:`Executor`."""
         return {"workers": [worker.facts() for worker in self._workers()], "zygote": self._zygote()}
 
-    def came_back(self, run: Relayed, chunks: Sequence[int]) -> None:
-        """A worker has done with chunks of the client whose run it is."""
-        lane = self.lanes.find(run.session)
-        if lane is not None and run.worker is not None:
-            lane.came_back(run.worker, chunks)
-
     def lost(self, worker: Worker) -> None:
         """A worker has ended: nobody has anything of its."""
         for lane in self.lanes.all():
@@ -380,43 +378,44 @@ class WorkerExecutor:
         for worker in self._workers():
             worker.reclaim()
 
-    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+    def start(self, run: Run[Any], owner: Owner) -> None:
         """See :class:`Executor`."""
-        self._dispatcher.start(self, invocation, done)
+        self._dispatcher.start(self, run, owner)
 
-    def withdraw(self, invocation: Invocation) -> bool:
+    def withdraw(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        return self._dispatcher.withdraw(invocation)
+        return self._dispatcher.withdraw(run)
 
-    def cancel(self, invocation: Invocation) -> None:
+    def cancel(self, run: Run[Any]) -> None:
         """See :class:`Executor`."""
-        self._dispatcher.cancel(invocation)
+        self._dispatcher.cancel(run)
 
-    def abandon(self, invocation: Invocation) -> bool:
+    def abandon(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        return self._dispatcher.abandon(invocation)
+        return self._dispatcher.abandon(run)
 
-    def take_back(self, invocation: Invocation, record: Record) -> None:
+    def take_back(self, run: Run[Any], record: Record) -> None:
         """See :class:`Executor`."""
-        lane = self.lanes.find(invocation.session)
+        lane = self.lanes.find(run.session)
         if lane is not None:
             lane.give(record.chunks)
 
-    def lane_owner(self, run: Relayed) -> Worker | None:
+    def lane_owner(self, run: Run[Any]) -> Worker | None:
         """The worker whose results a run takes as arguments: no other one can hold them."""
-        lane = self.lanes.find(run.session)
-        return lane.owner(run.arguments.held) if lane is not None and run.arguments.held else None
+        lane = self.lanes.find(run.place.session)
+        return lane.owner(run.place.arguments.held) if lane is not None else None
 
 
-def message_of(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
+def _message(run: Run[Any], worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
     """A run as it travels, and the descriptors that go with it."""
-    invocation, arguments = run.invocation, run.arguments
-    known = worker.arenas.get(run.session, set())
+    place: _Place = run.place
+    arguments = place.arguments
+    known = worker.arenas.get(place.session, ())
     #: Of a session that has ended nothing comes back: its memory is that of any caller.
     arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
     kept = [number for number in arenas if arguments.segments[number].info.id in known]
     message = w.Run(
-        invocation.spec.name,
+        run.spec.name,
         arguments.args,
         arguments.kwargs,
         table=msgspec.Raw(arguments.table),
@@ -426,24 +425,25 @@ def message_of(run: Relayed, worker: Worker, lane: RelayedLane | None) -> tuple[
         arenas=arenas,
         chunks=list(arguments.chunks) if lane is not None else [],
         held=list(arguments.held) if lane is not None else [],
-        pooled=invocation.pooled and lane is not None,
+        pooled=run.pooled and lane is not None,
         returnable=arguments.returnable and lane is not None,
-        chain=sorted(invocation.chain),
-        key=run.executor.key,
-        session=run.session,
-        background=invocation.background,
-        request_id=invocation.request_id,
-        cached=invocation.cached,
+        chain=sorted(run.chain),
+        key=place.executor.key,
+        session=place.session,
+        background=run.background,
+        request_id=run.request_id,
+        cached=run.cached,
     )
-    fds = tuple(segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept)
+    fds = tuple([segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept])
     return message, fds
 
 
-def outcome_of(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
+def _outcome(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
     """How a run ended, by its worker's word. The frame's descriptors belong to the record."""
     if isinstance(message, w.Failed):
         return Failure(message.code, message.text, message.detail, frame.payload)
-    segments = [Segment(info, fd) for info, fd in zip(message.segments, frame.take_fds(), strict=True)]
+    fds = frame.take_fds() if frame.fds else []
+    segments = [Segment(info, fd) for info, fd in zip(message.segments, fds, strict=True)]
     return Produced(
         Record(
             frame.payload,

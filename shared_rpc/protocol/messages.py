@@ -66,7 +66,7 @@ class Call(Message):
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
     ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
 
-    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.context.Run.chain`.
+    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.context.RunContext.chain`.
     """
 
     endpoint: str

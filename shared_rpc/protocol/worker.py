@@ -178,7 +178,7 @@ class Allocated(Message):
 
 class Run(Call):
     """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
-    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.server.executor.Invocation`.
+    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.server.state.runs.Run`.
     """
 
     key: str = ""

@@ -161,7 +161,7 @@ class Core:
 
         :param lowered: the arguments as plain data, for binding and for the key; None where ``arguments`` are read for that.
         :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
-        :param chain: for a call made by an endpoint, its :attr:`Run.chain`.
+        :param chain: for a call made by an endpoint, its :attr:`RunContext.chain`.
         """
         try:
             spec, key = self._bound(endpoint, lowered, arguments, chain)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from shared_rpc.context import CURRENT_RUN, Run
+from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import SharedRPCError, TaskCancelled
 from shared_rpc.server.forks import one_process
 from shared_rpc.server.outcomes import Failure
@@ -32,7 +32,9 @@ class Coroutines:
         #: Whether a start is under way: what ends at once may start another run.
         self._starting = False
 
-    def start(self, name: object, endpoint: str, run: Run, begin: list[Callable[[], Awaitable[Any]]], ended: Ended) -> None:
+    def start(
+        self, name: object, endpoint: str, run: RunContext, begin: list[Callable[[], Awaitable[Any]]], ended: Ended
+    ) -> None:
         """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns. Nothing that it raises is raised.
 
         :param begin: what to await, with its arguments; it is taken out.
@@ -94,7 +96,7 @@ def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | 
     return task.result() or value
 
 
-async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: Run, value: list[Any]) -> Failure | None:
+async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunContext, value: list[Any]) -> Failure | None:
     """Whatever the endpoint raises, as a value. SystemExit would end the loop, and every waiter would hang."""
     CURRENT_RUN.set(run)
     try:

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shared_rpc.protocol.records import Arguments, Record
-from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.records import Record
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.state.runs import Run
 
-__all__ = ["Executor", "Invocation"]
+__all__ = ["Executor", "Owner"]
 
 
-@dataclass(eq=False, slots=True)
-class Invocation:
-    """One run to do. ``arguments`` are lowered, or the live ``(args, kwargs)`` of a caller in this process.
+class Owner(Protocol):
+    """Who had a run started, and is told of it; on the loop."""
 
-    ``publish``: whether a record is needed; a caller in this process can do with the value alone. ``chain``: see
-    :class:`Run`. ``background``: whether it may take long, and must not hold up calls that are waited for.
+    def began(self, run: Run[Any]) -> None:
+        """Its work starts, and it is running."""
 
-    ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may lie in its pool.
+    def progressed(self, run: Run[Any], progress: Progress) -> None:
+        """The endpoint said something."""
 
-    ``on_begin`` is called when its work starts, ``on_progress`` with what the endpoint says, and ``on_starved`` with why, if
-    the result has to wait until its reader gives memory back; all of them on the loop. ``request_id`` is that of the call which
-    it was started for, ``cached`` whether the cache would list its result: both are for those who listen.
-    """
+    def starved(self, run: Run[Any], why: str) -> None:
+        """The endpoint has ended, and its result waits until its reader gives memory back."""
 
-    spec: EndpointSpec
-    arguments: Arguments | tuple[tuple[Any, ...], dict[str, Any]]
-    publish: bool
-    chain: frozenset[str]
-    background: bool
-    session: str
-    pooled: bool
-    on_starved: Callable[[str], None]
-    on_begin: Callable[[], None]
-    on_progress: Callable[[Progress], None]
-    request_id: str = ""
-    cached: bool = False
+    def ended(self, run: Run[Any], outcome: Produced | Failure) -> None:
+        """The run ended; nothing is raised that the endpoint raised."""
 
 
 class Executor(Protocol):
@@ -65,20 +51,20 @@ class Executor(Protocol):
     async def finish(self) -> None:
         """End what runs on the loop, which ends after this."""
 
-    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
-        """Run an endpoint. ``done`` is called on the loop with the outcome; nothing is raised that the endpoint raised.
+    def start(self, run: Run[Any], owner: Owner) -> None:
+        """Run an endpoint, and tell the owner of it.
 
         The arguments' descriptors belong to the executor from here on.
         """
 
-    def withdraw(self, invocation: Invocation) -> bool:
-        """Drop a run that has not begun: ``done`` is not called for it. False if it had begun."""
+    def withdraw(self, run: Run[Any]) -> bool:
+        """Drop a run that has not begun: the owner is not told of its end. False if it had begun."""
 
-    def cancel(self, invocation: Invocation) -> None:
+    def cancel(self, run: Run[Any]) -> None:
         """Ask a run that has begun to stop."""
 
-    def abandon(self, invocation: Invocation) -> bool:
-        """Drop a result that waits for memory; False if there is none. ``done`` is not called for it then."""
+    def abandon(self, run: Run[Any]) -> bool:
+        """Drop a result that waits for memory; False if there is none. The owner is not told of its end then."""
 
-    def take_back(self, invocation: Invocation, record: Record) -> None:
+    def take_back(self, run: Run[Any], record: Record) -> None:
         """Nobody was there to take a result: free what it has of a pool."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared_rpc.context import CURRENT_RUN, Run
+from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory.devices import device_kind
@@ -17,13 +17,14 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.endpoints import Endpoint
-from shared_rpc.server.executor import Invocation
+from shared_rpc.server.executor import Owner
 from shared_rpc.server.forks import end_if_forked
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.server.reporter import Reporter
 from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.state.runs import Run
 from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["InProcessExecutor"]
@@ -61,8 +62,8 @@ class InProcessExecutor:
         self._threads = WorkerThreads(limit, self._prepare)
         #: As many again for tasks: a few that take minutes must not hold up every call.
         self._background = WorkerThreads(limit, self._prepare, next_turn=True)
-        self._queued: dict[Invocation, tuple[WorkerThreads, Job]] = {}
-        self._runs: dict[Invocation, Run] = {}
+        #: Runs whose work has not begun, and what is to be done for them.
+        self._queued: dict[Run[Any], tuple[WorkerThreads, Job]] = {}
         self._coroutines = Coroutines()
 
     def _prepare(self) -> None:
@@ -105,69 +106,68 @@ class InProcessExecutor:
         """See :class:`Executor`."""
         await self._coroutines.finish()
 
-    def start(self, invocation: Invocation, done: Callable[[Produced | Failure], None]) -> None:
+    def start(self, run: Run[Any], owner: Owner) -> None:
         """See :class:`Executor`."""
-        endpoint = self._endpoints[invocation.spec.name]
-        reporter = Reporter(asyncio.get_running_loop(), invocation.on_progress)
-        run = Run(invocation.chain, reporter.put, invocation.request_id)
+        endpoint = self._endpoints[run.spec.name]
+        reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
+        context = run.place = RunContext(run.chain, reporter.put, run.request_id)
 
         def begun() -> None:
-            self._queued.pop(invocation, None)
-            self._runs[invocation] = run
-            invocation.on_begin()
+            self._queued.pop(run, None)
+            run.running = True
+            owner.began(run)
 
         def ended(outcome: Produced | Failure) -> None:
-            self._runs.pop(invocation, None)
+            run.place = None
             reporter.close()
             if isinstance(outcome, Starving):
-                self._park(endpoint, invocation, outcome, ended)
+                self._park(endpoint, run, owner, outcome, ended)
             else:
-                done(outcome)
+                owner.ended(run, outcome)
 
-        threads = self._background if invocation.background else self._threads
+        threads = self._background if run.background else self._threads
         if not endpoint.spec.is_async:
-            job = self._job(invocation, lambda: self._call(endpoint, invocation, run), ended, begun)
-        elif not invocation.background and loads_soon(invocation):
+            job = self._job(run, lambda: self._call(endpoint, run, context), ended, begun)
+        elif not run.background and loads_soon(run):
             begun()
-            loaded = guarded(lambda: Produced(None, load(invocation)))
+            loaded = guarded(lambda: Produced(None, load(run)))
             if isinstance(loaded, Failure):
                 asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
             else:
-                self._await(endpoint, invocation, run, loaded, ended)
+                self._await(endpoint, run, context, loaded, ended)
             return
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
-                lambda: guarded(lambda: Produced(None, load(invocation))),
+                lambda: guarded(lambda: Produced(None, load(run))),
                 begun,
-                lambda loaded: self._await(endpoint, invocation, run, loaded, ended),
+                lambda loaded: self._await(endpoint, run, context, loaded, ended),
             )
-        self._queued[invocation] = threads, job
+        self._queued[run] = threads, job
         threads.start(job)
 
-    def withdraw(self, invocation: Invocation) -> bool:
+    def withdraw(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        queued = self._queued.pop(invocation, None)
+        queued = self._queued.pop(run, None)
         if queued is None:
             return False
         threads, job = queued
         threads.withdraw(job)
-        if isinstance(invocation.arguments, Arguments):
-            invocation.arguments.close()
+        if isinstance(run.arguments, Arguments):
+            run.arguments.close()
         return True
 
-    def cancel(self, invocation: Invocation) -> None:
+    def cancel(self, run: Run[Any]) -> None:
         """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
-        run = self._runs.get(invocation)
-        if run is not None:
-            run.cancelled = True
-            self._coroutines.cancel(invocation)
+        if run.running and run.place is not None:
+            run.place.cancelled = True
+            self._coroutines.cancel(run)
 
     def _await(
         self,
         endpoint: Endpoint,
-        invocation: Invocation,
-        run: Run,
+        run: Run[Any],
+        context: RunContext,
         loaded: Produced | Failure,
         ended: Callable[[Produced | Failure], None],
     ) -> None:
@@ -175,16 +175,16 @@ class InProcessExecutor:
         if isinstance(loaded, Failure):
             ended(loaded)
             return
-        if run.cancelled:  # asked while its arguments were loaded
+        if context.cancelled:  # asked while its arguments were loaded
             ended(Failure.of(TaskCancelled()))
             return
 
         def returned(outcome: Failure | list[Any]) -> None:
             if isinstance(outcome, Failure):
-                let_go(invocation, outcome)
+                let_go(run, outcome)
                 ended(outcome)
             else:
-                self._deliver(endpoint, invocation, outcome, ended)
+                self._deliver(endpoint, run, outcome, ended)
 
         args, kwargs = loaded.live
         begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
@@ -192,66 +192,67 @@ class InProcessExecutor:
         loaded.live = None
         del args, kwargs
         self._prepare()
-        self._coroutines.start(invocation, endpoint.spec.name, run, begin, returned)
+        self._coroutines.start(run, endpoint.spec.name, context, begin, returned)
 
     def _deliver(
         self,
         endpoint: Endpoint,
-        invocation: Invocation,
+        run: Run[Any],
         value: list[Any],
         ended: Callable[[Produced | Failure], None],
     ) -> None:
         """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
-        outcome = self._publisher.publish_soon(endpoint, invocation, value)
+        outcome = self._publisher.publish_soon(endpoint, run, value)
         if isinstance(outcome, (Produced, Failure)):
             value.clear()
-            let_go(invocation, outcome)
+            let_go(run, outcome)
             ended(outcome)
-            self._settle(invocation)
+            self._settle(run)
             return
 
         def publish() -> Produced:
             if outcome is not None:
                 return Produced(outcome.wait(), None)
-            return self._publisher.publish(endpoint, invocation, value)
+            return self._publisher.publish(endpoint, run, value)
 
-        threads = self._background if invocation.background else self._threads
-        threads.start(self._job(invocation, self._publisher.elsewhere(publish), ended))
+        threads = self._background if run.background else self._threads
+        threads.start(self._job(run, self._publisher.elsewhere(publish), ended))
 
-    def abandon(self, invocation: Invocation) -> bool:
+    def abandon(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        lane = self._lanes.find(invocation.session)
-        return lane is not None and lane.unpark(invocation)
+        lane = self._lanes.find(run.session)
+        return lane is not None and lane.unpark(run)
 
-    def take_back(self, invocation: Invocation, record: Record) -> None:
+    def take_back(self, run: Run[Any], record: Record) -> None:
         """See :class:`Executor`."""
-        lane = self._lanes.find(invocation.session)
+        lane = self._lanes.find(run.session)
         if lane is not None:
             lane.give(record.chunks)
 
     def _park(
         self,
         endpoint: Endpoint,
-        invocation: Invocation,
+        run: Run[Any],
+        owner: Owner,
         starving: Starving,
         ended: Callable[[Produced | Failure], None],
     ) -> None:
         """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
 
         def publish() -> Produced:
-            return self._publisher.publish(endpoint, invocation, [starving.live])
+            return self._publisher.publish(endpoint, run, [starving.live])
 
-        job = self._job(invocation, publish, ended)
-        lane = self._lanes.find(invocation.session)
+        job = self._job(run, publish, ended)
+        lane = self._lanes.find(run.session)
         if lane is None:
             ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
             return
-        lane.park(invocation, lambda: self._threads.start(job), starving.frees)
-        invocation.on_starved(starving.why)
+        lane.park(run, lambda: self._threads.start(job), starving.frees)
+        owner.starved(run, starving.why)
 
     def _job(
         self,
-        invocation: Invocation,
+        run: Run[Any],
         work: Callable[[], Produced],
         ended: Callable[[Produced | Failure], None],
         begun: Callable[[], None] = _nothing,
@@ -261,20 +262,20 @@ class InProcessExecutor:
         def settled() -> Produced | Failure:
             # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
             outcome = [guarded(work)]
-            let_go(invocation, outcome[0])
+            let_go(run, outcome[0])
             return outcome.pop()
 
-        return Job(settled, begun, ended, lambda: self._settle(invocation))
+        return Job(settled, begun, ended, lambda: self._settle(run))
 
-    def _settle(self, invocation: Invocation) -> None:
+    def _settle(self, run: Run[Any]) -> None:
         """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
-        lane = self._lanes.find(invocation.session)
+        lane = self._lanes.find(run.session)
         if lane is not None:
             lane.settle()
 
-    def _call(self, endpoint: Endpoint, invocation: Invocation, run: Run) -> Produced:
-        args, kwargs = load(invocation)
-        token = CURRENT_RUN.set(run)
+    def _call(self, endpoint: Endpoint, run: Run[Any], context: RunContext) -> Produced:
+        args, kwargs = load(run)
+        token = CURRENT_RUN.set(context)
         pid = os.getpid()
         try:
             value = [endpoint.function(*args, **kwargs)]
@@ -286,4 +287,4 @@ class InProcessExecutor:
         end_if_forked(pid)
         # The arguments' memory may be what the result replaces.
         del args, kwargs
-        return self._publisher.publish(endpoint, invocation, value)
+        return self._publisher.publish(endpoint, run, value)

@@ -30,8 +30,8 @@ def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
         for endpoint, counts in core.runs.statistics:
             for name, attribute in _COUNTS.items():
                 found[name][endpoint,] += getattr(counts, attribute)
-        for flight in core.runs.calls:
-            found["builds_running" if flight.running else "builds_queued"][flight.endpoint,] += 1
+        for run in core.runs.calls:
+            found["builds_running" if run.running else "builds_queued"][run.spec.name,] += 1
         buffers, pools = len(core.buffers.table), core.lanes.facts()
         found["objects"]["result",] += len(core.objects) - buffers
         found["objects"]["buffer",] += buffers

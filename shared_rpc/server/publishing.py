@@ -12,10 +12,10 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolFull
 from shared_rpc.protocol.records import EMPTY_TABLE, Arguments, Record
 from shared_rpc.server.endpoints import Endpoint
-from shared_rpc.server.executor import Invocation
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving
 from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.state.runs import Run
 
 if TYPE_CHECKING:
     from shared_rpc.codec import Soon
@@ -41,24 +41,24 @@ class Publisher:
         self._lanes = lanes
         self._shares = shares
 
-    def publish(self, endpoint: Endpoint, invocation: Invocation, only: list[Any]) -> Produced:
+    def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Produced:
         """The outcome of a run, in one of its threads.
 
         :param only: the value, which nobody else in the library has.
         """
         from shared_rpc.codec import check_result, publish, publish_back
 
-        lane = self._lanes.find(invocation.session) if invocation.pooled else None
-        if lane is not None and self._shares and returnable(invocation):
+        lane = self._lanes.find(run.session) if run.pooled else None
+        if lane is not None and self._shares and returnable(run):
             record = publish_back(only, lane.borrower)
             if record is not None:
                 return Produced(record, None)
         # It stays in its list, which is emptied: code of its own that runs below may have this frame kept.
         spec = endpoint.spec
         try:
-            if not invocation.publish or not self._shares:
+            if not run.publish or not self._shares:
                 nbytes = check_result(only[0], spec.name, self._kind)
-                return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if invocation.publish else None, only[0])
+                return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if run.publish else None, only[0])
             if lane is None:
                 return Produced(publish(only[0], self._device, spec.access, spec.name), only[0])
             for again in (True, False):
@@ -85,15 +85,15 @@ class Publisher:
 
         return on_stream
 
-    def publish_soon(self, endpoint: Endpoint, invocation: Invocation, value: list[Any]) -> Produced | Failure | Soon | None:
+    def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Produced | Failure | Soon | None:
         """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
-        lane = self._lanes.find(invocation.session) if invocation.pooled and self._shares else None
+        lane = self._lanes.find(run.session) if run.pooled and self._shares else None
         if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
             return None
         from shared_rpc.codec import Soon, publish_back, publish_soon
 
         try:
-            if returnable(invocation):
+            if returnable(run):
                 record = publish_back(value, lane.borrower, _PATIENCE)
                 if record is not None:
                     return Produced(record, None)
@@ -108,24 +108,20 @@ class Publisher:
             return failure(error)
 
 
-def let_go(invocation: Invocation, outcome: Produced | Failure) -> None:
+def let_go(run: Run[Any], outcome: Produced | Failure) -> None:
     """A caller in another process gets a traceback as text, and its memory back at once."""
-    if isinstance(outcome, Failure) and isinstance(invocation.arguments, Arguments):
+    if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()
 
 
-def returnable(invocation: Invocation) -> bool:
+def returnable(run: Run[Any]) -> bool:
     """Whether the result may lie where the caller has put the arguments."""
-    return (
-        isinstance(invocation.arguments, Arguments)
-        and invocation.arguments.returnable
-        and invocation.spec.access == "read_write"
-    )
+    return isinstance(run.arguments, Arguments) and run.arguments.returnable and run.spec.access == "read_write"
 
 
-def loads_soon(invocation: Invocation) -> bool:
+def loads_soon(run: Run[Any]) -> bool:
     """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
-    arguments = invocation.arguments
+    arguments = run.arguments
     return isinstance(arguments, tuple) or (
         "shared_rpc.codec" in sys.modules  # with torch
         and not arguments.skeletons
@@ -134,16 +130,16 @@ def loads_soon(invocation: Invocation) -> bool:
     )
 
 
-def load(invocation: Invocation) -> tuple[Any, Any]:
+def load(run: Run[Any]) -> tuple[Any, Any]:
     """The arguments of a run, for its function."""
-    if isinstance(invocation.arguments, tuple):
-        return invocation.arguments
+    if isinstance(run.arguments, tuple):
+        return run.arguments
     from shared_rpc.codec import decode_arguments
 
     try:
-        return decode_arguments(invocation.arguments)
+        return decode_arguments(run.arguments)
     finally:
-        invocation.arguments.close()
+        run.arguments.close()
 
 
 def guarded(work: Callable[[], Produced]) -> Produced | Failure:

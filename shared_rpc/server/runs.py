@@ -17,12 +17,12 @@ from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
-from shared_rpc.server.executor import Executor, Invocation
+from shared_rpc.server.executor import Executor
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.server.state.calls import CallTable, Flight
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.runs import CallArguments, Run, RunTable
 from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.statistics import Statistics
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["CallArguments", "Delivery", "Runs", "Waiter", "close_arguments", "tell"]
 
 _log = logging.getLogger("shared_rpc.server")
-
-#: The arguments as the executor takes them: lowered, or the live ``(args, kwargs)`` of a caller in this process.
-CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -86,7 +83,7 @@ class Waiter:
     on_event: Callable[[TaskInfo], None] | None = None
     request_id: str = ""
     observed: Observed | None = field(default=None, repr=False)
-    flight: Flight[Waiter] | None = field(default=None, repr=False)
+    run: Run[Waiter] | None = field(default=None, repr=False)
     task: Task[Waiter] | None = field(default=None, repr=False)
 
 
@@ -109,7 +106,7 @@ class Runs:
         listed: Callable[[StoredObject], None],
         server_id: str,
     ) -> None:
-        self.calls: CallTable[Waiter] = CallTable()
+        self.calls: RunTable[Waiter] = RunTable()
         self.statistics = Statistics()
         self._executor = executor
         self._objects = objects
@@ -118,19 +115,16 @@ class Runs:
         self._admit = admit
         self._listed = listed
         self._server_id = server_id
-        self._invocations: dict[Flight[Waiter], Invocation] = {}
         #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
-        self._lines: defaultdict[str, deque[Flight[Waiter]]] = defaultdict(deque)
+        self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
         """Release every waiter."""
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
-        for flight in self.calls:
-            if not flight.running:
-                invocation = self._invocations.pop(flight)
-                self._executor.withdraw(invocation)
-                close_arguments(invocation.arguments)
-            self._close(flight, gone)
+        for run in self.calls:
+            if not run.running:
+                self._withdraw(run)
+            self._close(run, gone)
         self._lines.clear()
 
     def enter(
@@ -143,42 +137,46 @@ class Runs:
         if not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
             close_arguments(arguments)
             return
-        waiter.flight = self._join(waiter, key) if spec.singleflight else None
-        if waiter.flight is not None:
-            close_arguments(arguments)
-            self.statistics.of(spec.name).joined += 1
-            if waiter.observed is not None:
-                waiter.observed.how = "joined"
-            self._catch_up(waiter, waiter.flight)
-            return
+        if spec.singleflight:
+            run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
+            if run is not None:
+                close_arguments(arguments)
+                self._joined(waiter, run)
+                return
         if key is not None and not waiter.refreshes:
             self.statistics.of(spec.name).misses += 1
-        flight = waiter.flight = self.calls.open(spec.name, key, waiter, waiter.arguments)
-        publish = not waiter.local or key is not None or spec.managed or waiter.keeps
-        flight.created_at = time.time()
-        self._invocations[flight] = Invocation(
+        run = waiter.run = Run(
             spec,
+            key,
             arguments,
-            publish,
-            chain | {spec.name, key or spec.name},
+            [waiter],
+            waiter.arguments,
+            publish=not waiter.local or key is not None or spec.managed or waiter.keeps,
+            chain=chain | {spec.name, key or spec.name},
             background=waiter.keeps or waiter.refreshes,
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and not waiter.keeps,
-            on_starved=lambda why: self._starved(flight, why),
-            on_begin=lambda: self._begin(flight),
-            on_progress=lambda progress: self._progress(flight, progress),
             request_id=waiter.request_id,
             cached=key is not None,
+            created_at=time.time(),
         )
+        self.calls.open(run)
         if spec.concurrency == "serialized":
             line = self._lines[spec.name]
-            line.append(flight)
-            if line[0] is not flight:
+            line.append(run)
+            if line[0] is not run:
                 return
-        self._start(flight)
+        self._executor.start(run, self)
 
-    def _join(self, waiter: Waiter, key: str | None) -> Flight[Waiter] | None:
-        return self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
+    def _joined(self, waiter: Waiter, run: Run[Waiter]) -> None:
+        waiter.run = run
+        self.statistics.of(run.spec.name).joined += 1
+        if waiter.observed is not None:
+            waiter.observed.how = "joined"
+        if run.running and waiter.on_begin is not None:
+            waiter.on_begin()
+        if run.progress is not None and waiter.on_progress is not None:
+            waiter.on_progress(run.progress)
 
     def answer_from_cache(self, waiter: Waiter, spec: EndpointSpec, key: str | None) -> bool:
         """Deliver the cached result of a key, if there is one."""
@@ -193,128 +191,123 @@ class Runs:
 
     def leave(self, waiter: Waiter) -> None:
         """The waiter no longer waits; it is not told anything any more. Work that has not begun is dropped with its last."""
-        flight, waiter.flight = waiter.flight, None
-        if flight is None:
+        run, waiter.run = waiter.run, None
+        if run is None:
             return
-        if self.calls.leave(flight, waiter):
-            self._drop(flight)
-        elif not flight.waiters and flight in self._invocations:
-            self._abandon(flight)
+        if self.calls.leave(run, waiter):
+            self.calls.close(run)
+            self._withdraw(run)
+            self._next_turn(run)
+        elif not run.waiters and not run.over:
+            self._abandon(run)
 
-    def _abandon(self, flight: Flight[Waiter]) -> None:
+    def _withdraw(self, run: Run[Waiter]) -> None:
+        """Drop a run that has not begun."""
+        run.over = True
+        self._executor.withdraw(run)
+        close_arguments(run.arguments)
+
+    def _abandon(self, run: Run[Waiter]) -> None:
         """Nobody waits for a run. If its result waits for memory, it is dropped."""
-        if self._executor.abandon(self._invocations[flight]):
-            self.calls.close(flight)
-            invocation = self._invocations.pop(flight)
-            self._count_build(flight, invocation)
-            self._next_turn(flight, invocation.spec)
+        if self._executor.abandon(run):
+            run.over = True
+            self.calls.close(run)
+            self._count_build(run)
+            self._next_turn(run)
 
     def facts(self, limit: int) -> list[dict[str, Any]]:
         """``list_runs``'s list: the oldest of those that have not ended."""
-        oldest = sorted(self.calls, key=lambda flight: flight.created_at)[:limit]
-        return [_facts(flight, time.time() - time.monotonic()) for flight in oldest]
+        oldest = sorted(self.calls, key=lambda run: run.created_at)[:limit]
+        return [_facts(run, time.time() - time.monotonic()) for run in oldest]
 
-    def ask_to_stop(self, flight: Flight[Waiter]) -> None:
+    def ask_to_stop(self, run: Run[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
-        self.calls.part(flight)
-        self._executor.cancel(self._invocations[flight])
+        self.calls.part(run)
+        self._executor.cancel(run)
 
-    def _catch_up(self, waiter: Waiter, flight: Flight[Waiter]) -> None:
-        if flight.running and waiter.on_begin is not None:
-            waiter.on_begin()
-        if flight.progress is not None and waiter.on_progress is not None:
-            waiter.on_progress(flight.progress)
-
-    def _start(self, flight: Flight[Waiter]) -> None:
-        self._executor.start(self._invocations[flight], lambda outcome: self._ended(flight, outcome))
-
-    def _begin(self, flight: Flight[Waiter]) -> None:
-        self.statistics.of(flight.endpoint).builds += 1
-        self.calls.begin(flight, time.monotonic())
+    def began(self, run: Run[Waiter]) -> None:
+        """See :class:`Owner`."""
+        self.statistics.of(run.spec.name).builds += 1
+        self.calls.begin(run, time.monotonic())
         if HOOKS.registered:
-            invocation = self._invocations[flight]
             HOOKS.emit(
                 BuildStarted(
                     server_id=self._server_id,
-                    endpoint=flight.endpoint,
-                    request_id=invocation.request_id,
-                    cached=flight.key is not None,
+                    endpoint=run.spec.name,
+                    request_id=run.request_id,
+                    cached=run.key is not None,
                 )
             )
-        for waiter in tuple(flight.waiters):
+        for waiter in tuple(run.waiters):
             if waiter.on_begin is not None:
                 waiter.on_begin()
 
-    def _progress(self, flight: Flight[Waiter], progress: Progress) -> None:
-        flight.progress = progress
-        for waiter in tuple(flight.waiters):
+    def progressed(self, run: Run[Waiter], progress: Progress) -> None:
+        """See :class:`Owner`."""
+        run.progress = progress
+        for waiter in tuple(run.waiters):
             if waiter.on_progress is not None:
                 waiter.on_progress(progress)
 
-    def _starved(self, flight: Flight[Waiter], why: str) -> None:
+    def starved(self, run: Run[Waiter], why: str) -> None:
+        """See :class:`Owner`."""
         # The endpoint itself has ended: others need not wait for the memory that this one's caller holds.
-        self._next_turn(flight, self._invocations[flight].spec)
-        for waiter in tuple(flight.waiters):
+        self._next_turn(run)
+        for waiter in tuple(run.waiters):
             if waiter.on_starved is not None:
                 waiter.on_starved(why)
-        if not flight.waiters:  # they left while the endpoint worked
-            self._abandon(flight)
+        if not run.waiters:  # they left while the endpoint worked
+            self._abandon(run)
 
-    def _ended(self, flight: Flight[Waiter], outcome: Produced | Failure) -> None:
-        invocation = self._invocations.pop(flight)
-        if flight.running:
-            self._count_build(flight, invocation, outcome.code if isinstance(outcome, Failure) else "")
-        if isinstance(outcome, Produced) and outcome.record is not None and not flight.waiters:
-            self._executor.take_back(invocation, outcome.record)
-        if flight in self.calls:
-            self._finish(flight, invocation.spec, outcome)
+    def ended(self, run: Run[Waiter], outcome: Produced | Failure) -> None:
+        """See :class:`Owner`."""
+        run.over = True
+        if run.running:
+            self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
+        if isinstance(outcome, Produced) and outcome.record is not None and not run.waiters:
+            self._executor.take_back(run, outcome.record)
+        if run in self.calls:
+            self._finish(run, outcome)
         elif isinstance(outcome, Produced) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
-        self._next_turn(flight, invocation.spec)
+        self._next_turn(run)
 
-    def _count_build(self, flight: Flight[Waiter], invocation: Invocation, error: str = "") -> None:
-        seconds = time.monotonic() - flight.begun_at
-        self.statistics.of(flight.endpoint).build_seconds += seconds
+    def _count_build(self, run: Run[Waiter], error: str = "") -> None:
+        seconds = time.monotonic() - run.begun_at
+        self.statistics.of(run.spec.name).build_seconds += seconds
         if HOOKS.registered:
             HOOKS.emit(
                 BuildFinished(
                     server_id=self._server_id,
-                    endpoint=flight.endpoint,
-                    request_id=invocation.request_id,
-                    cached=flight.key is not None,
+                    endpoint=run.spec.name,
+                    request_id=run.request_id,
+                    cached=run.key is not None,
                     seconds=seconds,
                     error=error,
                 )
             )
 
-    def _drop(self, flight: Flight[Waiter]) -> None:
-        """Nobody waits, and it has not begun."""
-        self.calls.close(flight)
-        invocation = self._invocations.pop(flight)
-        self._executor.withdraw(invocation)
-        close_arguments(invocation.arguments)
-        self._next_turn(flight, invocation.spec)
-
-    def _next_turn(self, flight: Flight[Waiter], spec: EndpointSpec) -> None:
+    def _next_turn(self, run: Run[Waiter]) -> None:
         """A run of a serialized endpoint ended, or will not be."""
+        spec = run.spec
         if spec.concurrency == "parallel":
             return
         line = self._lines.get(spec.name, deque())
-        if flight not in line:  # the server was stopped
+        if run not in line:  # the server was stopped
             return
-        had_turn = line[0] is flight
-        line.remove(flight)
+        had_turn = line[0] is run
+        line.remove(run)
         if not line:
             del self._lines[spec.name]
         elif had_turn:
-            self._start(line[0])
+            self._executor.start(line[0], self)
 
-    def _finish(self, flight: Flight[Waiter], spec: EndpointSpec, outcome: Produced | Failure) -> None:
+    def _finish(self, run: Run[Waiter], outcome: Produced | Failure) -> None:
         if isinstance(outcome, Failure):
-            self._close(flight, outcome)
+            self._close(run, outcome)
             return
-        key, record = flight.key, outcome.record
-        waiters = self.calls.close(flight)
+        spec, key, record = run.spec, run.key, outcome.record
+        waiters = self.calls.close(run)
         kept = key is not None or (spec.managed and waiters) or any(waiter.keeps for waiter in waiters)
         if record is None or not kept:
             self._deliver(waiters, spec, record, outcome.live, None)
@@ -329,11 +322,11 @@ class Runs:
             return
         stored = self._objects.add(
             spec.name,
-            key or flight.former_key,
+            key or run.former_key,
             record,
             spec.idle_ttl,
             outcome.live,
-            run=flight.number,
+            run=run.number,
             listed=key is not None,
             managed=spec.managed,
         )
@@ -350,8 +343,8 @@ class Runs:
             return Failure.of(error)
         return None
 
-    def _close(self, flight: Flight[Waiter], failure: Failure) -> None:
-        self._tell_all(flight.endpoint, self.calls.close(flight), failure)
+    def _close(self, run: Run[Waiter], failure: Failure) -> None:
+        self._tell_all(run.spec.name, self.calls.close(run), failure)
 
     def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
         self.statistics.of(endpoint).errors += len(waiters)
@@ -374,7 +367,7 @@ class Runs:
 
 def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
     """Deliver. What goes wrong with one waiter must not reach the next, and not end the server."""
-    waiter.flight = None
+    waiter.run = None
     if waiter.observed is not None:
         waiter.observed.told(outcome)
     try:
@@ -383,17 +376,17 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
         _log.exception("a waiter of session %s could not be told", waiter.session)
 
 
-def _facts(flight: Flight[Waiter], epoch: float) -> dict[str, Any]:
+def _facts(run: Run[Waiter], epoch: float) -> dict[str, Any]:
     """:param epoch: the Unix time at which the monotonic clock was at zero."""
-    progress = flight.progress
-    tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in flight.waiters if waiter.keeps]
+    progress = run.progress
+    tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in run.waiters if waiter.keeps]
     return {
-        "endpoint": flight.endpoint,
-        "cache_key": flight.key or flight.former_key,
-        "status": "running" if flight.running else "pending",
-        "created_at": flight.created_at,
-        "started_at": epoch + flight.begun_at if flight.running else None,
-        "calls": len(flight.waiters) - len(tasks),
+        "endpoint": run.spec.name,
+        "cache_key": run.key or run.former_key,
+        "status": "running" if run.running else "pending",
+        "created_at": run.created_at,
+        "started_at": epoch + run.begun_at if run.running else None,
+        "calls": len(run.waiters) - len(tasks),
         "tasks": tasks,
         "progress": msgspec.structs.asdict(progress) if progress is not None else None,
     }

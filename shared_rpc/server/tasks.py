@@ -71,7 +71,7 @@ class Tasks:
             self._runs.statistics.of(spec.name).errors += 1
             raise
         task = self.table.add(spec.name, key, kept=kept)
-        run = task.run = Waiter(
+        waiter = task.waiter = Waiter(
             task.session,
             functools.partial(self._ended, task),
             keeps=True,
@@ -79,9 +79,9 @@ class Tasks:
             on_progress=lambda progress: self._note(task, progress),
         )
         if asker is not None:
-            run.request_id, run.observed = asker.request_id, asker.observed
+            waiter.request_id, waiter.observed = asker.request_id, asker.observed
         self._say(task)
-        self._runs.enter(run, spec, key, arguments, chain)
+        self._runs.enter(waiter, spec, key, arguments, chain)
         return task
 
     def wait(self, waiter: Waiter, task_id: str, *, poll: bool = False) -> None:
@@ -144,20 +144,20 @@ class Tasks:
         """
         if task.finished:
             return False
-        run = task.run
-        assert run is not None, "a task that has not ended waits for its run"
-        flight = run.flight
-        if flight is not None and flight.running and len(flight.waiters) == 1:
+        waiter = task.waiter
+        assert waiter is not None, "a task that has not ended waits for its run"
+        run = waiter.run
+        if run is not None and run.running and len(run.waiters) == 1:
             if not task.info.cancel_requested:
                 self.table.update(task, cancel_requested=True)
-                self._runs.ask_to_stop(flight)
+                self._runs.ask_to_stop(run)
                 self._tell_watchers(task)
             return True
-        self._runs.leave(run)
+        self._runs.leave(waiter)
         self.table.update(task, cancel_requested=True)
         failure = Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled"))
-        if run.observed is not None:
-            run.observed.told(failure)
+        if waiter.observed is not None:
+            waiter.observed.told(failure)
         self._end(task, failure)
         return True
 
@@ -221,7 +221,7 @@ class Tasks:
         self._tell_watchers(task)
         if status.finished:
             # A task is remembered for long, and what it was made of is not needed any more.
-            task.run = None
+            task.waiter = None
             self._changed()
 
     def _say(self, task: Task[Waiter]) -> None:
@@ -233,7 +233,7 @@ class Tasks:
                     task_id=task.info.task_id,
                     endpoint=task.info.endpoint,
                     status=task.info.status.value,
-                    request_id=task.run.request_id if task.run is not None else "",
+                    request_id=task.waiter.request_id if task.waiter is not None else "",
                 )
             )
 

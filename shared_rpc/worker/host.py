@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,22 +22,23 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
+from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
-from shared_rpc.server.executor import Invocation
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.state.runs import Run
 from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.worker.amounts import check_quotas, quotas_of
-from shared_rpc.worker.builds import Builds
 from shared_rpc.worker.hosted import Hosted, given_back
 from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.runtime import WorkerRuntime
@@ -65,8 +67,7 @@ class WorkerHost:
         self._overrides = overrides
         self._hosted: dict[str, Hosted] = {}
         self._adopting = threading.RLock()
-        self._runs: dict[int, tuple[Hosted, Invocation]] = {}
-        self._builds = Builds()
+        self._runs: dict[int, tuple[Hosted, Run[None]]] = {}
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             w.Run: self._run,
             w.Withdraw: self._withdraw,
@@ -235,35 +236,58 @@ class WorkerHost:
             known = error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot take the call: {error}")
             self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
             return
-        invocation = Invocation(
+        run: Run[None] = Run(
             endpoint.spec,
+            None,
             arguments,
-            publish=True,
             chain=frozenset(message.chain),
             background=message.background,
             session=message.session,
             pooled=message.pooled and hosted.lanes.of(message.session) is not None,
-            on_starved=lambda why: self._stream.send(w.Hungry(why), number),
-            on_begin=lambda: self._begun(number, invocation),
-            on_progress=lambda progress: self._stream.send(w.Said(progress), number),
             request_id=message.request_id,
             cached=message.cached,
+            number=number,
         )
-        self._runs[number] = hosted, invocation
-        hosted.executor.start(invocation, lambda outcome: self._ended(number, outcome))
+        self._runs[number] = hosted, run
+        hosted.executor.start(run, self)
 
-    def _begun(self, number: int, invocation: Invocation) -> None:
-        self._stream.send(w.Begun(), number)
-        self._builds.begin(number, invocation)
+    def began(self, run: Run[None]) -> None:
+        """See :class:`Owner`."""
+        self._stream.send(w.Begun(), run.number)
+        if HOOKS.registered:
+            run.begun_at = time.monotonic()
+            HOOKS.emit(BuildStarted(endpoint=run.spec.name, request_id=run.request_id, cached=run.cached))
 
-    def _ended(self, number: int, outcome: Produced | Failure) -> None:
-        hosted, invocation = self._runs.pop(number)
-        failure = outcome if isinstance(outcome, Failure) else self._hand_over(number, hosted, invocation, outcome)
+    def progressed(self, run: Run[None], progress: Progress) -> None:
+        """See :class:`Owner`."""
+        self._stream.send(w.Said(progress), run.number)
+
+    def starved(self, run: Run[None], why: str) -> None:
+        """See :class:`Owner`."""
+        self._stream.send(w.Hungry(why), run.number)
+
+    def ended(self, run: Run[None], outcome: Produced | Failure) -> None:
+        """See :class:`Owner`."""
+        hosted, _ = self._runs.pop(run.number)
+        failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)
         if failure is not None:
-            self._fail(number, hosted, invocation.session, failure)
-        self._builds.end(number, failure.code if failure is not None else "")
+            self._fail(run.number, hosted, run.session, failure)
+        self._tell_end(run, failure.code if failure is not None else "")
 
-    def _hand_over(self, number: int, hosted: Hosted, invocation: Invocation, produced: Produced) -> Failure | None:
+    def _tell_end(self, run: Run[None], error: str = "") -> None:
+        """Tell hooks of the app how a run ended of whose beginning they were told."""
+        if run.begun_at:
+            HOOKS.emit(
+                BuildFinished(
+                    endpoint=run.spec.name,
+                    request_id=run.request_id,
+                    cached=run.cached,
+                    seconds=time.monotonic() - run.begun_at,
+                    error=error,
+                )
+            )
+
+    def _hand_over(self, hosted: Hosted, run: Run[None], produced: Produced) -> Failure | None:
         """Why it cannot be done, where that is so."""
         record = produced.record
         assert record is not None, "what goes to a broker is published"
@@ -275,17 +299,17 @@ class WorkerHost:
             list(record.arenas),
             list(record.chunks),
             list(record.own),
-            given_back(hosted, invocation.session),
+            given_back(hosted, run.session),
             record.private_nbytes,
         )
         try:
-            self._stream.send(message, number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
+            self._stream.send(message, run.number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
         except Exception as error:
-            lane = hosted.find(invocation.session)
+            lane = hosted.find(run.session)
             if lane is not None:
                 lane.give(record.chunks)
                 lane.put_back(message.returned)
-            return Failure.of(CapabilityError(f"the result of {invocation.spec.name}() cannot be handed over: {error}"))
+            return Failure.of(CapabilityError(f"the result of {run.spec.name}() cannot be handed over: {error}"))
         finally:
             record.close()
         return None
@@ -295,24 +319,24 @@ class WorkerHost:
         self._stream.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
-        hosted, invocation = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and invocation is not None:
-            hosted.executor.cancel(invocation)
+        hosted, run = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and run is not None:
+            hosted.executor.cancel(run)
 
     def _withdraw(self, frame: Frame, message: w.Withdraw) -> None:
-        hosted, invocation = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and invocation is not None and hosted.executor.withdraw(invocation):
-            self._forget(frame.request_id, hosted, invocation)
+        hosted, run = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and run is not None and hosted.executor.withdraw(run):
+            self._forget(hosted, run)
 
     def _drop(self, frame: Frame, message: w.Drop) -> None:
-        hosted, invocation = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and invocation is not None and hosted.executor.abandon(invocation):
-            self._forget(frame.request_id, hosted, invocation)
+        hosted, run = self._runs.get(frame.request_id, (None, None))
+        if hosted is not None and run is not None and hosted.executor.abandon(run):
+            self._forget(hosted, run)
 
-    def _forget(self, number: int, hosted: Hosted, invocation: Invocation) -> None:
-        del self._runs[number]
-        self._stream.send(w.Withdrawn(given_back(hosted, invocation.session)), number)
-        self._builds.end(number)
+    def _forget(self, hosted: Hosted, run: Run[None]) -> None:
+        del self._runs[run.number]
+        self._stream.send(w.Withdrawn(given_back(hosted, run.session)), run.number)
+        self._tell_end(run)
 
     def _lane(self, message: w.Give | w.AwaitChunks) -> Lane | None:
         hosted = self._hosted.get(message.key)

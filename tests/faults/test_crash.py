@@ -232,7 +232,7 @@ def test_killed_between_publish_and_reply(app: BrokerApp, tmp_path: Path) -> Non
         AT.format(
             module="worker.host",
             name="WorkerHost",
-            method="_ended",
+            method="ended",
             trigger=str(trigger),
             crash="os.kill(os.getpid(), 9)",
         )

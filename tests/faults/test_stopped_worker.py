@@ -19,14 +19,14 @@ import torch
 from shared_rpc import AsyncClient, errors
 from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.dispatch import Backlog, Relayed
+from shared_rpc.broker.dispatch import Backlog
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.executor import Invocation
+from shared_rpc.server.state.runs import Run
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually, python
 
@@ -190,13 +190,10 @@ def test_more_calls_than_may_wait_fail_at_once(app: BrokerApp, stop: Callable[[]
     assert len(answered) == 150 and all(result.unique().tolist() == [number] for number, result in answered.items())
 
 
-def run(*, nbytes: int = 0, segments: int = 0) -> Relayed:
+def run(*, nbytes: int = 0, segments: int = 0) -> Run[None]:
     """A run whose arguments have so many bytes and descriptors."""
     arguments = Arguments(segments=cast("list[Segment]", [None] * segments), nbytes=nbytes)
-    invocation = Invocation(
-        EndpointSpec("f"), arguments, True, frozenset(), False, "session", False, lambda _: None, lambda: None, lambda _: None
-    )
-    return Relayed(1, cast("Any", None), invocation, lambda _: None)
+    return Run(EndpointSpec("f"), None, arguments)
 
 
 @pytest.mark.parametrize("unit", ["calls", "bytes", "descriptors"])
@@ -211,8 +208,8 @@ def test_what_may_wait(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         backlog.add(each)
     with pytest.raises(errors.ServerBusy, match=rf"at most \d+ {unit}\): because"):
         backlog.check(run(**size), "because")
-    assert backlog.take(runs[1].invocation) is runs[1]
-    assert backlog.take(runs[1].invocation) is None
+    assert backlog.take(runs[1])
+    assert not backlog.take(runs[1])
     backlog.check(run(**size), "")
     assert list(backlog) == [runs[0], runs[2], runs[3]]
 

@@ -16,7 +16,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.codec import take_back
-from shared_rpc.context import CURRENT_RUN, Run
+from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import (
     CapabilityError,
     CodecError,
@@ -266,9 +266,9 @@ class TestCoroutines:
         return []
 
     @staticmethod
-    def run() -> Run:
+    def run() -> RunContext:
         """A run that nobody asks of."""
-        return Run(frozenset(), lambda progress: None)
+        return RunContext(frozenset(), lambda progress: None)
 
     @pytest.mark.asyncio
     async def test_one_that_cancels_itself_and_returns(self, ended: list[Any]) -> None:
@@ -301,7 +301,7 @@ class TestCoroutines:
     @pytest.mark.asyncio
     async def test_what_follows_is_not_in_its_context(self, ended: list[Any]) -> None:
         """Its run is the current one in it, and nowhere else."""
-        seen: list[Run | None] = []
+        seen: list[RunContext | None] = []
 
         async def look() -> None:
             seen.append(CURRENT_RUN.get())

@@ -18,8 +18,8 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.executor import Invocation
 from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.state.runs import Run
 
 KEY, SESSION = "provider", "session"
 
@@ -65,27 +65,28 @@ class Setting:
         """All of them."""
         return cast("list[Worker]", self.peers)
 
-    def start(self, *chunks: int) -> Invocation:
+    def start(self, *chunks: int) -> Run[Any]:
         """A run with chunks of the client's in its arguments."""
-        arguments = Arguments(chunks=list(chunks), loans=self.lane.lent(chunks))
+        return self.start_with(Arguments(chunks=list(chunks), loans=self.lane.lent(chunks)), session=SESSION)
 
-        def begin() -> None:
-            self.begun += 1
+    def start_with(self, arguments: Arguments, session: str, **options: bool) -> Run[Any]:
+        """A run that a test has put together."""
+        run: Run[Any] = Run(EndpointSpec("f"), None, arguments, session=session, **{"pooled": True, **options})
+        self.executor.start(run, self)
+        return run
 
-        invocation = Invocation(
-            EndpointSpec("f"),
-            arguments,
-            publish=True,
-            chain=frozenset(),
-            background=False,
-            session=SESSION,
-            pooled=True,
-            on_starved=lambda why: None,
-            on_begin=begin,
-            on_progress=lambda progress: None,
-        )
-        self.executor.start(invocation, self.outcomes.append)
-        return invocation
+    def began(self, run: Run[Any]) -> None:
+        """See :class:`Owner`."""
+        self.begun += 1
+
+    def ended(self, run: Run[Any], outcome: Produced | Failure) -> None:
+        """See :class:`Owner`."""
+        self.outcomes.append(outcome)
+
+    def progressed(self, *_: object) -> None:
+        """See :class:`Owner`."""
+
+    starved = progressed
 
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """A worker says something about a run."""
@@ -116,9 +117,9 @@ def test_a_result_that_crosses_its_withdrawal(
     setting: Setting, ran: Callable[..., tuple[w.Ran, list[int]]], no_leaks: None
 ) -> None:
     """The worker had ended it before it heard: nobody is told, the chunks of both pools go back, descriptors are closed."""
-    invocation = setting.start(7, 8)
+    started = setting.start(7, 8)
     (_, number) = setting.peers[0].sent[-1]
-    assert setting.executor.withdraw(invocation)
+    assert setting.executor.withdraw(started)
     setting.peers[0].last(w.Withdraw)
     setting.said(w.Begun(), number)
     message, fds = ran([100], [7, 8])
@@ -132,9 +133,9 @@ def test_a_result_that_crosses_its_withdrawal(
 
 def test_a_withdrawal_in_time(setting: Setting) -> None:
     """What the worker had borrowed comes with its word on it."""
-    invocation = setting.start(7)
+    started = setting.start(7)
     (_, number) = setting.peers[0].sent[-1]
-    assert setting.executor.withdraw(invocation)
+    assert setting.executor.withdraw(started)
     assert setting.lane.returned() == []
     setting.said(w.Withdrawn([7]), number)
     assert setting.lane.returned() == [7]
@@ -143,10 +144,10 @@ def test_a_withdrawal_in_time(setting: Setting) -> None:
 
 def test_what_began_is_not_withdrawn(setting: Setting) -> None:
     """Others may join it, and its result is worth keeping."""
-    invocation = setting.start()
+    started = setting.start()
     (_, number) = setting.peers[0].sent[-1]
     setting.said(w.Begun(), number)
-    assert not setting.executor.withdraw(invocation)
+    assert not setting.executor.withdraw(started)
 
 
 def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
@@ -183,20 +184,14 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
     busy = setting.peers[0]
     setting.lane._results[100] = cast("Worker", busy)
     arguments = Arguments(held=[100], loans=setting.lane.hold([100]) or {})
-    invocation = Invocation(
-        EndpointSpec("f"), arguments, True, frozenset(), False, SESSION, True, lambda _: None, lambda: None, lambda _: None
-    )
-    setting.executor.start(invocation, setting.outcomes.append)
+    setting.start_with(arguments, SESSION)
     assert busy.last(w.Run).held == [100]
 
 
 def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     """Its run is of no session, and its arguments are: the worker is told whose, and gives them back to that one."""
     arguments = Arguments(chunks=[7], loans=setting.lane.lent([7]), session=SESSION)
-    invocation = Invocation(
-        EndpointSpec("f"), arguments, True, frozenset(), True, "task 1", False, lambda _: None, lambda: None, lambda _: None
-    )
-    setting.executor.start(invocation, setting.outcomes.append)
+    setting.start_with(arguments, "task 1", background=True, pooled=False)
     run = setting.peers[0].last(w.Run)
     assert (run.session, run.chunks) == (SESSION, [7])
     (_, number) = setting.peers[0].sent[-1]

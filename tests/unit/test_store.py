@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.protocol.records import EMPTY_TABLE, Record
-from shared_rpc.server.state.calls import CallTable, Flight
+from shared_rpc.protocol.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.runs import Run, RunTable
 
 
 class Clock:
@@ -135,96 +137,103 @@ def test_looking_makes_no_lease() -> None:
     assert len(leases) == 0 and not leases.held("x")
 
 
-# Calls in flight.
+# Runs of endpoints.
+
+
+def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object, refreshes: str | None = None) -> Run[Any]:
+    """A new run of the table."""
+    run = Run(EndpointSpec(endpoint), key, Arguments(), [waiter], refreshes)
+    calls.open(run)
+    return run
 
 
 def test_an_identical_call_joins_the_run() -> None:
     """Those who wait for a run are told together, in the order they came."""
-    calls: CallTable[str] = CallTable()
+    calls: RunTable[str] = RunTable()
     assert calls.join("f(1)", "first") is None
-    flight = calls.open("f", "f(1)", "first")
-    assert calls.join("f(1)", "second") is flight
-    calls.begin(flight)
-    assert calls.join("f(1)", "third") is flight
-    assert calls.close(flight) == ["first", "second", "third"]
+    run = opened(calls, "f", "f(1)", "first")
+    assert calls.join("f(1)", "second") is run
+    calls.begin(run)
+    assert calls.join("f(1)", "third") is run
+    assert calls.close(run) == ["first", "second", "third"]
     assert len(calls) == 0 and calls.join("f(1)", "fourth") is None
 
 
 def test_a_call_without_a_key_is_joined_by_nobody() -> None:
     """It has a run of its own."""
-    calls: CallTable[str] = CallTable()
-    flights = {calls.open("f", None, "first"), calls.open("f", None, "second")}
+    calls: RunTable[str] = RunTable()
+    runs = {opened(calls, "f", None, "first"), opened(calls, "f", None, "second")}
     assert calls.join(None, "third") is None
-    assert set(calls) == flights and len(calls) == 2
+    assert set(calls) == runs and len(calls) == 2
 
 
 def test_a_run_is_closed_once() -> None:
     """Nobody is told twice."""
-    calls: CallTable[str] = CallTable()
-    flight = calls.open("f", "f(1)", "first")
-    assert calls.close(flight) == ["first"]
-    assert calls.close(flight) == []
-    assert flight not in calls
+    calls: RunTable[str] = RunTable()
+    run = opened(calls, "f", "f(1)", "first")
+    assert calls.close(run) == ["first"]
+    assert calls.close(run) == []
+    assert run not in calls
 
 
 def test_a_queued_run_that_nobody_waits_for_is_to_be_dropped() -> None:
     """With the last who leaves, not before."""
-    calls: CallTable[str] = CallTable()
-    flight = calls.open("f", "f(1)", "first")
+    calls: RunTable[str] = RunTable()
+    run = opened(calls, "f", "f(1)", "first")
     calls.join("f(1)", "second")
-    assert not calls.leave(flight, "first")
-    assert calls.leave(flight, "second")
-    assert calls.close(flight) == []
+    assert not calls.leave(run, "first")
+    assert calls.leave(run, "second")
+    assert calls.close(run) == []
 
 
 def test_a_running_run_goes_on_alone() -> None:
     """Its result is cached, and a later call still joins it."""
-    calls: CallTable[str] = CallTable()
-    flight = calls.open("f", "f(1)", "first")
-    calls.begin(flight)
-    assert not calls.leave(flight, "first")
-    assert calls.join("f(1)", "second") is flight
-    assert calls.close(flight) == ["second"]
+    calls: RunTable[str] = RunTable()
+    run = opened(calls, "f", "f(1)", "first")
+    calls.begin(run)
+    assert not calls.leave(run, "first")
+    assert calls.join("f(1)", "second") is run
+    assert calls.close(run) == ["second"]
 
 
 def test_leaving_a_run_that_ended_drops_nothing() -> None:
     """Its slot may be another run's by now."""
-    calls: CallTable[str] = CallTable()
-    ended = calls.open("f", "f(1)", "first")
+    calls: RunTable[str] = RunTable()
+    ended = opened(calls, "f", "f(1)", "first")
     calls.close(ended)
-    current = calls.open("f", "f(1)", "second")
+    current = opened(calls, "f", "f(1)", "second")
     assert not calls.leave(ended, "first")
     assert calls.join("f(1)", "third") is current
 
 
 def test_who_never_waited_takes_nobody_along() -> None:
     """Leaving twice is leaving once."""
-    calls: CallTable[str] = CallTable()
-    flight = calls.open("f", "f(1)", "first")
+    calls: RunTable[str] = RunTable()
+    run = opened(calls, "f", "f(1)", "first")
     calls.join("f(1)", "second")
-    assert not calls.leave(flight, "first")
-    assert not calls.leave(flight, "first")
-    assert calls.close(flight) == ["second"]
+    assert not calls.leave(run, "first")
+    assert not calls.leave(run, "first")
+    assert calls.close(run) == ["second"]
 
 
 @pytest.mark.parametrize("what", [{"key": "f(1)"}, {"endpoint": "f"}])
 def test_invalidation_detaches_a_run(what: dict[str, str]) -> None:
     """Its waiters stay with it, it has no key to be cached under, and the next identical call starts anew."""
-    calls: CallTable[str] = CallTable()
-    flight, other = calls.open("f", "f(1)", "first"), calls.open("g", "g(1)", "other")
+    calls: RunTable[str] = RunTable()
+    run, other = opened(calls, "f", "f(1)", "first"), opened(calls, "g", "g(1)", "other")
     assert calls.detach(**what) == 1
-    assert flight.key is None and other.key == "g(1)"
+    assert run.key is None and other.key == "g(1)"
     assert calls.join("f(1)", "second") is None
-    fresh = calls.open("f", "f(1)", "second")
-    assert calls.close(flight) == ["first"]
+    fresh = opened(calls, "f", "f(1)", "second")
+    assert calls.close(run) == ["first"]
     assert calls.join("f(1)", "third") is fresh
     assert calls.detach(key="h(1)") == calls.detach(endpoint="h") == 0
 
 
 def test_runs_that_are_not_joined_live_side_by_side() -> None:
     """Without singleflight, several runs have one key: the end of one is not the end of another."""
-    calls: CallTable[str] = CallTable()
-    first, second = calls.open("f", "f(1)", "first"), calls.open("f", "f(1)", "second")
+    calls: RunTable[str] = RunTable()
+    first, second = opened(calls, "f", "f(1)", "first"), opened(calls, "f", "f(1)", "second")
     assert calls.join("f(1)", "third") is first
     assert calls.close(second) == ["second"]
     assert calls.join("f(1)", "fourth") is first
@@ -234,10 +243,10 @@ def test_runs_that_are_not_joined_live_side_by_side() -> None:
 
 def test_all_runs_can_be_closed_in_a_loop() -> None:
     """As a server does that stops."""
-    calls: CallTable[str] = CallTable()
+    calls: RunTable[str] = RunTable()
     for number in range(3):
-        calls.open("f", f"f({number})", str(number))
-    assert sorted(waiter for flight in calls for waiter in calls.close(flight)) == ["0", "1", "2"]
+        opened(calls, "f", f"f({number})", str(number))
+    assert sorted(waiter for run in calls for waiter in calls.close(run)) == ["0", "1", "2"]
     assert len(calls) == 0
 
 
@@ -608,10 +617,10 @@ class CallModel(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         """No calls."""
-        self.calls: CallTable[int] = CallTable()
-        self.waiting: dict[int, Flight[int]] = {}
-        self.runs: list[Flight[int]] = []
-        self.joinable: dict[str | None, Flight[int]] = {}
+        self.calls: RunTable[int] = RunTable()
+        self.waiting: dict[int, Run[int]] = {}
+        self.runs: list[Run[int]] = []
+        self.joinable: dict[str | None, Run[int]] = {}
         self.told: list[int] = []
         self.number = 0
 
@@ -619,19 +628,19 @@ class CallModel(RuleBasedStateMachine):
     def call(self, key: str | None, singleflight: bool) -> None:
         """A caller joins a run of its key, or starts one."""
         self.number += 1
-        flight = self.calls.join(key, self.number) if singleflight else None
+        run = self.calls.join(key, self.number) if singleflight else None
         if singleflight:
-            assert flight is self.joinable.get(key)
-        if flight is None:
-            flight = self.calls.open((key or "f")[0], key, self.number)
-            self.runs.append(flight)
+            assert run is self.joinable.get(key)
+        if run is None:
+            run = opened(self.calls, (key or "f")[0], key, self.number)
+            self.runs.append(run)
             if key is not None:
-                self.joinable.setdefault(key, flight)
-        self.waiting[self.number] = flight
+                self.joinable.setdefault(key, run)
+        self.waiting[self.number] = run
 
-    def not_joinable(self, *flights: Flight[int]) -> None:
+    def not_joinable(self, *runs: Run[int]) -> None:
         """They ended, or were detached."""
-        self.joinable = {key: flight for key, flight in self.joinable.items() if flight not in flights}
+        self.joinable = {key: run for key, run in self.joinable.items() if run not in runs}
 
     @precondition(lambda self: self.runs)
     @rule(number=st.integers(0, 20))
@@ -644,22 +653,22 @@ class CallModel(RuleBasedStateMachine):
     def leave(self, number: int) -> None:
         """A caller gives up; the last of a queued run takes it along."""
         waiter = list(self.waiting)[number % len(self.waiting)]
-        flight = self.waiting.pop(waiter)
-        drop = self.calls.leave(flight, waiter)
-        assert drop == (flight not in self.waiting.values() and not flight.running)
+        run = self.waiting.pop(waiter)
+        drop = self.calls.leave(run, waiter)
+        assert drop == (run not in self.waiting.values() and not run.running)
         if drop:
-            assert self.calls.close(flight) == []
-            self.runs.remove(flight)
-            self.not_joinable(flight)
+            assert self.calls.close(run) == []
+            self.runs.remove(run)
+            self.not_joinable(run)
 
     @precondition(lambda self: self.runs)
     @rule(number=st.integers(0, 20))
     def close(self, number: int) -> None:
         """A run ends, in whatever way."""
-        flight = self.runs.pop(number % len(self.runs))
-        expected = [waiter for waiter, joined in self.waiting.items() if joined is flight]
-        assert self.calls.close(flight) == expected
-        self.not_joinable(flight)
+        run = self.runs.pop(number % len(self.runs))
+        expected = [waiter for waiter, joined in self.waiting.items() if joined is run]
+        assert self.calls.close(run) == expected
+        self.not_joinable(run)
         for waiter in expected:
             del self.waiting[waiter]
         self.told += expected
@@ -667,16 +676,16 @@ class CallModel(RuleBasedStateMachine):
     @rule(key=KEYS)
     def detach(self, key: str) -> None:
         """A call is invalidated: its runs go on without a key."""
-        runs = [flight for flight in self.runs if flight.key == key]
+        runs = [run for run in self.runs if run.key == key]
         assert self.calls.detach(key=key) == len(runs)
-        assert all(flight.key is None and flight in self.calls for flight in runs)
+        assert all(run.key is None and run in self.calls for run in runs)
         self.not_joinable(*runs)
 
     @invariant()
     def every_waiter_is_with_its_run(self) -> None:
         """And with no other; those who were told wait no more."""
         assert set(self.calls) == set(self.runs) and len(self.calls) == len(self.runs)
-        assert {waiter: flight for flight in self.calls for waiter in flight.waiters} == self.waiting
+        assert {waiter: run for run in self.calls for waiter in run.waiters} == self.waiting
         assert len(self.told) == len(set(self.told)) and not set(self.told) & set(self.waiting)
 
 

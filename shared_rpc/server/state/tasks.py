@@ -48,11 +48,11 @@ class Task(Generic[W]):
     :param kept: whether its result waits to be fetched; False for the task behind a call, whose caller gets it at once.
     """
 
-    __slots__ = ("ended_at", "failure", "info", "kept", "number", "run", "watchers")
+    __slots__ = ("ended_at", "failure", "info", "kept", "number", "waiter", "watchers")
 
     #: What waits for the task's run, None once that has ended; opaque here, as is ``failure``, how it ended where that was
     #: not well.
-    run: W | None
+    waiter: W | None
     failure: Any
 
     def __init__(self, info: TaskInfo, number: int, kept: bool) -> None:
@@ -62,7 +62,7 @@ class Task(Generic[W]):
         #: When it ended, on the table's clock.
         self.ended_at = 0.0
         self.watchers: list[W] = []
-        self.run = None
+        self.waiter = None
         self.failure = None
 
     @property

@@ -1,0 +1,147 @@
+"""Runs of endpoints, and who waits for them.
+
+A run is *queued*, then *running*, then closed. A cached call joins the run of its key where there is one
+(singleflight). A refresh joins a refresh with the same arguments only: a key may leave arguments out, and an ordinary run
+is none. Rules:
+
+- Whatever ends a run releases every waiter; there is no other way out of the table.
+- A queued run that nobody waits for any more is dropped. A running one goes on: its result is cached.
+- What began later is newer: a run that ends after one which began after it does not take its place in the cache.
+- Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
+  identical call starts a run of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.specs import EndpointSpec
+
+__all__ = ["CallArguments", "Run", "RunTable"]
+
+W = TypeVar("W")
+
+#: The arguments as an executor takes them: lowered, or the live ``(args, kwargs)`` of a caller in this process.
+CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(eq=False, slots=True)
+class Run(Generic[W]):
+    """One run of an endpoint, from the call that starts it to its outcome.
+
+    ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is what it was. ``refreshes`` is
+    of a refresh what tells its arguments from others', None where nothing does. ``number`` is its place in the order in which
+    runs were opened, from 1 on; in a worker, its broker's number for it.
+
+    What the executor is to do: ``publish``: whether a record is needed; a caller in this process can do with the value alone.
+    ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: whether it may take long, and must not hold up calls
+    that are waited for. ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may
+    lie in its pool. ``request_id`` is that of the call which it was started for, ``cached`` whether the cache would list its
+    result: both are for those who listen.
+
+    ``begun_at`` is when its work began, on the caller's clock; ``progress`` is what it said last.
+    """
+
+    spec: EndpointSpec
+    key: str | None
+    arguments: CallArguments
+    waiters: list[W] = field(default_factory=list)
+    refreshes: str | None = None
+    publish: bool = True
+    chain: frozenset[str] = frozenset()
+    background: bool = False
+    session: str = ""
+    pooled: bool = False
+    request_id: str = ""
+    cached: bool = False
+    number: int = 0
+    former_key: str | None = None
+    #: When it was opened, in Unix seconds.
+    created_at: float = 0.0
+    running: bool = False
+    begun_at: float = 0.0
+    progress: Any = None
+    #: Whether its executor has nothing more to do for it.
+    over: bool = False
+    #: What its executor keeps of it.
+    place: Any = None
+
+
+class RunTable(Generic[W]):
+    """All runs that have not ended; ``W`` is what stands for a waiter."""
+
+    def __init__(self) -> None:
+        self._runs: set[Run[W]] = set()
+        self._by_key: dict[str, Run[W]] = {}
+        self._refreshes: dict[str, Run[W]] = {}
+        self._numbers = itertools.count(1)
+
+    def join(self, key: str | None, waiter: W) -> Run[W] | None:
+        """Wait for the run of that key; None if there is none to join."""
+        return self._join(self._by_key.get(key) if key is not None else None, waiter)
+
+    def join_refresh(self, arguments: str | None, waiter: W) -> Run[W] | None:
+        """Wait for the refresh with these arguments; None if there is none to join."""
+        return self._join(self._refreshes.get(arguments) if arguments is not None else None, waiter)
+
+    def _join(self, run: Run[W] | None, waiter: W) -> Run[W] | None:
+        if run is not None:
+            run.waiters.append(waiter)
+        return run
+
+    def open(self, run: Run[W]) -> None:
+        """Take in a new, queued run. Later calls of its key join it, unless an earlier run of that key still goes on."""
+        run.number = next(self._numbers)
+        self._runs.add(run)
+        if run.refreshes is not None:
+            self._refreshes.setdefault(run.refreshes, run)
+        if run.key is not None:
+            self._by_key.setdefault(run.key, run)
+
+    def begin(self, run: Run[W], now: float = 0.0) -> None:
+        """The run's work starts."""
+        run.running, run.begun_at = True, now
+
+    def leave(self, run: Run[W], waiter: W) -> bool:
+        """The waiter gives up. True if the run has no waiter left and has not begun: drop it."""
+        if waiter in run.waiters:
+            run.waiters.remove(waiter)
+        return run in self._runs and not run.waiters and not run.running
+
+    def close(self, run: Run[W]) -> list[W]:
+        """The run ended, in whatever way: those who waited."""
+        self._runs.discard(run)
+        self._unlist(run)
+        waiters, run.waiters = run.waiters, []
+        return waiters
+
+    def part(self, run: Run[W]) -> None:
+        """Keep one run's result out of the cache, and later calls from joining it."""
+        self._unlist(run)
+        run.former_key, run.key = run.key or run.former_key, None
+
+    def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
+        """Keep the results of matching runs out of the cache; how many runs that were."""
+        matching = [run for run in self._runs if run.key is not None and (run.key == key or run.spec.name == endpoint)]
+        for run in matching:
+            self.part(run)
+        return len(matching)
+
+    def _unlist(self, run: Run[W]) -> None:
+        if run.key is not None and self._by_key.get(run.key) is run:
+            del self._by_key[run.key]
+        if run.refreshes is not None and self._refreshes.get(run.refreshes) is run:
+            del self._refreshes[run.refreshes]
+
+    def __contains__(self, run: object) -> bool:
+        return run in self._runs
+
+    def __iter__(self) -> Iterator[Run[W]]:
+        return iter(tuple(self._runs))
+
+    def __len__(self) -> int:
+        return len(self._runs)
