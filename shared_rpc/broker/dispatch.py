@@ -44,6 +44,8 @@ class _Place:
     arguments: Arguments
     session: str
     worker: Worker | None = None
+    #: Whether it is in the backlog.
+    waits: bool = False
     starving: bool = False
     #: Whether a worker has ended under it before it had begun.
     again: bool = False
@@ -136,7 +138,11 @@ class Dispatcher:
         except ServerBusy as error:
             self._end(run, Failure.of(error))
         else:
-            self._waiting.add(run)
+            self._add(run)
+
+    def _add(self, run: Run[Any]) -> None:
+        run.place.waits = True
+        self._waiting.add(run)
 
     def look(self) -> None:
         """A worker is there that was not, or reads again, or none will come any more."""
@@ -177,7 +183,9 @@ class Dispatcher:
         place: _Place = run.place
         arguments, lane = place.arguments, place.executor.lanes.find(place.session)
         message, fds = _message(run, worker, lane)
-        self._waiting.take(run)
+        if place.waits:
+            self._waiting.take(run)
+            place.waits = False
         try:
             worker.send(message, place.number, b"".join(arguments.skeletons), fds)
         except (ProtocolError, OSError) as error:
@@ -319,7 +327,7 @@ class Dispatcher:
                 self._end(run, Failure.of(crash))
             else:
                 place.worker, place.again = None, True
-                self._waiting.add(run)
+                self._add(run)
                 lane = place.executor.lanes.find(place.session)
                 if lane is not None:
                     lane.not_begun(place.arguments.chunks)

@@ -60,8 +60,12 @@ class RelayedLane(SessionLane):
             if self._lent.get(chunk) is worker:
                 del self._lent[chunk]
                 self._returned.append(chunk)
-        if self._returned:
+        if self._returned and self._wanted:
             self._tell()
+
+    def unused(self, numbers: Iterable[int]) -> None:
+        """See :class:`ChunkSink`: no worker has seen these chunks."""
+        self.put_back(numbers)
 
     def made(self, worker: Worker, record: Record) -> None:
         """A worker sent a result in chunks of its pool."""
@@ -88,7 +92,7 @@ class RelayedLane(SessionLane):
 
     def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
         """See :class:`SessionLane`."""
-        return dict.fromkeys(chunks, _Unused(self))
+        return dict.fromkeys(chunks, self)
 
     def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
         """See :class:`SessionLane`. The worker holds them when the call is there, and has the last word."""
@@ -116,8 +120,8 @@ class RelayedLane(SessionLane):
 
     def freed(self) -> list[int]:
         """See :class:`SessionLane`."""
-        chunks = self.returned()
-        if chunks:
+        chunks, self._returned = self._returned, []
+        if chunks and self._wanted:
             self._tell()
         return chunks
 
@@ -164,14 +168,3 @@ class RelayedLane(SessionLane):
             segment.close()
         self._segments.clear()
         self._wanted.clear()
-
-
-class _Unused:
-    """Takes chunks of the client's back that no worker has seen."""
-
-    def __init__(self, lane: RelayedLane) -> None:
-        self._lane = lane
-
-    def unused(self, numbers: Iterable[int]) -> None:
-        """See :class:`Lender`."""
-        self._lane.put_back(numbers)

@@ -153,7 +153,7 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        if not self.closed:
+        if self._descriptor is not None:
             warnings.warn(f"segment {self.info.id} was dropped with its fd {self.fileno()} open", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

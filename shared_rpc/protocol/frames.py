@@ -24,6 +24,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from shared_rpc.errors import ProtocolError
 
@@ -164,11 +165,20 @@ class FrameDecoder:
         if self.frames:
             return True
         if self._header is None:
-            if not self._buffer:
+            if len(self._buffer) < HEADER_SIZE:
+                if self._buffer:
+                    self._check_beginning()
                 return False
-            self._header = self._read_header()
-            if self._header is None:
-                return False
+            magic, version, kind, count, request_id, body_size, payload_size = _HEADER.unpack_from(self._buffer)
+            if (
+                magic != MAGIC
+                or version != VERSION
+                or count > MAX_FDS
+                or body_size > self._limits.body
+                or payload_size > self._limits.payload
+            ):
+                self._refuse_header(magic, version, count, body_size, payload_size)
+            self._header = kind, count, request_id, body_size, payload_size
         kind, count, request_id, body_size, payload_size = self._header
         end = HEADER_SIZE + body_size + payload_size
         if len(self._buffer) < end:
@@ -190,14 +200,13 @@ class FrameDecoder:
         self._header = None
         return True
 
-    def _read_header(self) -> tuple[int, int, int, int, int] | None:
-        if len(self._buffer) < HEADER_SIZE:
-            # What is there already must be right: garbage is not waited for.
-            known = min(len(self._buffer), len(MAGIC))
-            if self._buffer[:known] != MAGIC[:known]:
-                raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self._buffer[:known])!r}")
-            return None
-        magic, version, kind, count, request_id, body, payload = _HEADER.unpack_from(self._buffer)
+    def _check_beginning(self) -> None:
+        """Refuse what is no beginning of a header: garbage is not waited for."""
+        known = min(len(self._buffer), len(MAGIC))
+        if self._buffer[:known] != MAGIC[:known]:
+            raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self._buffer[:known])!r}")
+
+    def _refuse_header(self, magic: bytes, version: int, count: int, body: int, payload: int) -> NoReturn:
         if magic != MAGIC:
             raise ProtocolError(f"not a shared_rpc frame: it begins with {magic!r}")
         if version != VERSION:
@@ -206,11 +215,9 @@ class FrameDecoder:
             )
         if count > MAX_FDS:
             raise ProtocolError(f"a frame announces {count} file descriptors; the limit is {MAX_FDS}")
-        if body > self._limits.body or payload > self._limits.payload:
-            raise ProtocolError(
-                f"a frame announces {body} + {payload} bytes; the limits are {self._limits.body} + {self._limits.payload}"
-            )
-        return kind, count, request_id, body, payload
+        raise ProtocolError(
+            f"a frame announces {body} + {payload} bytes; the limits are {self._limits.body} + {self._limits.payload}"
+        )
 
     def close(self) -> None:
         """Close the descriptors that nobody has taken."""

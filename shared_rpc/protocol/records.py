@@ -175,5 +175,6 @@ class Arguments:
         """Close the descriptors, and give back the chunks that nothing has used."""
         for segment in self.segments:
             segment.close()
-        for chunk, borrower in self.take_loans().items():
-            borrower.unused([chunk])
+        if self.loans:
+            for chunk, borrower in self.take_loans().items():
+                borrower.unused([chunk])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 
@@ -40,24 +39,34 @@ def read_arguments(
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
     arguments.returnable = message.returnable and message.pooled
-    arguments.loans = lanes.of(session).lent(message.chunks) if message.chunks else {}
+    #: Those that are known by their ids have to be looked for.
+    segments: list[Segment | None] = [None] * len(message.segments)
+    lane = lanes.of(session) if message.arenas or message.chunks or message.held else None
     try:
-        # First what came: the client will not send an arena again, whatever becomes of this call.
-        _take_sent(arguments.segments, frame, message, lambda: lanes.of(session), trusted=objects is None)
-        if message.held:
+        if lane is not None and message.chunks:
+            arguments.loans = lane.lent(message.chunks)
+        if frame.fds:
+            # First what came: the client will not send an arena again, whatever becomes of this call.
+            _take_sent(segments, frame, message, lane, trusted=objects is None)
+        if lane is not None and message.held:
             # Chunks of its results that the session names: they stay as long as the endpoint has them.
-            held = lanes.of(session).hold(message.held)
+            held = lane.hold(message.held)
             if held is None:
                 raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
             arguments.loans.update(held)
-        _find_kept(arguments.segments, message, session, lanes, objects)
+        if message.kept:
+            _find_kept(segments, message, lane or lanes.find(session), objects)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])
             start += size
     except BaseException:
         arguments.close()
+        for segment in segments:
+            if segment is not None:
+                segment.close()
         raise
+    arguments.segments = [segment for segment in segments if segment is not None]
     return arguments
 
 
@@ -72,19 +81,19 @@ def _check(frame: Frame, message: m.Call) -> None:
 
 
 def _take_sent(
-    segments: list[Segment], frame: Frame, message: m.Call, lane: Callable[[], SessionLane], *, trusted: bool
+    segments: list[Segment | None], frame: Frame, message: m.Call, lane: SessionLane | None, *, trusted: bool
 ) -> None:
-    """Append the segments whose descriptors came; those that are known by their ids have none yet."""
+    """Own the segments whose descriptors came."""
     kept, arenas = frozenset(message.kept), frozenset(message.arenas)
     sent = deque(frame.take_fds())
     try:
         for number, info in enumerate(message.segments):
             if number in kept:
-                segments.append(Segment(info, -1))
-            elif number in arenas:
-                segments.append(lane().take_arena(info, sent.popleft()))
+                continue
+            if number in arenas and lane is not None:
+                segments[number] = lane.take_arena(info, sent.popleft())
             else:
-                segments.append(Segment(info if trusted else _renamed(info), sent.popleft()))
+                segments[number] = Segment(info if trusted else _renamed(info), sent.popleft())
     finally:
         for fd in sent:
             os.close(fd)
@@ -95,26 +104,21 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
     return msgspec.structs.replace(info, id=new_segment_id())
 
 
-def _find_kept(
-    segments: list[Segment], message: m.Call, session: str, lanes: Lanes[SessionLane], objects: ObjectStore | None
-) -> None:
-    if not message.kept:
-        return
-
-    def known(number: int) -> Segment | None:
-        # A segment that the server keeps, of an object or of the session's results; it stays theirs.
-        segment_id, lane = message.segments[number].id, lanes.find(session)
+def _find_kept(segments: list[Segment | None], message: m.Call, lane: SessionLane | None, objects: ObjectStore | None) -> None:
+    """Duplicate the segments that are known by their ids: arenas of the session's, and what the server keeps."""
+    unknown = []
+    for number in set(message.kept) - set(message.arenas):
+        segment_id = message.segments[number].id
+        # Of an object, or of the session's results; it stays theirs.
         found = objects.segment(segment_id) if objects is not None else None
-        return found or (lane.result_segment(segment_id) if lane is not None else None)
-
-    named = set(message.kept) - set(message.arenas)
-    unknown = [message.segments[number].id[:100] for number in named if known(number) is None]
+        found = found or (lane.result_segment(segment_id) if lane is not None else None)
+        if found is None:
+            unknown.append(segment_id[:100])
+        elif segments[number] is None:
+            # It is mapped as it is mapped here already: for writing.
+            segments[number] = found.duplicate("read_write")
     if unknown:
         raise SegmentNotFound(f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown)
     for number in message.kept:
-        found = known(number) if number in named else None
-        if found is not None:
-            # It is mapped as it is mapped here already: for writing.
-            segments[number] = found.duplicate("read_write")
-        elif segments[number].closed:
-            segments[number] = lanes.of(session).arena(message.segments[number].id)
+        if segments[number] is None and lane is not None:
+            segments[number] = lane.arena(message.segments[number].id)

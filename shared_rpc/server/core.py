@@ -398,8 +398,11 @@ class Core:
             if self.stopped:
                 raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
             spec = self.registry.get(endpoint)
-            key = None
-            if spec.cache or lowered is not None or not _fit(spec, arguments):
+            key = count = None
+            if lowered is None and isinstance(arguments, Arguments):
+                count = count_args(arguments.args, arguments.kwargs)
+            # What is not cached need not be read where it fits the signature.
+            if spec.cache or count is None or not takes(spec, count):
                 key = key_of(spec, *_read(lowered, arguments))
             check_chain(spec, key, chain)
         except BaseException:
@@ -432,12 +435,6 @@ class Core:
 
     def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
         return Observed(self.server_id, spec.name, request_id, session, self.sessions.pid_of(session))
-
-
-def _fit(spec: EndpointSpec, arguments: CallArguments) -> bool:
-    """Return whether arguments fit an endpoint's signature, as far as that can be told without reading them."""
-    count = count_args(arguments.args, arguments.kwargs) if isinstance(arguments, Arguments) else None
-    return count is not None and takes(spec, count)
 
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:

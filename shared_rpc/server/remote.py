@@ -191,7 +191,7 @@ class RemoteCaller:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
         waiting[self._number] = self
         del self._frame  # while it waits, nobody needs it
-        self._waiter = Waiter(self.session, self.deliver, request_id=self.name)
+        self._waiter = Waiter(self.session, self.deliver, request_id=f"{self._client.name}-{self._number}")
         return self._waiter
 
     def leave(self) -> None:
@@ -222,9 +222,10 @@ class RemoteCaller:
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """See :class:`Caller`."""
         if self._waiter is not None:
-            if self._ended:
+            waiting = self._client.waiting
+            if waiting.get(self._number) is not self:
                 return False
-            del self._client.waiting[self._number]
+            del waiting[self._number]
         return self._client.send(message, self._number, payload, fds)
 
     @property

@@ -134,10 +134,10 @@ class Runs:
 
         :param arguments: descriptors in them belong to this object now.
         """
-        if not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
+        if key is not None and not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
             close_arguments(arguments)
             return
-        if spec.singleflight:
+        if spec.singleflight and (key is not None or waiter.refreshes):
             run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
             if run is not None:
                 close_arguments(arguments)
@@ -270,7 +270,8 @@ class Runs:
             self._finish(run, outcome)
         elif isinstance(outcome, Produced) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
-        self._next_turn(run)
+        if run.spec.concurrency != "parallel":
+            self._next_turn(run)
 
     def _count_build(self, run: Run[Waiter], error: str = "") -> None:
         seconds = time.monotonic() - run.begun_at
@@ -360,8 +361,10 @@ class Runs:
             for waiter in waiters:
                 if (managed and not waiter.refreshes) or waiter.keeps:
                     self._leases.grant(waiter.session, stored.object_id)
-        # Tasks last: what a task hands on and lets go of may be all that keeps the record.
-        for waiter in sorted(waiters, key=lambda waiter: waiter.keeps):
+        if len(waiters) > 1:
+            # Tasks last: what a task hands on and lets go of may be all that keeps the record.
+            waiters = sorted(waiters, key=lambda waiter: waiter.keeps)
+        for waiter in waiters:
             tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import socket
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ class FramedStream:
     :param on_end: called once, when the other side is gone, after all that it had sent was handled, or with the error that
         ends the stream. It is to call :meth:`close`, perhaps after a last message.
     :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
-    :param backpressure: bytes that the other side may leave unread before nothing more is read from it; None for any number.
+    :param backpressure: bytes that the other side may leave unread before nothing more is read from it.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class FramedStream:
         on_frame: Callable[[Frame], None],
         on_end: Callable[[Exception | None], None],
         on_drained: Callable[[], None] = _nothing,
-        backpressure: int | None = None,
+        backpressure: float = math.inf,
     ) -> None:
         sock.setblocking(False)
         self._socket = FrameSocket(sock)
@@ -53,8 +54,10 @@ class FramedStream:
         self._loop = asyncio.get_running_loop()
         #: A message may be sent in the context of an endpoint, and what the loop is to call must not keep that.
         self._context = contextvars.copy_context()
-        #: Whether it goes on in the loop's next turn.
+        #: Whether there may be frames that have come and were not handled.
         self._behind = False
+        #: Whether it goes on in the loop's next turn.
+        self._scheduled = False
         #: Whether all must be written before more is handled.
         self._paused = False
         self._gathering = False
@@ -68,12 +71,12 @@ class FramedStream:
 
         :raises OSError: if the kernel does not watch the socket.
         """
-        self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._loop.add_reader(self._socket.fileno(), self._turn)
 
     @property
     def full(self) -> bool:
         """Whether the other side leaves more unread than it may."""
-        return self._backpressure is not None and self._socket.unsent > self._backpressure
+        return self._socket.unsent > self._backpressure
 
     def send(self, message: Message, request_id: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
         """Queue a message, and write as much as goes at once. The descriptors are duplicated. Never waits.
@@ -83,7 +86,7 @@ class FramedStream:
         """
         if not self.closed:
             self._socket.queue(message, request_id, payload, fds)
-            if not self._gathering:
+            if not self._gathering and not self.congested:
                 self._flush()
 
     def close(self) -> None:
@@ -112,13 +115,9 @@ class FramedStream:
         except Exception:
             _log.exception("what a process had sent before its end cannot be read")
 
-    def _readable(self) -> None:
-        if not self._behind:
-            self._turn()
-
     def _go_on(self) -> None:
-        if not self.closed:
-            self._turn()
+        self._scheduled = False
+        self._turn()
 
     def _turn(self) -> None:
         """Read and handle until there is nothing more, or others must have their turn. Never raises, whatever comes.
@@ -126,17 +125,19 @@ class FramedStream:
         Reading goes on to the end, because uvloop calls once, and never again, where the other side closed with something
         unread: libuv stops polling a descriptor after an error.
         """
+        if self.closed or self._paused or self._scheduled:
+            return
         try:
             for _ in range(_TURN):
+                if not self._behind:
+                    self._socket.receive()
                 self._behind = self._handle_frames()
-                if self.closed:
+                if self.closed or self._paused:
                     return
-                if self._behind or self._paused:
+                if self._behind:
                     break
-                self._socket.receive()
-            if not self._paused:
-                self._behind = True
-                self._loop.call_soon(self._go_on)
+            self._scheduled = True
+            self._loop.call_soon(self._go_on)
         except BlockingIOError:
             pass
         except ConnectionClosed:
@@ -150,26 +151,33 @@ class FramedStream:
 
     def _handle_frames(self) -> bool:
         """Handle what has come, and send in one write what that brings. True if there may be more."""
-        if not self._socket.ready():
+        sock, left = self._socket, _TURN
+        more = sock.ready()
+        if not more:
             return False
         self._gathering = True
-        frame, left = None, _TURN
         try:
-            while left and not self.closed and not self.full and (frame := self._socket.next_frame()) is not None:
+            while more and left and sock.queued - sock.written <= self._backpressure:
                 left -= 1
+                frame = sock.frames.popleft()
                 try:
                     self._on_frame(frame)
                 finally:
                     if frame.fds:
                         frame.close()
+                if self.closed:
+                    return False
+                more = sock.ready()
         finally:
             self._gathering = False
-            if self._socket.unsent:
+            if sock.queued != sock.written:
                 self._flush()
-        if self.congested and not self._broken and self.full:
+        if self.congested and self.full:
+            if self._broken:
+                raise ConnectionClosed("the other side has gone, and left more unread than it may")
             self._paused = True
-            self._loop.remove_reader(self._socket.fileno())
-        return frame is not None and not self.closed
+            self._loop.remove_reader(sock.fileno())
+        return more
 
     def _flush(self) -> None:
         if self.closed or self.congested:
@@ -191,16 +199,19 @@ class FramedStream:
             self.congested = False
         except ConnectionClosed:
             self._broken = True
+            if self._paused:
+                self._end(None)
+                return
         try:
             if self._paused:
-                self._loop.add_reader(self._socket.fileno(), self._readable)
+                self._loop.add_reader(self._socket.fileno(), self._turn)
             self._loop.remove_writer(self._socket.fileno())
         except OSError as error:
             self._unwatched(error)
             return
         if self._paused:
             self._paused = False
-            self._go_on()
+            self._turn()
         if not self.congested and not self.closed:
             self._on_drained()
 

@@ -78,7 +78,7 @@ def deaf_from(server: Server, begun: threading.Event, go: threading.Event) -> It
     def go_on_reading() -> None:
         for connection in deaf:
             if connection._socket.fileno() >= 0:
-                connection._loop.add_reader(connection._socket.fileno(), connection._readable)
+                connection._loop.add_reader(connection._socket.fileno(), connection._turn)
                 connection._turn()
 
     def deafen() -> None:

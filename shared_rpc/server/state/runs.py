@@ -115,7 +115,8 @@ class RunTable(Generic[W]):
     def close(self, run: Run[W]) -> list[W]:
         """The run ended, in whatever way: those who waited."""
         self._runs.discard(run)
-        self._unlist(run)
+        if run.key is not None or run.refreshes is not None:
+            self._unlist(run)
         waiters, run.waiters = run.waiters, []
         return waiters
 
