@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client.buffers import request_of
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.handle import Handle
@@ -24,6 +23,7 @@ from shared_rpc.in_process_generations import InProcessGenerations
 from shared_rpc.memory.devices import device_id, device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
+from shared_rpc.operations.buffers import request_of
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.core import Core
@@ -259,7 +259,7 @@ class InProcessRuntime(InProcessGenerations):
     def _interrupted(self, session: object) -> None:
         """See :class:`shared_rpc.handle.Issuer`. The lease is this process's own, and ends with it."""
 
-    def object_info(self, object_id: str) -> dict[str, Any]:
+    def get_object_info(self, object_id: str) -> dict[str, Any]:
         """See :class:`shared_rpc.handle.Issuer`."""
         return self._engine.ask(lambda core: core.object_info(object_id))
 
@@ -267,7 +267,7 @@ class InProcessRuntime(InProcessGenerations):
         """See :class:`shared_rpc.handle.Issuer`."""
         handle._check_held()
         try:
-            self.object_info(handle.object_id)
+            self.get_object_info(handle.object_id)
         except ConnectionClosed as error:
             raise StaleHandleError(str(error), reason="server_unreachable") from error
 

@@ -17,9 +17,9 @@ from shared_rpc.lifecycle.main_end import forget, remember
 from shared_rpc.memory.backends.choice import MechanismOption, facts, settle
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.operations import Operations
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.refreshing import Refreshing
+from shared_rpc.role_operations import Operations
 from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server

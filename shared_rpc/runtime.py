@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client.sync import Client
 from shared_rpc.handle import Handle
 from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.operations.client import Client
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine

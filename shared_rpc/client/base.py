@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
+from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.preload import preload_codec
-from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.session import LeaseBook, Session
+from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -129,6 +130,21 @@ class BaseClient(ABC):
     def socket_path(self) -> str:
         """The server's socket."""
         return self._address.path()
+
+    def _watch_in(self, server: Session) -> Subscriptions:
+        """Return what the subscriptions belong to; its connection is in this session."""
+        self._watched = server
+        if self._watch is None:
+            self._watch = Subscriptions(weakly(self._news_source))
+        return self._watch
+
+    def _news_source(self) -> ConnectionSource:
+        return ConnectionSource(Connection(self.socket_path).open(self._watched.token, PROMPT))
+
+    def _unwatch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _limit(self, timeout: float | None) -> float | None:
         return self._timeout if timeout is OWN_TIMEOUT else timeout

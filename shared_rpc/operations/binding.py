@@ -1,0 +1,128 @@
+"""Binding: how an operation that is written once becomes a method of every class that has it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import Result, valued
+from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach
+from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.handle import AsyncHandle, Handle, Lease
+
+__all__ = ["Context", "Leased", "Steps", "bound", "handed", "id_of", "operation", "reached"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+D = TypeVar("D", bound=Driver)
+
+#: What the body of an operation is: see :mod:`shared_rpc.client.steps`.
+Steps = Generator[Any, Any, R]
+
+
+class Leased(Generic[T]):
+    """For type checkers, what an operation gives with a lease: a :class:`Handle`, or an :class:`AsyncHandle` of coroutines."""
+
+
+class Context(ABC):
+    """What an operation may know of whoever drives it."""
+
+    #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+    _values: weakref.WeakValueDictionary[str, Any]
+
+    @property
+    @abstractmethod
+    def socket_path(self) -> str:
+        """The server's socket."""
+
+    @abstractmethod
+    def _known(self) -> Known | None:
+        """Return the server, if it was reached before."""
+
+    @abstractmethod
+    def _lane(self) -> Lane | None:
+        """Return the pools of the session that there is now."""
+
+    @abstractmethod
+    def _watch_in(self, server: Any) -> Subscriptions:
+        """Return what subscriptions belong to, for a server as :meth:`_known` has it."""
+
+
+class operation(Generic[P, R]):
+    """A public operation: signature, docstring and body. :func:`bound` makes a method of it."""
+
+    def __init__(self, body: Callable[Concatenate[Context, P], Steps[R]]) -> None:
+        self.body = body
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self: operation[P, Leased[T]], owner: Blocking, kind: type) -> Callable[P, Handle[T]]: ...
+    @overload
+    def __get__(
+        self: operation[P, Leased[T]], owner: Coroutines, kind: type
+    ) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
+    @overload
+    def __get__(self, owner: Blocking, kind: type) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        """Return the operation itself: a class that was bound has a method in its place."""
+        return self
+
+
+def bound(kind: type[D]) -> type[D]:
+    """Make methods of the operations that a class has: plain functions, so that a call costs what it would if written out."""
+    for name in dir(kind):
+        found = inspect.getattr_static(kind, name)
+        body = found.body if isinstance(found, operation) else getattr(found, "_body", None)
+        if body is not None:
+            setattr(kind, name, _method(kind, name, body))
+    return kind
+
+
+def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> Callable[..., Any]:
+    """Return the method of one operation, which tells its signature as it is called: without what only the body sees."""
+    method = kind._bound(name, body)
+    annotations = {each: _shown(text, kind) for each, text in body.__annotations__.items() if each != "ctx"}
+    signature = inspect.signature(body)
+    of_self, *others = signature.parameters.values()
+    parameters = [of_self.replace(name="self", annotation=inspect.Parameter.empty)]
+    parameters += [each.replace(annotation=annotations[each.name]) for each in others]
+    method.__name__, method.__qualname__ = name, f"{kind.__qualname__}.{name}"
+    method.__doc__, method.__module__ = body.__doc__, kind.__module__
+    method.__annotations__ = annotations
+    # By it a subclass with a driver of its own is bound anew; and its module has the names of the annotations.
+    method._body = method.__wrapped__ = body  # type: ignore[attr-defined]
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=annotations["return"]
+    )
+    return method
+
+
+def _shown(annotation: str, kind: type[Driver]) -> str:
+    """Return an annotation as the callers of a class know it."""
+    inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
+    return re.sub(r"\bLeased?\b", kind.HANDLE, inner[1] if inner else annotation)
+
+
+def reached(ctx: Context) -> Operation[Known]:
+    """Return the server, which is reached now where it was not before."""
+    return ctx._known() or cast(Known, (yield Reach()))
+
+
+def handed(ctx: Context, result: Result) -> Operation[Any]:
+    """Rebuild a result: a handle, where a lease came with the value."""
+    message, value = yield from valued(result, ctx._values)
+    return (yield Lend(message, value)) if message.managed else value
+
+
+def id_of(handle: Lease[Any] | str) -> str:
+    """Return the object id of a handle, or the id itself."""
+    return handle if isinstance(handle, str) else handle.object_id
