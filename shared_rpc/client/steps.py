@@ -140,10 +140,15 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back: a message, and the frame that still owns its descriptors."""
+    """What came back: a message, and the frame that still owns its descriptors.
+
+    ``live``: it came from this very process, and brings the result itself, ``value``, in place of a record.
+    """
 
     message: m.Message
     frame: Frame
+    live: bool = False
+    value: Any = None
 
 
 @dataclass(slots=True)

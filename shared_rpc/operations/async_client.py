@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @bound
-class AsyncClient(Operations, CoroutineDriver, Context):
+class AsyncClient(CoroutineDriver, Operations, Context):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
     All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in

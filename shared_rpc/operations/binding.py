@@ -6,16 +6,17 @@ import inspect
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.lane import Lane
-from shared_rpc.client.results import Result, valued
-from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach
+from shared_rpc.client.results import Result, result_of, valued
+from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach, Reply, Tell
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.handle import AsyncHandle, Handle, Lease
+from shared_rpc.protocol import messages as m
 
-__all__ = ["Context", "Leased", "Steps", "bound", "handed", "id_of", "operation", "reached"]
+__all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "reached", "taken"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,28 +47,31 @@ class Context(ABC):
         """Return the server, if it was reached before."""
 
     @abstractmethod
-    def _lane(self) -> Lane | None:
-        """Return the pools of the session that there is now."""
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+        """Send a call of a kind: what :func:`taken` needs.
+
+        :param pooled: whether its arguments and result may lie in pools.
+        """
 
     @abstractmethod
     def _watch_in(self, server: Any) -> Subscriptions:
         """Return what subscriptions belong to, for a server as :meth:`_known` has it."""
 
 
-class operation(Generic[P, R]):
-    """A public operation: signature, docstring and body. :func:`bound` makes a method of it."""
+class _Unbound(Generic[P, R]):
+    """An operation, of which :func:`bound` makes a method."""
 
     def __init__(self, body: Callable[Concatenate[Context, P], Steps[R]]) -> None:
         self.body = body
 
+
+class operation(_Unbound[P, R]):
+    """A public operation: signature, docstring and body."""
+
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...
-    @overload
-    def __get__(self: operation[P, Leased[T]], owner: Blocking, kind: type) -> Callable[P, Handle[T]]: ...
-    @overload
-    def __get__(
-        self: operation[P, Leased[T]], owner: Coroutines, kind: type
-    ) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
     @overload
     def __get__(self, owner: Blocking, kind: type) -> Callable[P, R]: ...
     @overload
@@ -77,11 +81,25 @@ class operation(Generic[P, R]):
         return self
 
 
+class lending(_Unbound[P, Leased[T]], Generic[P, T]):
+    """A public operation that gives a handle."""
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: Blocking, kind: type) -> Callable[P, Handle[T]]: ...
+    @overload
+    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        """See :class:`operation`."""
+        return self
+
+
 def bound(kind: type[D]) -> type[D]:
     """Make methods of the operations that a class has: plain functions, so that a call costs what it would if written out."""
     for name in dir(kind):
         found = inspect.getattr_static(kind, name)
-        body = found.body if isinstance(found, operation) else getattr(found, "_body", None)
+        body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
         if body is not None:
             setattr(kind, name, _method(kind, name, body))
     return kind
@@ -117,10 +135,34 @@ def reached(ctx: Context) -> Operation[Known]:
     return ctx._known() or cast(Known, (yield Reach()))
 
 
-def handed(ctx: Context, result: Result) -> Operation[Any]:
-    """Rebuild a result: a handle, where a lease came with the value."""
+def taken(ctx: Context, what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Operation[Any]:
+    """Take the result out of a reply: a handle, where a lease came with the value.
+
+    :param lane: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
+    """
+    if reply.live:
+        return (yield from _lent(reply))
+    return (yield from rebuilt(ctx, result_of(what, reply, lane, held)))
+
+
+def rebuilt(ctx: Context, result: Result) -> Operation[Any]:
+    """Rebuild a result: see :func:`taken`."""
     message, value = yield from valued(result, ctx._values)
     return (yield Lend(message, value)) if message.managed else value
+
+
+def _lent(reply: Reply) -> Operation[Any]:
+    message = reply.message
+    assert isinstance(message, m.Result), "a value comes with a result"
+    if not message.managed:
+        return reply.value
+    try:
+        return (yield Lend(message, reply.value))
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Tell(m.Release([message.object_id]))
+        raise
 
 
 def id_of(handle: Lease[Any] | str) -> str:

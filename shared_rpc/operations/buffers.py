@@ -6,13 +6,12 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Operation, Request, Tell, Work, ask
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.handle import Lease
 from shared_rpc.lifecycle.interrupts import is_interrupt
 from shared_rpc.memory.devices import device_id
-from shared_rpc.operations.binding import Context, Leased, Steps, handed, id_of, operation
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 
@@ -25,7 +24,7 @@ __all__ = ["BufferOperations", "request_of"]
 class BufferOperations:
     """Raw buffers and devices."""
 
-    @operation
+    @lending
     def create_buffer(
         ctx: Context,
         shape_or_nbytes: int | Sequence[int],
@@ -62,28 +61,28 @@ class BufferOperations:
             # This process's own index of a GPU means nothing to the server.
             chosen = yield Work(lambda: device_id(str(device)))
         message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
-        result = result_of("create_buffer", (yield Request(message, "create_buffer")))
+        reply = yield Request(message, "create_buffer")
         try:
-            handle: Leased[torch.Tensor] = yield from handed(ctx, result)
+            handle: Leased[torch.Tensor] = yield from taken(ctx, "create_buffer", reply)
         except GeneratorExit:
             raise
         except BaseException as error:
             # Nobody else knows of it. One who was interrupted is not to wait.
-            if is_interrupt(error):
-                yield Tell(m.FreeBuffer(result.message.object_id))
-            else:
-                yield from _freed(result.message.object_id)
+            if isinstance(reply.message, m.Result) and is_interrupt(error):
+                yield Tell(m.FreeBuffer(reply.message.object_id))
+            elif isinstance(reply.message, m.Result):
+                yield from _freed(reply.message.object_id)
             raise
         return handle
 
-    @operation
+    @lending
     def get_buffer(ctx: Context, buffer_id: str) -> Steps[Leased[torch.Tensor]]:
         """The buffer of that id, whoever made it: a handle of the same memory, without a copy.
 
         :raises BufferNotFound: if there is none, or not any more; ``reason`` says why.
         """
         what = f"get_buffer({buffer_id!r})"
-        handle: Leased[torch.Tensor] = yield from handed(ctx, result_of(what, (yield Request(m.GetBuffer(buffer_id), what))))
+        handle: Leased[torch.Tensor] = yield from taken(ctx, what, (yield Request(m.GetBuffer(buffer_id), what)))
         return handle
 
     @operation

@@ -8,7 +8,7 @@ from typing import Any
 from shared_rpc.client.results import Result, result_of
 from shared_rpc.client.sending import Lanes, lower, no_lane, send
 from shared_rpc.client.steps import Operation, Request, ask
-from shared_rpc.operations.binding import Context, Steps, handed, operation, reached
+from shared_rpc.operations.binding import Context, Steps, operation, reached, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 
@@ -48,9 +48,9 @@ class CallOperations:
         :raises ConnectError: if no server comes up in time.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
-        server = ctx._known() or (yield from reached(ctx))
-        result = yield from fetch(endpoint, args, kwargs, server.device, server.server_id, ctx._lane)
-        return (yield from handed(ctx, result))
+        what = f"{endpoint}()"
+        reply, lane, held = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
+        return (yield from taken(ctx, what, reply, lane, held))
 
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:

@@ -1,37 +1,29 @@
-"""The blocking client."""
+"""The blocking client, and what all blocking classes have."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
+from shared_rpc.client.steps import Blocking, Operation
 from shared_rpc.handle import Handle, updating
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import RefreshIterator
 
-__all__ = ["Client"]
+__all__ = ["BlockingOperations", "Client"]
 
 T = TypeVar("T")
 
 
-@bound
-class Client(Operations, BlockingDriver, Context):
-    """Calls the endpoints of a server on this host.
+class BlockingOperations(Operations, Blocking):
+    """All operations, and what is iterated over or entered, as blocking classes have it."""
 
-    Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
-    one session, which ends with :meth:`close`, with the last reference to the client and to its handles, or with the process;
-    its leases go back then. After a fork the child
-    starts a session of its own. The client connects with its first operation.
-
-    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
-    :param device: which server's: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
-    :param socket_path: the server's socket itself; base path and device are not looked at then.
-    :param timeout: seconds an operation may take; None for no limit.
-    :param connect_timeout: seconds to wait for a server that is not there yet.
-    :param pool: how much memory arguments may take until the server has done with them.
-    """
+    @abstractmethod
+    def _run(self, operation: Operation[T]) -> T:
+        """Drive an operation."""
 
     def refreshes(self) -> RefreshIterator:
         """Iterate over what :meth:`on_refresh` tells, in this thread; it waits, and ends with :class:`ConnectionClosed`.
@@ -57,3 +49,21 @@ class Client(Operations, BlockingDriver, Context):
         :raises StaleHandleError: if the handle was released.
         """
         return updating(handle, timeout)
+
+
+@bound
+class Client(BlockingDriver, BlockingOperations, Context):
+    """Calls the endpoints of a server on this host.
+
+    Every thread that waits has a connection of its own, so one call does not hold up another. All connections share
+    one session, which ends with :meth:`close`, with the last reference to the client and to its handles, or with the process;
+    its leases go back then. After a fork the child
+    starts a session of its own. The client connects with its first operation.
+
+    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param device: which server's: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
+    :param socket_path: the server's socket itself; base path and device are not looked at then.
+    :param timeout: seconds an operation may take; None for no limit.
+    :param connect_timeout: seconds to wait for a server that is not there yet.
+    :param pool: how much memory arguments may take until the server has done with them.
+    """

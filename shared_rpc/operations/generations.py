@@ -7,15 +7,13 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from shared_rpc.client.results import result_of
-from shared_rpc.client.sending import no_lane, send
 from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask
 from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.handle import Lease
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Leased, Steps, handed, id_of, operation, reached
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, reached, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation, Refreshes
@@ -46,20 +44,19 @@ class GenerationOperations:
         :raises RefreshError: if the call was invalidated meanwhile, or a refresh that began later ended before this one.
         :raises DeadlineExceeded: after the client's timeout.
         """
-        server = yield from reached(ctx)
         what = f"refresh({endpoint!r})"
-        reply, _, _ = yield from send(g.Refresh, endpoint, args, kwargs, server.device, server.server_id, what, no_lane)
+        reply, _, _ = yield from ctx._sent(g.Refresh, endpoint, args, kwargs, what)
         reply.frame.close()
         if not isinstance(reply.message, g.Refreshed):
             raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
         return reply.message.generation
 
-    @operation
+    @lending
     def latest(ctx: Context, handle: Lease[T]) -> Steps[Leased[T]]:
         """See :meth:`Handle.latest`."""
         handle._check_held()
         what = f"latest() of object {handle.object_id}"
-        found: Leased[T] = yield from handed(ctx, result_of(what, (yield Request(g.GetLatest(handle.object_id), what))))
+        found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
         return found
 
     @operation

@@ -6,12 +6,11 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request, Work, ask
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.handle import Lease, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.operations.binding import Context, Leased, Steps, handed, id_of, operation
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.ticket import Ticket, read_ticket
@@ -68,8 +67,8 @@ class ObjectOperations:
             info = yield from _server()
             if info["server_id"] != handle.server_id:
                 raise StaleHandleError(
-                    f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at {ctx.socket_path} "
-                    f"now: call the endpoint again",
+                    f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at "
+                    f"{info['socket_path']} now: call the endpoint again",
                     reason="server_changed",
                 )
             yield from _info(handle.object_id)
@@ -86,7 +85,7 @@ class ObjectOperations:
         """Give several leases back in one round trip; how many this process held."""
         return (yield from _released(handles))
 
-    @operation
+    @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:
         """The object of a ticket that :meth:`Handle.ticket` made: a handle with a lease of its own.
 
@@ -100,11 +99,11 @@ class ObjectOperations:
         """
         found: Ticket = yield Work(lambda: read_ticket(ticket))
         info = yield from _server()
-        found.check_server(info["server_id"], info["socket_path"])
+        found.check_server(info["server_id"], info["socket_path"] or f"pid {info['pid']}, in the local role")
         what = f"open_ticket() of object {found.object_id}"
         if found.kind == "buffer":
             message: m.Message = m.GetBuffer(found.object_id)
         else:
             message = g.GetObject(found.object_id, found.cache_key or "")
-        handle: Leased[Any] = yield from handed(ctx, result_of(what, (yield Request(message, what))))
+        handle: Leased[Any] = yield from taken(ctx, what, (yield Request(message, what)))
         return handle

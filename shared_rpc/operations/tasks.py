@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from shared_rpc.client.results import Result, result_of
-from shared_rpc.client.sending import no_lane, send
-from shared_rpc.client.steps import Known, Notify, Operation, Request, Tell, Within, ask
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask
 from shared_rpc.errors import ProtocolError
-from shared_rpc.operations.binding import Context, Steps, handed, operation, reached
+from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -25,11 +24,19 @@ def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation
     :param callback: is told of every change. If it raises, the result was not taken.
     :param poll: do not wait.
     """
-    what = f"wait_for_task({task_id!r})"
+    return result_of(_waiting(task_id), (yield from _ended(task_id, callback, poll)))
+
+
+def _waiting(task_id: str) -> str:
+    return f"wait_for_task({task_id!r})"
+
+
+def _ended(task_id: str, callback: Callback | None, poll: bool) -> Operation[Reply]:
+    what = _waiting(task_id)
     if callback is None:
-        return result_of(what, (yield Request(m.WaitTask(task_id, poll=poll), what)))
+        return cast(Reply, (yield Request(m.WaitTask(task_id, poll=poll), what)))
     info = yield from watched(task_id, callback, poll, what=what, claim=True)
-    return result_of(what, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
+    return cast(Reply, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
 
 
 def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = "", claim: bool = False) -> Operation[TaskInfo]:
@@ -56,9 +63,9 @@ def _unheard(_: TaskInfo) -> None:
     """Ignore a change: whoever waits wants to know the end alone."""
 
 
-def _submitted(server: Known, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
+def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
     what = f"submit({endpoint!r})"
-    reply, _, _ = yield from send(m.Submit, endpoint, args, kwargs, server.device, server.server_id, what, no_lane)
+    reply, _, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
     reply.frame.close()
     if not isinstance(reply.message, m.TaskIs):
         raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
@@ -84,7 +91,7 @@ class TaskOperations:
 
         :raises ServerBusy: if the server has as many tasks as it takes.
         """
-        return (yield from _submitted((yield from reached(ctx)), endpoint, args, kwargs))
+        return (yield from _submitted(ctx, endpoint, args, kwargs))
 
     @operation
     def execute(
@@ -98,11 +105,11 @@ class TaskOperations:
         **kwargs: Any,
     ) -> Steps[Any]:
         """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
-        task_id = yield from _submitted((yield from reached(ctx)), endpoint, args, kwargs)
+        task_id = yield from _submitted(ctx, endpoint, args, kwargs)
         if not wait:
             return task_id
         poll = yield from _polls(timeout)
-        return (yield from handed(ctx, (yield from fetch_task(task_id, callback, poll))))
+        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
 
     @operation
     def get_task_status(ctx: Context, task_id: str) -> Steps[TaskInfo]:
@@ -124,7 +131,7 @@ class TaskOperations:
         :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
         """
         what = f"get_task_result({task_id!r})"
-        return (yield from handed(ctx, result_of(what, (yield Request(m.FetchTask(task_id), what)))))
+        return (yield from taken(ctx, what, (yield Request(m.FetchTask(task_id), what))))
 
     @operation
     def wait_for_task(ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None) -> Steps[Any]:
@@ -140,7 +147,7 @@ class TaskOperations:
         :raises TaskError: if it is unknown or has expired.
         """
         poll = yield from _polls(timeout)
-        return (yield from handed(ctx, (yield from fetch_task(task_id, callback, poll))))
+        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
 
     @operation
     def watch_task(

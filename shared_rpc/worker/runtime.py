@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -16,11 +16,8 @@ from shared_rpc.context import CALLED_BY, CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import Client
-from shared_rpc.runtime import ClientRuntime
+from shared_rpc.runtime import ClientRuntime, ClientSettings
 from shared_rpc.settings import Role
-
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
 
 __all__ = ["WorkerRuntime"]
 
@@ -69,12 +66,12 @@ class WorkerRuntime(ClientRuntime):
 
     def __init__(
         self,
-        provider: Provider,
+        settings: ClientSettings,
         socket: str | None,
         lend: Callable[[], AbstractContextManager[None]],
         here: Callable[[], bool],
     ) -> None:
-        super().__init__(provider, socket, functools.partial(_WorkerClient, self._waiting))
+        super().__init__(settings, socket, functools.partial(_WorkerClient, self._waiting))
         self._lend = lend
         self._here = here
 
@@ -100,10 +97,10 @@ class WorkerRuntime(ClientRuntime):
     @property
     def socket_path(self) -> str:
         """Where the broker listens for this provider, or will."""
-        return self.client.socket_path
+        return self.operations.socket_path
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`."""
         # A limiter of its own: endpoints that wait for each other must not use up the threads that all of a loop share.
         limiter = anyio.CapacityLimiter(1)
-        return await anyio.to_thread.run_sync(lambda: self.call(endpoint, args, kwargs), limiter=limiter)
+        return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs), limiter=limiter)

@@ -64,7 +64,7 @@ MODULES = (
     *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server", "shared_rpc.codec"),
     *(
         "shared_rpc.extras.materialize",
-        "shared_rpc.in_process",
+        "shared_rpc.loopback",
         "shared_rpc.lifecycle.main_end",
         "shared_rpc.spawn",
         "shared_rpc.protocol.ticket",

@@ -25,11 +25,9 @@ LAYERS = [
     ["observability"],
     ["client", "server"],
     ["operations"],
-    ["in_process_generations"],
-    ["in_process", "broker"],
+    ["loopback", "broker"],
     ["runtime"],
     ["spawn"],
-    ["role_operations", "refreshing", "decorators"],
     ["provider"],
     ["worker"],
     ["extras"],
@@ -177,7 +175,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"client", "server", "in_process", "extras", "worker"}
+    assert {layer for layer, _ in users} == {"client", "server", "loopback", "extras", "worker"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
