@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -59,6 +59,9 @@ _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh}
 #: What is not answered at once. On the loop, which answers, nobody can wait for it.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
 _NO_TABLE = msgspec.Raw(b"")
+#: Of a reply that brings a value without a lease, and of those without descriptors.
+_VALUE = m.Result("", 1, False, _NO_TABLE, [])
+_NO_FRAME = Frame(0, 0, b"")
 
 
 @dataclass(slots=True)
@@ -82,11 +85,12 @@ class LocalCaller:
         self.server_info = server_info
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
         self.answered.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
-        #: What is told before the answer, and None with it, where somebody listens.
-        self.events: queue.SimpleQueue[TaskInfo | None] = queue.SimpleQueue()
-        if request.on_event is not None:
-            self.answered.add_done_callback(lambda _: self.events.put(None))
         self._waiter: Waiter | None = None
+        #: What is told before the answer, and None with it, where somebody listens.
+        self.events: queue.SimpleQueue[TaskInfo | None] | None = None
+        if request.on_event is not None:
+            events = self.events = queue.SimpleQueue()
+            self.answered.add_done_callback(lambda _: events.put(None))
 
     def ask(self) -> None:
         """Have the request answered. On the loop."""
@@ -138,22 +142,18 @@ class LocalCaller:
         if isinstance(outcome, Failure):
             self.fail(outcome)
             return True
-        stored = outcome.stored
-        message = m.Result(
-            object_id=stored.object_id if stored is not None else "",
-            generation=stored.generation if stored is not None else 1,
-            managed=outcome.managed and stored is not None,
-            table=_NO_TABLE,
-            segments=[],
-        )
-        # A buffer has no live value: its memory is mapped by whoever takes it.
-        value = stored if stored is not None and stored.kind == "buffer" else outcome.live
-        return self._settle(Reply(message, Frame(0, 0, b""), live=True, value=value))
+        message, value, stored = _VALUE, outcome.live, outcome.stored
+        if outcome.managed and stored is not None:
+            message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
+            if stored.kind == "buffer":
+                value = stored  # without a live value: its memory is mapped by whoever takes it
+        return self._settle(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
         """See :class:`Caller`."""
         assert isinstance(message, m.TaskChanged), "nothing else is told"
-        self.events.put(message.info)
+        if self.events is not None:
+            self.events.put(message.info)
 
     def starved(self, why: str) -> None:
         """See :class:`Caller`. What a caller in this process gets is in no pool."""
@@ -241,7 +241,7 @@ class LoopbackDriver(Blocking):
                     caller = None
                     return cast("T", stop.value)
                 if isinstance(step, Request):
-                    caller = self._caller(step)
+                    caller = LocalCaller(self._engine.core, step, self._server_info)
                     try:
                         advance = functools.partial(operation.send, self._answer(caller, until))
                     except SharedRPCError as error:
@@ -272,7 +272,7 @@ class LoopbackDriver(Blocking):
         try:
             request = operation.send(None)
             assert isinstance(request, Request), "it begins with its request"
-            caller = self._caller(request)
+            caller = LocalCaller(self._engine.core, request, self._server_info)
             self._engine.post(caller.ask)
             if self._engine.here():
                 reply = await asyncio.wrap_future(caller.answered)
@@ -292,9 +292,6 @@ class LoopbackDriver(Blocking):
             operation.close()
             del caller
 
-    def _caller(self, request: Request) -> LocalCaller:
-        return LocalCaller(self._engine.core, request, self._server_info)
-
     def _give_up(self, caller: LocalCaller | None) -> None:
         if caller is not None and not (caller.answered.done() and caller.answered.exception() is not None):
             with suppress(ConnectionClosed):
@@ -308,20 +305,22 @@ class LoopbackDriver(Blocking):
             caller.ask()
             return caller.answered.result()
         self._engine.post(caller.ask)
-        with self._waiting(request):
-            if request.on_event is not None:
-                while (info := _next(caller.events, until)) is not None:
-                    request.on_event(info)
-            if until < math.inf and not request.at_once:
-                concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
-                if not caller.answered.done() and self._engine.ask(lambda _: caller.leave()):
-                    raise too_late(request.what)
-            return caller.answered.result()
+        if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
+            return self._awaited(caller, until)
+        # In an endpoint: its wait must not use up the threads that whatever it waits for needs.
+        with self._engine.lend_thread():
+            return self._awaited(caller, until)
 
-    def _waiting(self, request: Request) -> AbstractContextManager[None]:
-        """Around a wait: in an endpoint it must not use up the threads that whatever it waits for needs."""
-        waits = type(request.message) in _OF_ENDPOINTS and CURRENT_RUN.get() is not None
-        return self._engine.lend_thread() if waits else nullcontext()
+    def _awaited(self, caller: LocalCaller, until: float) -> Reply:
+        request = caller.request
+        if request.on_event is not None and caller.events is not None:
+            while (info := _next(caller.events, until)) is not None:
+                request.on_event(info)
+        if until < math.inf and not request.at_once:
+            concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
+            if not caller.answered.done() and self._engine.ask(lambda _: caller.leave()):
+                raise too_late(request.what)
+        return caller.answered.result()
 
     def _done(self, step: Any) -> Any:
         """Do what an operation asks for beside requests."""
@@ -333,7 +332,7 @@ class LoopbackDriver(Blocking):
             return step.callback(step.info)
         assert isinstance(step, Tell), "the server is known"
         with suppress(ConnectionClosed):
-            self._engine.post(self._caller(Request(step.message, "a message")).ask)
+            self._engine.post(LocalCaller(self._engine.core, Request(step.message, "a message"), self._server_info).ask)
         return None
 
     def _handle(self, step: Lend) -> Handle[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.lane import Lane
-from shared_rpc.client.results import Result, result_of, valued
+from shared_rpc.client.results import result_of, valued
 from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach, Reply, Tell
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.handle import AsyncHandle, Handle, Lease
@@ -140,28 +140,18 @@ def taken(ctx: Context, what: str, reply: Reply, lane: Lane | None = None, held:
 
     :param lane: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
     """
-    if reply.live:
-        return (yield from _lent(reply))
-    return (yield from rebuilt(ctx, result_of(what, reply, lane, held)))
-
-
-def rebuilt(ctx: Context, result: Result) -> Operation[Any]:
-    """Rebuild a result: see :func:`taken`."""
-    message, value = yield from valued(result, ctx._values)
-    return (yield Lend(message, value)) if message.managed else value
-
-
-def _lent(reply: Reply) -> Operation[Any]:
-    message = reply.message
-    assert isinstance(message, m.Result), "a value comes with a result"
-    if not message.managed:
+    if not reply.live:
+        message, value = yield from valued(result_of(what, reply, lane, held), ctx._values)
+        return (yield Lend(message, value)) if message.managed else value
+    assert isinstance(reply.message, m.Result), "a value comes with a result"
+    if not reply.message.managed:
         return reply.value
     try:
-        return (yield Lend(message, reply.value))
+        return (yield Lend(reply.message, reply.value))
     except GeneratorExit:
         raise
     except BaseException:
-        yield Tell(m.Release([message.object_id]))
+        yield Tell(m.Release([reply.message.object_id]))
         raise
 
 

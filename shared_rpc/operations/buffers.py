@@ -67,6 +67,7 @@ class BufferOperations:
         except GeneratorExit:
             raise
         except BaseException as error:
+            reply.frame.close()
             # Nobody else knows of it. One who was interrupted is not to wait.
             if isinstance(reply.message, m.Result) and is_interrupt(error):
                 yield Tell(m.FreeBuffer(reply.message.object_id))
