@@ -213,7 +213,7 @@ class Driver(ABC):
     """Whatever drives operations, and knows none of them."""
 
     #: What it hands out for a lease.
-    HANDLE: ClassVar[str]
+    _HANDLE: ClassVar[str]
 
     @classmethod
     @abstractmethod
@@ -224,13 +224,13 @@ class Driver(ABC):
 class Blocking(Driver):
     """A driver whose operations return when they have ended."""
 
-    HANDLE = "Handle"
+    _HANDLE = "Handle"
 
 
 class Coroutines(Driver):
     """A driver whose operations are coroutines."""
 
-    HANDLE = "AsyncHandle"
+    _HANDLE = "AsyncHandle"
 
 
 def ask(request: Request, kind: type[m.Message]) -> Operation[Any]:

@@ -127,7 +127,7 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Return an annotation as the callers of a class know it."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
-    return re.sub(r"\bLeased?\b", kind.HANDLE, inner[1] if inner else annotation)
+    return re.sub(r"\bLeased?\b", kind._HANDLE, inner[1] if inner else annotation)
 
 
 def reached(ctx: Context) -> Operation[Known]:

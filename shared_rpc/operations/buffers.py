@@ -70,7 +70,7 @@ class BufferOperations:
             reply.frame.close()
             # Nobody else knows of it. One who was interrupted is not to wait.
             if isinstance(reply.message, m.Result) and is_interrupt(error):
-                yield Tell(m.FreeBuffer(reply.message.object_id))
+                yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
             elif isinstance(reply.message, m.Result):
                 yield from _freed(reply.message.object_id)
             raise
