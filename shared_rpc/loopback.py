@@ -34,7 +34,6 @@ from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Context, bound
-from shared_rpc.operations.calls import CallOperations
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -266,30 +265,20 @@ class LoopbackDriver(Blocking):
             # It may hold an error whose frames hold this one, and the caller's tensors with it.
             del advance, caller
 
-    async def _arun(self, operation: Operation[T]) -> T:
-        """Drive an operation that sends one request, for a coroutine, whose loop goes on meanwhile."""
-        caller: LocalCaller | None = None
+    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
+        request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
+        caller = LocalCaller(self._engine.core, cast(Request, request), self._server_info)
         try:
-            request = operation.send(None)
-            assert isinstance(request, Request), "it begins with its request"
-            caller = LocalCaller(self._engine.core, request, self._server_info)
             self._engine.post(caller.ask)
-            if self._engine.here():
-                reply = await asyncio.wrap_future(caller.answered)
-            else:
-                reply = await _waited_for(caller.answered)
-            try:
-                step = operation.send(reply)
-                operation.send(self._done(step))
-            except StopIteration as stop:
-                caller = None
-                return cast("T", stop.value)
-            raise AssertionError("it ends with its handle")
+            waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
+            reply = await waiting
+            assert isinstance(reply.message, m.Result), "a call has a result"
+            return self._handle(reply.message, reply.value) if reply.message.managed else reply.value
         except BaseException:
             self._give_up(caller)
             raise
         finally:
-            operation.close()
             del caller
 
     def _give_up(self, caller: LocalCaller | None) -> None:
@@ -325,7 +314,7 @@ class LoopbackDriver(Blocking):
     def _done(self, step: Any) -> Any:
         """Do what an operation asks for beside requests."""
         if isinstance(step, Lend):
-            return self._handle(step)
+            return self._handle(step.message, step.value)
         if isinstance(step, Work):
             return step.function()
         if isinstance(step, Notify):
@@ -335,13 +324,12 @@ class LoopbackDriver(Blocking):
             self._engine.post(LocalCaller(self._engine.core, Request(step.message, "a message"), self._server_info).ask)
         return None
 
-    def _handle(self, step: Lend) -> Handle[Any]:
-        value = self._attached(step.value) if isinstance(step.value, StoredObject) else step.value
+    def _handle(self, message: m.Result, value: Any) -> Handle[Any]:
         return Handle(
-            value,
-            object_id=step.message.object_id,
+            self._attached(value) if isinstance(value, StoredObject) else value,
+            object_id=message.object_id,
             server_id=self.server_id,
-            generation=step.message.generation,
+            generation=message.generation,
             issuer=cast(Any, self),  # the operations that it has of one are not the driver's
             session=self,
         )
@@ -378,10 +366,6 @@ class LoopbackDriver(Blocking):
 @bound
 class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
     """A role whose operations are carried out by this process, and get the live value."""
-
-    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`shared_rpc.runtime.Runtime`."""
-        return await self._arun(CallOperations.call.body(self, endpoint, *args, **kwargs))
 
     @property
     def operations(self) -> LoopbackRuntime:

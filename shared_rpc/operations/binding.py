@@ -97,8 +97,8 @@ class lending(_Unbound[P, Leased[T]], Generic[P, T]):
 
 def bound(kind: type[D]) -> type[D]:
     """Make methods of the operations that a class has: plain functions, so that a call costs what it would if written out."""
-    for name in dir(kind):
-        found = inspect.getattr_static(kind, name)
+    members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
+    for name, found in members.items():
         body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
         if body is not None:
             setattr(kind, name, _method(kind, name, body))
