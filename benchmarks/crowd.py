@@ -10,11 +10,11 @@ from typing import Any
 
 from benchmarks.processes import configuration, next_command, say
 from shared_rpc import Client
-from shared_rpc.client import operations
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.results import Result
 from shared_rpc.client.steps import Request
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.operations import calls
 
 __all__: list[str] = []
 
@@ -24,7 +24,7 @@ _TIMEOUT = 60.0
 
 def fetch(connection: Connection, endpoint: str, *args: Any) -> Result:
     """Call an endpoint and take its memory, without torch."""
-    operation = operations.fetch(endpoint, args, {}, "cpu")
+    operation = calls.fetch(endpoint, args, {}, "cpu")
     step = operation.send(None)
     try:
         while True:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.client.aio import AsyncClient
     from shared_rpc.client.subscriptions import Subscription
-    from shared_rpc.client.sync import Client
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.extras.materialize import materialize
     from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
+    from shared_rpc.operations.async_client import AsyncClient
+    from shared_rpc.operations.client import Client
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
     from shared_rpc.protocol.ticket import Ticket
@@ -49,9 +49,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncClient": "shared_rpc.client.aio",
+    "AsyncClient": "shared_rpc.operations.async_client",
     "AsyncHandle": "shared_rpc.handle",
-    "Client": "shared_rpc.client.sync",
+    "Client": "shared_rpc.operations.client",
     "Generation": "shared_rpc.protocol.generations",
     "Handle": "shared_rpc.handle",
     "PoolOptions": "shared_rpc.memory.pool",

@@ -43,7 +43,7 @@ class Issuer(Giver, Protocol):
     def _interrupted(self, session: object) -> None:
         """See to it that a lease goes back whose release a signal handler interrupted, wherever that was."""
 
-    def object_info(self, object_id: str) -> dict[str, Any]:
+    def get_object_info(self, handle: str, /) -> dict[str, Any]:
         """See :meth:`Handle.get_object_info`."""
 
     def ensure_handle_live(self, handle: Handle[Any]) -> None:
@@ -65,7 +65,7 @@ class AsyncIssuer(Giver, Protocol):
     async def agive_back(self, object_id: str, session: object) -> None:
         """:meth:`Giver.give_back` in a coroutine."""
 
-    async def object_info(self, object_id: str) -> dict[str, Any]:
+    async def get_object_info(self, handle: str, /) -> dict[str, Any]:
         """See :meth:`AsyncHandle.get_object_info`."""
 
     async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
@@ -187,7 +187,7 @@ class Handle(Lease[T]):
         :param refresh: without effect: nothing is remembered of an earlier answer. For code that was written for shared-tensor.
         :raises StaleHandleError: if the server does not own the object any more.
         """
-        return self._issuer.object_info(self.object_id)
+        return self._issuer.get_object_info(self.object_id)
 
     def is_stale(self) -> bool:
         """Whether the server that issued the handle is gone or owns the object no more. Asks the server."""
@@ -206,7 +206,7 @@ class Handle(Lease[T]):
         :raises ConnectError, ConnectionClosed: if the server cannot be asked.
         """
         try:
-            return not self._released and bool(self._issuer.object_info(self.object_id)["current"])
+            return not self._released and bool(self._issuer.get_object_info(self.object_id)["current"])
         except StaleHandleError:
             return False
 
@@ -312,7 +312,7 @@ class AsyncHandle(Lease[T]):
 
     async def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
         """See :meth:`Handle.get_object_info`."""
-        return await self._issuer.object_info(self.object_id)
+        return await self._issuer.get_object_info(self.object_id)
 
     async def is_stale(self) -> bool:
         """See :meth:`Handle.is_stale`."""
@@ -325,7 +325,7 @@ class AsyncHandle(Lease[T]):
     async def is_current(self) -> bool:
         """See :meth:`Handle.is_current`."""
         try:
-            return not self._released and bool((await self._issuer.object_info(self.object_id))["current"])
+            return not self._released and bool((await self._issuer.get_object_info(self.object_id))["current"])
         except StaleHandleError:
             return False
 

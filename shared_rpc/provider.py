@@ -5,33 +5,34 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import msgspec
 
 from shared_rpc.client.preload import preload_codec
+from shared_rpc.client.steps import Blocking, Operation
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import forget, remember
 from shared_rpc.memory.backends.choice import MechanismOption, facts, settle
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.operations import Operations
+from shared_rpc.operations.binding import bound
+from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.refreshing import Refreshing
-from shared_rpc.runtime import ClientRuntime, LocalRuntime, Runtime, ServerRuntime
+from shared_rpc.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, is_child, resolve_role
 
-if TYPE_CHECKING:
-    from shared_rpc.decorators import Decorator, ManagedDecorator
-
-__all__ = ["Provider", "SharedFunction"]
+__all__ = ["Decorator", "ManagedDecorator", "Provider", "SharedFunction"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -54,8 +55,9 @@ class SharedFunction(Generic[P, R_co]):
         An ``async def`` endpoint gives an awaitable, in every role.
         """
         runtime = self._provider._runtime()
-        carry_out = runtime.acall if self._endpoint.spec.is_async else runtime.call
-        return cast(R_co, carry_out(self.name, args, kwargs))
+        if self._endpoint.spec.is_async:
+            return cast(R_co, runtime.acall(self.name, args, kwargs))
+        return cast(R_co, runtime.operations.call(self.name, *args, **kwargs))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Have the call run as a task: its id. See :meth:`Client.submit`."""
@@ -73,7 +75,47 @@ class SharedFunction(Generic[P, R_co]):
         return f"<shared function {self.name}>"
 
 
-class Provider(Operations, Refreshing):
+class Decorator(Protocol):
+    """What ``share(...)`` returns."""
+
+    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, R]:
+        """The function as an endpoint."""
+
+
+class ManagedDecorator(Protocol):
+    """What ``share(managed=True)`` returns."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> SharedFunction[P, Coroutine[Any, Any, Handle[R]]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...
+
+
+class RoleDriver(Blocking, ABC):
+    """Has operations driven by the role that this process plays."""
+
+    @abstractmethod
+    def _runtime(self) -> Runtime:
+        """Return the role at work, which begins with the first operation."""
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        """See :class:`Driver`."""
+
+        def method(self: RoleDriver, /, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self._runtime().operations, name)(*args, **kwargs)
+
+        return method
+
+    def _run(self, operation: Operation[T]) -> T:
+        return self._runtime().operations._run(operation)
+
+
+@bound
+class Provider(RoleDriver, BlockingOperations):
     """Endpoints, and the role this process plays for them.
 
     The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
@@ -169,6 +211,11 @@ class Provider(Operations, Refreshing):
         """
         return facts(self.mechanism, self.device_id)
 
+    @property
+    def client_settings(self) -> ClientSettings:
+        """How a server of the provider is reached."""
+        return ClientSettings(self.base_path, self.device, self.timeout, self.server_startup_timeout, self.pool)
+
     @overload
     def share(self, name: Callable[P, R], /) -> SharedFunction[P, R]: ...
 
@@ -242,7 +289,7 @@ class Provider(Operations, Refreshing):
         return cast("dict[str, Any]", msgspec.to_builtins(self.registry.get(name)))
 
     def list_endpoints(self) -> dict[str, dict[str, Any]]:
-        """The options of all endpoints of this process, by name."""
+        """Return the options of all endpoints of this process, by name."""
         return {spec.name: msgspec.to_builtins(spec) for spec in self.registry.all()}
 
     def get_runtime_info(self) -> dict[str, Any]:
@@ -292,11 +339,11 @@ class Provider(Operations, Refreshing):
         if self.mechanism != "auto":
             settle(self.mechanism, self.device_id)
         if role == "client":
-            return ClientRuntime(self)
+            return ClientRuntime(self.client_settings)
         if role == "spawn":
-            from shared_rpc.spawn import SpawnRuntime
+            from shared_rpc.spawn import SpawnRuntime, target_of
 
-            return SpawnRuntime(self, self.idle_exit, self.preload)
+            return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload)
         if role == "local":
             return LocalRuntime(self, self._inherited)
         worker = host()

@@ -19,11 +19,11 @@ from sphinx.environment import BuildEnvironment
 from shared_rpc.observability.events import Event
 
 #: Where a short name may be at home, the public places first.
-HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.decorators")
+HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.provider")
 
 #: Members that are public in the code, for other modules of the package, and no business of its users.
 INTERNAL = {
-    "agive_back", "detail", "ensure_live", "engine", "give_back", "in_session", "mechanism_facts", "move_to", "object_info",
+    "agive_back", "client_settings", "detail", "ensure_live", "engine", "give_back", "in_session", "mechanism_facts", "move_to",
     "registry", "restore", "revision_page", "run_with", "serve_with", "tell",
 }  # fmt: skip
 

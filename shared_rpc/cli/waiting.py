@@ -15,9 +15,9 @@ from rich.text import Text
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
-from shared_rpc.client import operations
 from shared_rpc.client.results import Result
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
+from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -46,12 +46,12 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
     seconds = _PATIENCE if poll else timeout if timeout is not None and timeout < _LONGEST else None
     with display:
         if not fetch:
-            info = client._run(operations.watch_task(task_id, changed, poll), timeout=seconds)
+            info = client._run(watched(task_id, changed, poll), timeout=seconds)
             _check(info)
             facts = _looked_up(client, info)
         else:
             try:
-                result = client._run(operations.fetch_task(task_id, changed, poll), timeout=seconds)
+                result = client._run(fetch_task(task_id, changed, poll), timeout=seconds)
             except SharedRPCError:
                 raise
             except Exception:

@@ -1,4 +1,5 @@
-"""The clients: every operation once, as a generator, and the shells that drive it.
+"""The drivers of operations: connections, sessions, and the pools of memory that calls use.
 
-The one for coroutines is in :mod:`shared_rpc.client.aio`: a command that only asks does without an event loop's library.
+The one for coroutines is in :mod:`shared_rpc.client.asynchronous`: a command that only asks does without an event loop's
+library.
 """

@@ -6,16 +6,20 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.preload import preload_codec
-from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.sending import no_lane, send
+from shared_rpc.client.session import LeaseBook, Session
+from shared_rpc.client.steps import Operation, Reach, Reply
+from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
 
@@ -129,6 +133,36 @@ class BaseClient(ABC):
     def socket_path(self) -> str:
         """The server's socket."""
         return self._address.path()
+
+    @abstractmethod
+    def _known(self) -> Session | None:
+        """Return the session, if there is one."""
+
+    @abstractmethod
+    def _lane(self) -> Lane | None:
+        """Return the pools of the session that there is now."""
+
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+        server: Session = self._known() or (yield Reach())
+        lanes = self._lane if pooled else no_lane
+        return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, lanes))
+
+    def _watch_in(self, server: Session) -> Subscriptions:
+        """Return what the subscriptions belong to; its connection is in this session."""
+        self._watched = server
+        if self._watch is None:
+            self._watch = Subscriptions(weakly(self._news_source))
+        return self._watch
+
+    def _news_source(self) -> ConnectionSource:
+        return ConnectionSource(Connection(self.socket_path).open(self._watched.token, PROMPT))
+
+    def _unwatch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _limit(self, timeout: float | None) -> float | None:
         return self._timeout if timeout is OWN_TIMEOUT else timeout

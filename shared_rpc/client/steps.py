@@ -1,16 +1,18 @@
 """What an operation asks of the shell that drives it.
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
-result, a :class:`Notify` or a :class:`Tell` and is sent None; it returns what the caller gets. It does no I/O and knows no
-clock, so that blocking and asynchronous clients drive the same code. What the library itself has to report of a request is
-thrown into the operation; an endpoint's own exception is raised by the shell.
+result, a :class:`Notify`, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
+:class:`Known` server, a :class:`Lend` and is sent a handle; it returns what the caller gets. It does no I/O, so that blocking
+and asynchronous clients drive the same code. What the library itself has to report of a request is thrown into the operation;
+an endpoint's own exception is raised by the driver.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -22,7 +24,22 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-__all__ = ["Notify", "Operation", "Reply", "Request", "Tell", "Work", "ask"]
+__all__ = [
+    "Blocking",
+    "Coroutines",
+    "Driver",
+    "Known",
+    "Lend",
+    "Notify",
+    "Operation",
+    "Reach",
+    "Reply",
+    "Request",
+    "Tell",
+    "Within",
+    "Work",
+    "ask",
+]
 
 T = TypeVar("T")
 
@@ -123,10 +140,15 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back: a message, and the frame that still owns its descriptors."""
+    """What came back: a message, and the frame that still owns its descriptors.
+
+    ``live``: it came from this very process, and brings the result itself, ``value``, in place of a record.
+    """
 
     message: m.Message
     frame: Frame
+    live: bool = False
+    value: Any = None
 
 
 @dataclass(slots=True)
@@ -157,7 +179,58 @@ class Tell:
     message: m.Message
 
 
-Operation = Generator[Request | Work | Notify | Tell, Any, T]
+class Known(Protocol):
+    """A server that was reached: its id, and that of its device."""
+
+    server_id: str
+    device: str
+
+
+@dataclass(slots=True)
+class Reach:
+    """A server is needed, of which nothing is known yet."""
+
+
+@dataclass(slots=True)
+class Within:
+    """From now on, what the operation waits for has this many seconds, None for no limit, in place of the client's timeout."""
+
+    timeout: float | None
+
+
+@dataclass(slots=True)
+class Lend:
+    """The handle of a value that came with a lease is wanted."""
+
+    message: m.Result
+    value: Any
+
+
+Operation = Generator[Request | Work | Notify | Tell | Reach | Within | Lend, Any, T]
+
+
+class Driver(ABC):
+    """Whatever drives operations, and knows none of them."""
+
+    #: What it hands out for a lease.
+    _HANDLE: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        """Return the method that drives an operation, for a class of this driver."""
+
+
+class Blocking(Driver):
+    """A driver whose operations return when they have ended."""
+
+    _HANDLE = "Handle"
+
+
+class Coroutines(Driver):
+    """A driver whose operations are coroutines."""
+
+    _HANDLE = "AsyncHandle"
 
 
 def ask(request: Request, kind: type[m.Message]) -> Operation[Any]:

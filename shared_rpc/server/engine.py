@@ -13,21 +13,15 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 
-from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
-from shared_rpc.protocol.tasks import TaskInfo
-from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Executor
-from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.runs import Delivery, Waiter
-from shared_rpc.server.tasks import Tasks
 
-__all__ = ["LOCAL_SESSION", "Engine", "PendingCall"]
+__all__ = ["Engine"]
 
 T = TypeVar("T")
 
@@ -37,8 +31,6 @@ _log = logging.getLogger("shared_rpc.server")
 USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
 #: Seconds that stop() gives the thread.
 _STOP_TIMEOUT = 0.9
-#: The session of calls that this process makes itself.
-LOCAL_SESSION = "local"
 
 
 class Engine:
@@ -125,44 +117,6 @@ class Engine:
         self.post(answer)
         return future.result()
 
-    def call(
-        self, endpoint: str, lowered: tuple[list[Any], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PendingCall:
-        """A call of this process's own: through the cache, and with the live value for a result."""
-        pending = PendingCall(self)
-        run = CURRENT_RUN.get()
-        chain = run.chain if run is not None else frozenset()
-        self.post(lambda: self.core.call(pending.waiter, endpoint, lowered, (args, kwargs), chain))
-        return pending
-
-    def submit(
-        self, endpoint: str, lowered: tuple[list[Any], dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> TaskInfo:
-        """A task of this process's own; see :meth:`call`."""
-        return self.ask(lambda core: core.submit(endpoint, lowered, (args, kwargs)))
-
-    def await_task(
-        self, begin: Callable[[Tasks, Waiter], None], on_event: Callable[[TaskInfo], None] | None = None
-    ) -> PendingCall:
-        """Wait for a task as ``begin`` says, or fetch its result.
-
-        :param on_event: is called on the loop; the wait is then one that looks, and claims the result.
-        """
-        pending = PendingCall(self, on_event, looks=on_event is not None)
-        self.ask(lambda core: begin(core.tasks, pending.waiter))
-        return pending
-
-    def await_buffer(self, begin: Callable[[Buffers, Waiter], None]) -> PendingCall:
-        """Wait for what ``begin`` asks of buffers or devices."""
-        pending = PendingCall(self)
-        self.ask(lambda core: begin(core.buffers, pending.waiter))
-        return pending
-
-    def release(self, object_id: str) -> None:
-        """Give back a lease of this process's own calls; without a wait, and without an error if the engine is gone."""
-        with suppress(ConnectionClosed):  # every lease went with it
-            self.post(lambda: self.core.release(LOCAL_SESSION, [object_id]))
-
     def stop(self) -> None:
         """End within a second: waiters get :class:`ConnectionClosed`. Threads that run an endpoint are not waited for."""
         if self.pid != os.getpid():
@@ -217,59 +171,6 @@ class Engine:
         self._ended = True
         for stored in self.core.objects:
             stored.close()
-
-
-class PendingCall:
-    """A call of this process's own, or its wait for a task, until it is answered or given up.
-
-    :param looks: see :class:`Waiter`; it claims the result as well.
-    """
-
-    def __init__(self, engine: Engine, on_event: Callable[[TaskInfo], None] | None = None, *, looks: bool = False) -> None:
-        self.future: concurrent.futures.Future[Delivery] = concurrent.futures.Future()
-        self.future.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
-        # Not a method of this object: it would be in a cycle, and the result with it.
-        self.waiter = Waiter(
-            LOCAL_SESSION,
-            functools.partial(_settle, self.future),
-            local=True,
-            on_event=on_event,
-            looks=looks,
-            claims=looks,
-        )
-        self._engine = engine
-
-    def give_up(self) -> None:
-        """Nobody waits any more: work that has not begun is dropped, and a lease that was granted goes back."""
-        with suppress(ConnectionClosed):
-            self._engine.post(self._leave)
-
-    def withdraw(self) -> bool:
-        """Stop waiting, with nothing lost: False if the outcome is there after all."""
-
-        def leave(core: Core) -> bool:
-            if self.future.done():
-                return False
-            core.leave(self.waiter)
-            return True
-
-        return self._engine.ask(leave)
-
-    def _leave(self) -> None:
-        if not self.future.done():
-            self._engine.core.leave(self.waiter)
-            self.future.set_exception(concurrent.futures.CancelledError())  # a thread that waits for it must end
-        elif self.future.exception() is None:
-            delivery = self.future.result()
-            if (delivery.managed or self.waiter.claims) and delivery.stored is not None:
-                self._engine.core.release(LOCAL_SESSION, [delivery.stored.object_id])
-
-
-def _settle(future: concurrent.futures.Future[Delivery], outcome: Delivery | Failure) -> None:
-    if isinstance(outcome, Failure):
-        future.set_exception(outcome.to_raise())
-    else:
-        future.set_result(outcome)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -7,7 +7,7 @@ import os
 import resource
 from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.lifecycle.signals import wait_for_signal
@@ -16,6 +16,7 @@ from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
+from shared_rpc.server.endpoints import Endpoint, Registry
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import lanes_of
@@ -25,11 +26,30 @@ from shared_rpc.settings import resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
-    from shared_rpc.provider import Provider
 
-__all__ = ["Server"]
+__all__ = ["App", "Server"]
 
 _log = logging.getLogger("shared_rpc.server")
+
+
+class App(Protocol):
+    """What is served: a :class:`Provider`."""
+
+    base_path: str | os.PathLike[str] | None
+    pool: PoolOptions
+    registry: Registry
+    endpoints: dict[str, Endpoint]
+
+    @property
+    def device_id(self) -> str:
+        """The id of the device that results live on."""
+
+    @property
+    def mechanism_facts(self) -> dict[str, Any]:
+        """How the memory of the device is shared: ``name`` and ``reason``."""
+
+    def serve_with(self, server: Any) -> None:
+        """Have this process's own calls go through a server that was started for the app."""
 
 
 class Server:
@@ -56,7 +76,7 @@ class Server:
 
     def __init__(
         self,
-        provider: Provider,
+        provider: App,
         *,
         socket_path: str | os.PathLike[str] | None = None,
         max_workers: int | None = None,

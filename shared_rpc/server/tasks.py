@@ -120,7 +120,7 @@ class Tasks:
 
     def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
         """:meth:`wait` for a task that is at hand."""
-        if waiter.on_event is not None and not (waiter.looks and not waiter.local and task.finished):
+        if waiter.on_event is not None and not (waiter.looks and task.finished):
             waiter.on_event(task.info)
         if task.finished:
             self._hand(task, [waiter])
@@ -243,7 +243,7 @@ class Tasks:
 
     def _tell_watchers(self, task: Task[Waiter]) -> None:
         for waiter in tuple(task.watchers):
-            if waiter.on_event is not None and not (waiter.looks and not waiter.local and task.finished):
+            if waiter.on_event is not None and not (waiter.looks and task.finished):
                 try:
                     waiter.on_event(task.info)
                 except Exception:

@@ -6,17 +6,14 @@ import inspect
 import os
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from shared_rpc.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
+from shared_rpc.server.server import App
 
 __all__ = ["target_of"]
 
 
-def target_of(provider: Provider) -> str:
+def target_of(provider: App) -> str:
     """What ``shared-rpc serve`` would be told: ``/path/app.py:provider``, or ``package.module:provider``.
 
     Of the modules that have the provider as a global name, the one whose functions are its endpoints: what else they need is
@@ -45,12 +42,12 @@ def target_of(provider: Provider) -> str:
     return f"{module}:{names[module]}"
 
 
-def _global_name(module: str, provider: Provider) -> str:
+def _global_name(module: str, provider: App) -> str:
     found: ModuleType | None = sys.modules.get(module)
     return next((name for name, value in list(getattr(found, "__dict__", {}).items()) if value is provider), "")
 
 
-def _script(provider: Provider) -> str:
+def _script(provider: App) -> str:
     """``__main__``, as another process can load it."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)

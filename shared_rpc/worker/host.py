@@ -112,7 +112,9 @@ class WorkerHost:
                 )
             self._overrides.apply(provider)
             hosted = self._hosted[key] = Hosted(key, provider, self._overrides.max_workers)
-            runtime = WorkerRuntime(provider, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here)
+            runtime = WorkerRuntime(
+                provider.client_settings, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here
+            )
             message = w.Serve(
                 key,
                 runtime.socket_path,

@@ -5,43 +5,54 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
 
-from shared_rpc.client.sync import Client
+from shared_rpc.client.blocking import BlockingDriver
+from shared_rpc.client.steps import Operation
 from shared_rpc.context import CALLED_BY, CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.tasks import TaskInfo
-from shared_rpc.runtime import ClientRuntime
+from shared_rpc.operations.binding import bound
+from shared_rpc.operations.client import Client
+from shared_rpc.runtime import ClientRuntime, ClientSettings
 from shared_rpc.settings import Role
-
-if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
 
 __all__ = ["WorkerRuntime"]
 
 
-class _WorkerClient(Client):
-    """Waits for tasks and refreshes as :meth:`WorkerRuntime.call` waits for calls."""
+#: What waits for an endpoint to end.
+_WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
+
+
+class _WaitingDriver(BlockingDriver):
+    """Waits for endpoints within what the worker says: see :meth:`WorkerRuntime._waiting`."""
+
+    _waiting: Callable[[str], AbstractContextManager[None]]
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        drive = super()._bound(name, body)
+        if name not in _WAITS:
+            return drive
+
+        def method(self: _WaitingDriver, /, *args: Any, **kwargs: Any) -> Any:
+            if name == "execute" and not kwargs.get("wait", True):
+                return drive(self, *args, **kwargs)
+            with self._waiting(str(args[0]) if name == "call" and args else name):
+                return drive(self, *args, **kwargs)
+
+        return method
+
+
+@bound
+class _WorkerClient(_WaitingDriver, Client):
+    """A client of the broker that this process works for."""
 
     def __init__(self, waiting: Callable[[str], AbstractContextManager[None]], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._waiting = waiting
-
-    def wait_for_task(
-        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
-    ) -> Any:
-        """See :meth:`Client.wait_for_task`."""
-        with self._waiting("wait_for_task"):
-            return super().wait_for_task(task_id, timeout, callback)
-
-    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Generation:
-        """See :meth:`Client.refresh`."""
-        with self._waiting("refresh"):
-            return super().refresh(endpoint, *args, **kwargs)
 
 
 class WorkerRuntime(ClientRuntime):
@@ -55,12 +66,12 @@ class WorkerRuntime(ClientRuntime):
 
     def __init__(
         self,
-        provider: Provider,
+        settings: ClientSettings,
         socket: str | None,
         lend: Callable[[], AbstractContextManager[None]],
         here: Callable[[], bool],
     ) -> None:
-        super().__init__(provider, socket, functools.partial(_WorkerClient, self._waiting))
+        super().__init__(settings, socket, functools.partial(_WorkerClient, self._waiting))
         self._lend = lend
         self._here = here
 
@@ -86,18 +97,10 @@ class WorkerRuntime(ClientRuntime):
     @property
     def socket_path(self) -> str:
         """Where the broker listens for this provider, or will."""
-        return self.client.socket_path
-
-    def call(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`Runtime`.
-
-        :raises ConfigurationError: on the event loop that endpoints run on, which would wait for itself.
-        """
-        with self._waiting(endpoint):
-            return super().call(endpoint, args, kwargs)
+        return self.operations.socket_path
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Runtime`."""
         # A limiter of its own: endpoints that wait for each other must not use up the threads that all of a loop share.
         limiter = anyio.CapacityLimiter(1)
-        return await anyio.to_thread.run_sync(lambda: self.call(endpoint, args, kwargs), limiter=limiter)
+        return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs), limiter=limiter)

@@ -22,7 +22,7 @@ def loaded_by(code: str) -> set[str]:
     [
         "import shared_rpc",
         "from shared_rpc import Client, Handle, Provider, Server, errors",
-        "import shared_rpc.client.sync",
+        "import shared_rpc.operations.client",
         "import shared_rpc.server.server",
         "import shared_rpc.provider",
         "import shared_rpc.cli",
@@ -113,7 +113,7 @@ BROKER = """
 FETCHER = """
     import os, sys
     from shared_rpc import Client, errors
-    from shared_rpc.client.operations import fetch
+    from shared_rpc.operations.calls import fetch
 
     with Client(socket_path=sys.argv[1], connect_timeout=0) as client:
         first = client._run(fetch("model", (8,), {}, "cpu"))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client
+from shared_rpc import Client, Provider
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
@@ -392,3 +392,46 @@ def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
         table.drain()
         unmapped.append(len(table))
     assert set(unmapped) == {0}
+
+
+def make_and_free(provider: Provider) -> None:
+    """Make a buffer in the process that serves it, and end it."""
+    provider.free_buffer(provider.create_buffer(4096))
+
+
+IN_PROCESS: dict[str, Callable[[Provider], object]] = {
+    "a managed call": lambda provider: provider.call("own"),
+    "a cached call": lambda provider: provider.call("kept"),
+    "a task": lambda provider: provider.execute("kept", callback=lambda info: None),
+    "a buffer": make_and_free,
+    "a question": lambda provider: provider.list_objects(),
+}
+
+
+@pytest.mark.parametrize("kind", [Interrupted, TimeoutError])
+@pytest.mark.parametrize("operation", IN_PROCESS.values(), ids=IN_PROCESS)
+def test_an_operation_of_the_process_that_runs_the_endpoints(
+    operation: Callable[[Provider], object], kind: type[BaseException]
+) -> None:
+    """At any point: what comes out is the handler's exception, and no lease, no buffer and no run is left."""
+    provider = Provider(execution_mode="local", device="cpu")
+    provider.share("own", managed=True, cache=False)(lambda: torch.ones(4))
+    provider.share("kept", managed=True)(lambda: torch.ones(4))
+
+    def left() -> tuple[int, int, int]:
+        info = provider.get_server_info()
+        unfetched = sum(task.object_id is not None for task in provider.list_tasks())
+        return max(info["leases"] - unfetched, 0), info["buffers"], len(provider.list_runs())
+
+    for _ in range(3):
+        operation(provider)
+    points = points_of(lambda: operation(provider))
+    for point in chosen(points):
+        with raising_handler(kind):
+            place, raised = interrupted_at(point, lambda: operation(provider))
+        assert not place or raised == f"{kind.__name__}: from the handler", f"at {place}"
+        try:
+            eventually(lambda: left() == (0, 0, 0), 5.0)
+        except AssertionError:
+            pytest.fail(f"interrupted in {place}: {left()} leases, buffers and runs are left")
+    provider.close()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shared_rpc import Provider, Server, SharedFunction
-from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.loopback import LoopbackRuntime
 
 __all__ = ["ROLES", "App", "at_once", "shares_memory"]
 
@@ -42,7 +42,7 @@ class App:
     def waiting(self) -> int:
         """How many calls wait for a run, those that started one included."""
         runtime = self.owner._runtime()
-        assert isinstance(runtime, InProcessRuntime)
+        assert isinstance(runtime, LoopbackRuntime)
         return runtime._engine.ask(lambda core: sum(len(flight.waiters) for flight in core.runs.calls))
 
     def close(self) -> None:

@@ -54,11 +54,17 @@ NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 MODULES = (
     *("torch", "torch._dynamo", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
     *("typer._adapters", "typer._click.decorators", "annotated_types"),
-    *("shared_rpc", "shared_rpc.cli.app", "shared_rpc.provider", "shared_rpc.client.sync", "shared_rpc.client.aio"),
+    *(
+        "shared_rpc",
+        "shared_rpc.cli.app",
+        "shared_rpc.provider",
+        "shared_rpc.operations.client",
+        "shared_rpc.operations.async_client",
+    ),
     *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server", "shared_rpc.codec"),
     *(
         "shared_rpc.extras.materialize",
-        "shared_rpc.in_process",
+        "shared_rpc.loopback",
         "shared_rpc.lifecycle.main_end",
         "shared_rpc.spawn",
         "shared_rpc.protocol.ticket",

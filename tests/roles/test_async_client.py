@@ -120,16 +120,8 @@ def surface(kind: type) -> dict[str, str]:
     return found
 
 
-def test_both_clients_have_one_surface() -> None:
-    """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
-    blocking, coroutines = surface(Client), surface(AsyncClient)
-    assert coroutines.pop("agive_back") == blocking["give_back"]  # of handles alone
-    assert coroutines == blocking
-    assert inspect.signature(Client.__init__) == inspect.signature(AsyncClient.__init__)
-
-
 def test_both_handles_have_one_surface() -> None:
-    """As for the clients."""
+    """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
     assert surface(AsyncHandle) == surface(Handle)
 
 

@@ -22,7 +22,7 @@ IDLE = 1000
 ZYGOTE = """
 import os, signal, sys
 from shared_rpc import Client
-from shared_rpc.client import operations
+from shared_rpc.operations.calls import fetch
 from shared_rpc.memory.mapping import MAPPINGS
 
 if "torch" in sys.argv:
@@ -35,8 +35,8 @@ def attach(ready):
         shared = client.call("shared")
         assert handle.value[0] == os.getpid() and shared.value[0] == 7
         ready()
-    result = client._run(operations.fetch("weights", (os.getpid(),), {}, "cpu"))
-    shared = client._run(operations.fetch("shared", (), {}, "cpu"))
+    result = client._run(fetch("weights", (os.getpid(),), {}, "cpu"))
+    shared = client._run(fetch("shared", (), {}, "cpu"))
     with MAPPINGS.attach(result.segments) as mine, MAPPINGS.attach(shared.segments) as ours:
         result.close()
         shared.close()

@@ -29,12 +29,13 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 HOLDER = """
 import os, signal, sys, threading
 from shared_rpc import Client
-from shared_rpc.client import operations, results
+from shared_rpc.client import results
+from shared_rpc.operations.calls import fetch
 
 client = Client(device="cpu")
 
 def hold():
-    client._run(operations.fetch("kept", (3,), {}, "cpu")).close()
+    client._run(fetch("kept", (3,), {}, "cpu")).close()
 """
 
 
@@ -259,7 +260,7 @@ def test_a_process_is_killed_in_the_middle_of_a_call(
     server: Server, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
     """Its run goes on, and its result is cached for others, with no lease on it."""
-    child = python(HOLDER + 'client._run(operations.fetch("slow", (3,), {}, "cpu"))')
+    child = python(HOLDER + 'client._run(fetch("slow", (3,), {}, "cpu"))')
     children.append(child)
     begun.wait(10)
     child.kill()

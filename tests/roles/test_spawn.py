@@ -475,10 +475,10 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
     """It waits until that is gone, and starts another: five times in a row none is lost, and no two run at once."""
     scripts.write("""
         if __name__ == "__main__":
-            from shared_rpc.spawn import SpawnRuntime
+            from shared_rpc.spawn import SpawnRuntime, target_of
             pids = []
             for _ in range(5):
-                runtime = SpawnRuntime(provider, 0.2, preload=False)
+                runtime = SpawnRuntime(provider.client_settings, lambda: target_of(provider), 0.2, preload=False)
                 found = runtime.info()
                 runtime.close()
                 pids.append(found["server"]["pid"])

@@ -18,6 +18,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
+from shared_rpc.runtime import ServerRuntime
 from shared_rpc.server.threads import Job, WorkerThreads
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory
@@ -114,7 +115,7 @@ def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Callable[
         def ask(server: Server = server, asked: threading.Semaphore = asked) -> None:
             while True:
                 server.engine.ask(lambda core: core.server_id)
-                server.engine.call("ones", ([], {}), (), {}).future.result()
+                ServerRuntime(server).call("ones")
                 asked.release()
 
         with ThreadPoolExecutor(3) as pool:

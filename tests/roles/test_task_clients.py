@@ -33,7 +33,8 @@ CROWD = 500
 CLIENT = """
 import signal, sys
 from shared_rpc import Client
-from shared_rpc.client import operations
+from shared_rpc.operations.calls import fetch
+from shared_rpc.operations.tasks import fetch_task
 
 client = Client(device="cpu", connect_timeout=10)
 """
@@ -136,7 +137,7 @@ def test_a_process_is_killed_while_it_waits(
 ) -> None:
     """Its wait is taken back, and the task goes on for others."""
     task_id = client.submit("held", 7)
-    waiter = python(f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', print, False))")
+    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', print, False))")
     children.append(waiter)
     waiter.expect("running")
     assert watchers(server) == 1
@@ -152,7 +153,7 @@ def test_a_process_is_killed_in_a_call_that_has_not_begun(
     """The task behind it is dropped: nobody else has asked for it."""
     first = client.submit("task", 1)
     assert begun.wait(10)
-    caller = python(f"{CLIENT}\nclient._run(operations.fetch('task', (2,), {{}}, 'cpu'))")
+    caller = python(f"{CLIENT}\nclient._run(fetch('task', (2,), {{}}, 'cpu'))")
     children.append(caller)
     eventually(lambda: statuses(client) == ["running", "pending"])
     caller.kill()
@@ -170,7 +171,7 @@ def test_a_task_that_was_submitted_is_not_dropped(
     client.submit("task", 1)
     assert begun.wait(10)
     task_id = client.submit("task", 2)
-    waiter = python(f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', print, False))")
+    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', print, False))")
     children.append(waiter)
     waiter.expect("pending")
     waiter.kill()
@@ -185,7 +186,7 @@ def test_a_process_is_killed_in_a_call_that_runs(
     server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, endpoint: str
 ) -> None:
     """The run goes on to its end; what is not cached is kept for nobody."""
-    caller = python(f"{CLIENT}\nclient._run(operations.fetch('{endpoint}', (7,), {{}}, 'cpu'))")
+    caller = python(f"{CLIENT}\nclient._run(fetch('{endpoint}', (7,), {{}}, 'cpu'))")
     children.append(caller)
     assert begun.wait(10)
     caller.kill()
@@ -206,9 +207,7 @@ def test_a_process_is_killed_with_what_it_fetched(
     """Its lease goes back, and the task does not take it up again."""
     go.set()
     task_id = client.submit("managed", 7)
-    holder = python(
-        f"{CLIENT}\nclient._run(operations.fetch_task('{task_id}', None, False)).close()\nprint('held')\nsignal.pause()"
-    )
+    holder = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', None, False)).close()\nprint('held')\nsignal.pause()")
     children.append(holder)
     holder.expect("held")
     (stored,) = client.list_objects()

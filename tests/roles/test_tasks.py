@@ -38,7 +38,7 @@ from shared_rpc.errors import (
     TaskError,
 )
 from shared_rpc.extras.progress_bar import ProgressBar
-from shared_rpc.in_process import InProcessRuntime
+from shared_rpc.loopback import LoopbackRuntime
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.core import Core
 from shared_rpc.server.reporter import Reporter
@@ -58,7 +58,7 @@ both_kinds = pytest.mark.parametrize("is_async", [False, True], ids=["def", "asy
 def ask(app: App, question: Callable[[Core], T]) -> T:
     """``question(core)``, of the core that runs the endpoints."""
     runtime = app.owner._runtime()
-    assert isinstance(runtime, InProcessRuntime)
+    assert isinstance(runtime, LoopbackRuntime)
     return runtime._engine.ask(question)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Handle, Provider, Server
-from shared_rpc.client import operations
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
@@ -356,7 +355,7 @@ def test_a_page_goes_with_its_object(server: Server, client: Client) -> None:
         unseen = client.call("load")
     assert stored.page.closed
     client.invalidate_call_cache("load")
-    client._run(operations.release([unseen.object_id]))  # the handle does not know
+    client.release(unseen.object_id)  # the handle does not know
     with pytest.raises(StaleHandleError, match="the server owns no object"):
         _ = unseen.revision
     unseen.release()

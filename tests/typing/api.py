@@ -181,6 +181,21 @@ assert_type(provider.invalidate_endpoint_cache("load"), int)
 assert_type(provider.get_endpoint("load"), dict[str, Any])
 assert_type(provider.list_endpoints(), dict[str, dict[str, Any]])
 assert_type(provider.get_runtime_info(), dict[str, Any])
+assert_type(provider.call("load", 4, name="big"), Any)
+assert_type(provider.execute("load", 4, wait=False, timeout=1), Any)
+assert_type(provider.wait_for_task("1", timeout=2), Any)
+assert_type(provider.list_tasks("failed"), list[TaskInfo])
+assert_type(provider.list_runs(limit=3), list[dict[str, Any]])
+assert_type(provider.create_buffer((2, 3), torch.float16, keep=True), Handle[torch.Tensor])
+assert_type(provider.latest(load(4)), Handle[Net])
+assert_type(provider.release_many([load(4), "an id"]), int)
+assert_type(provider.refresh("load", 4), Generation)
+for generation in provider.refreshes():
+    assert_type(generation, Generation)
+provider.list_runs("3")  # type: ignore[arg-type]
+provider.create_buffer(4, tll=3)  # type: ignore[call-arg]
+provider.reload("some")  # type: ignore[arg-type]
+provider.call()  # type: ignore[call-arg]
 
 
 # Server and client.
@@ -210,6 +225,8 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.list_devices(), list[dict[str, Any]])
     assert_type(client.list_sessions(), list[dict[str, Any]])
     assert_type(client.list_runs(10), list[dict[str, Any]])
+    assert_type(client.call("load", 4), Any)
+    assert_type(client.latest(handle), Handle[Net])
     assert_type(client.get_statistics(), dict[str, dict[str, Any]])
     assert_type(client.invalidate_object(handle.object_id), int)
     assert_type(client.release(handle), bool)
@@ -232,6 +249,20 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
 async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     """The same of the other client."""
     assert_type(await asynchronous.refresh("load", 4), Generation)
+    assert_type(await asynchronous.call("load", 4), Any)
+    assert_type(await asynchronous.ping(), float)
+    assert_type(await asynchronous.execute("load", 4, callback=lambda info: print(info.progress)), Any)
+    assert_type(await asynchronous.list_tasks(), list[TaskInfo])
+    assert_type(await asynchronous.list_runs(3), list[dict[str, Any]])
+    async with await asynchronous.create_buffer(4, ttl=60) as buffer:
+        assert_type(buffer, AsyncHandle[torch.Tensor])
+    assert_type(await asynchronous.get_buffer("an id"), AsyncHandle[torch.Tensor])
+    assert_type(await asynchronous.latest(held), AsyncHandle[Net])
+    assert_type(await asynchronous.release(held), bool)
+    assert_type(await asynchronous.open_ticket("model.ticket"), AsyncHandle[Any])
+    await asynchronous.list_runs("3")  # type: ignore[arg-type]
+    await asynchronous.create_buffer(4, tll=3)  # type: ignore[call-arg]
+    await asynchronous.call()  # type: ignore[call-arg]
     assert_type((await held.is_current(), await held.revision, await held.wait_revision(2)), tuple[bool, int, int])
     assert_type(await held.latest(), AsyncHandle[Net])
     assert_type(await held.read_consistent(lambda net: net.hidden), int)

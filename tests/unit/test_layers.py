@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +25,10 @@ LAYERS = [
     ["codec", "context", "handle"],
     ["observability"],
     ["client", "server"],
-    ["in_process_generations"],
-    ["in_process", "broker"],
+    ["operations"],
+    ["loopback", "broker"],
     ["runtime"],
     ["spawn"],
-    ["operations", "refreshing", "decorators"],
     ["provider"],
     ["worker"],
     ["extras"],
@@ -122,15 +122,23 @@ def test_every_module_has_its_layer() -> None:
 
 @pytest.mark.parametrize("module", [name for name in modules() if name])
 def test_a_module_imports_only_what_is_below(module: str) -> None:
-    """Its own package and lower layers; inside functions too, for type checkers alone anything."""
+    """Its own package and lower layers; inside functions and for type checkers alone too."""
     layer = module.partition(".")[0]
     upward = [
         f"{module}, line {found.line}: imports {found.target}"
         for found in imports_in(module)
-        if not found.typing and found.target.startswith("shared_rpc.")
+        if found.target.startswith("shared_rpc.")
         if own(found.target) != layer and RANK[own(found.target)] >= RANK[layer]
     ]
     assert upward == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Not within a package either, nor by imports in functions or for type checkers."""
+    graph = {f"shared_rpc.{name}": {found.target for found in imports_in(name)} & submodules() for name in modules() if name}
+    for module, targets in graph.items():
+        targets -= {module, "shared_rpc"}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_only_the_top_imports_the_package_itself() -> None:
@@ -176,7 +184,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"client", "server", "in_process", "extras", "worker"}
+    assert {layer for layer, _ in users} == {"client", "server", "loopback", "extras", "worker"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

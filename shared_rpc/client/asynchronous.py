@@ -1,46 +1,36 @@
-"""The client for coroutines, on asyncio and on trio: one connection, many calls at once."""
+"""The driver for coroutines, on asyncio and on trio: one connection, many calls at once."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from shared_rpc.client import buffers, operations, tickets
-from shared_rpc.client.base import OWN_TIMEOUT
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
 from shared_rpc.client.lane import Lane, LaneClosed
-from shared_rpc.client.monitoring import AsyncMonitoring
-from shared_rpc.client.process_exit import ProcessExit
-from shared_rpc.client.refreshing import AsyncRefreshing
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import Search, Session, Takeover, held_of
-from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Work
+from shared_rpc.client.steps import Coroutines, Lend, Notify, Operation, Reach, Reply, Request, Tell, Within, Work
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.handle import AsyncHandle, forgone, unreachable
+from shared_rpc.handle import AsyncHandle, AsyncIssuer
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.tasks import TaskInfo
-from shared_rpc.protocol.ticket import Ticket, read_ticket
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["AsyncClient"]
+__all__ = ["CoroutineDriver"]
 
 T = TypeVar("T")
 
@@ -48,15 +38,17 @@ T = TypeVar("T")
 _QUICK = 2048
 
 
-class AsyncClient(AsyncRefreshing, AsyncMonitoring):
-    """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
+class CoroutineDriver(BaseClient, Coroutines):
+    """Drives operations over one connection, all at once. See :class:`shared_rpc.AsyncClient`."""
 
-    All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in
-    arguments, is done in threads, so that the event loop goes on. Cancelling the scope that awaits an operation takes the
-    request back, and leaves the connection to the others. A client belongs to the event loop it is first used on.
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        """See :class:`Driver`."""
 
-    For the parameters see :class:`Client`.
-    """
+        async def method(self: CoroutineDriver, /, *args: Any, **kwargs: Any) -> Any:
+            return await self._run(body(self, *args, **kwargs))
+
+        return method
 
     def _begin(self) -> None:
         self._closed = False
@@ -79,161 +71,8 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         self._session: Session | None = None
         self._connecting = anyio.Lock()
 
-    async def ping(self) -> float:
-        """One round trip; the seconds it took."""
-        begin = time.perf_counter()
-        await self._run(operations.ping())
-        return time.perf_counter() - begin
-
-    async def get_server_info(self) -> dict[str, Any]:
-        """See :meth:`Client.get_server_info`."""
-        return await self._run(operations.server_info())
-
-    async def list_endpoints(self) -> dict[str, dict[str, Any]]:
-        """See :meth:`Client.list_endpoints`."""
-        return await self._run(operations.list_endpoints())
-
-    async def list_objects(self) -> list[dict[str, Any]]:
-        """See :meth:`Client.list_objects`."""
-        return await self._run(operations.list_objects())
-
-    async def call(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call an endpoint: an :class:`AsyncHandle` where it is managed, else its result. See :meth:`Client.call`."""
-        server = await self._server()
-        operation = operations.call(endpoint, args, kwargs, server.device, self._values, server.server_id, self._lane)
-        return self._hand(await self._run(operation))
-
-    async def submit(self, endpoint: str, /, *args: Any, **kwargs: Any) -> str:
-        """See :meth:`Client.submit`."""
-        server = await self._server()
-        return await self._run(operations.submit(endpoint, args, kwargs, server.device, server.server_id))
-
-    async def execute(
-        self,
-        endpoint: str,
-        /,
-        *args: Any,
-        wait: bool = True,
-        timeout: float | None = None,
-        callback: Callable[[TaskInfo], object] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """See :meth:`Client.execute`."""
-        task_id = await self.submit(endpoint, *args, **kwargs)
-        return await self.wait_for_task(task_id, timeout, callback) if wait else task_id
-
-    async def get_task_status(self, task_id: str) -> TaskInfo:
-        """See :meth:`Client.get_task_status`."""
-        return await self._run(operations.task_status(task_id))
-
-    async def get_task_result(self, task_id: str) -> Any:
-        """See :meth:`Client.get_task_result`."""
-        return self._hand(await self._run(operations.task_result(task_id, self._values)))
-
-    async def wait_for_task(
-        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
-    ) -> Any:
-        """See :meth:`Client.wait_for_task`. The callback may be a coroutine function; it is called on the loop."""
-        poll = timeout is not None and timeout <= 0
-        operation = operations.wait_task(task_id, callback, poll, self._values)
-        return self._hand(await self._run(operation, timeout=self._timeout if poll else timeout))
-
-    async def watch_task(
-        self, task_id: str, timeout: float | None = None, callback: Callable[[TaskInfo], object] | None = None
-    ) -> TaskInfo:
-        """See :meth:`Client.watch_task`, and for the callback :meth:`wait_for_task`."""
-        poll = timeout is not None and timeout <= 0
-        operation = operations.watch_task(task_id, callback, poll)
-        return await self._run(operation, timeout=self._timeout if poll else timeout)
-
-    async def cancel_task(self, task_id: str) -> bool:
-        """See :meth:`Client.cancel_task`."""
-        return await self._run(operations.cancel_task(task_id))
-
-    async def list_tasks(self, status: str | None = None) -> list[TaskInfo]:
-        """See :meth:`Client.list_tasks`."""
-        return await self._run(operations.list_tasks(status))
-
-    async def create_buffer(
-        self,
-        shape_or_nbytes: int | Sequence[int],
-        dtype: torch.dtype | str = "uint8",
-        device: torch.device | str | None = None,
-        *,
-        zero: bool = False,
-        ttl: float | None = None,
-        max_accesses: int | None = None,
-        keep: bool = False,
-    ) -> AsyncHandle[torch.Tensor]:
-        """See :meth:`Client.create_buffer`."""
-        operation = buffers.create(shape_or_nbytes, dtype, device, zero, ttl, max_accesses, keep, self._values)
-        return self._hand(await self._run(operation))  # type: ignore[no-any-return]
-
-    async def get_buffer(self, buffer_id: str) -> AsyncHandle[torch.Tensor]:
-        """See :meth:`Client.get_buffer`."""
-        return self._hand(await self._run(buffers.get(buffer_id, self._values)))  # type: ignore[no-any-return]
-
-    async def free_buffer(self, buffer: AsyncHandle[Any] | str) -> bool:
-        """See :meth:`Client.free_buffer`."""
-        return await self._run(buffers.free(buffer if isinstance(buffer, str) else buffer.object_id))
-
-    async def list_devices(self) -> list[dict[str, Any]]:
-        """See :meth:`Client.list_devices`."""
-        return await self._run(buffers.list_devices())
-
-    async def open_ticket(self, ticket: Ticket | str | os.PathLike[str]) -> AsyncHandle[Any]:
-        """See :meth:`Client.open_ticket`."""
-        found = await anyio.to_thread.run_sync(read_ticket, ticket)
-        return self._hand(await self._run(tickets.open_ticket(found, self._values)))  # type: ignore[no-any-return]
-
-    async def release(self, handle: AsyncHandle[Any] | str) -> bool:
-        """See :meth:`Client.release`."""
-        return await self.release_many([handle]) == 1
-
-    async def release_many(self, handles: Iterable[AsyncHandle[Any] | str]) -> int:
-        """See :meth:`Client.release_many`."""
-        object_ids = forgone(handles)
-        count = await self._run(operations.release(object_ids)) if object_ids else 0
-        await _drain()
-        return count
-
-    async def get_object_info(self, handle: AsyncHandle[Any] | str) -> dict[str, Any]:
-        """See :meth:`Client.get_object_info`."""
-        return await self.object_info(handle if isinstance(handle, str) else handle.object_id)
-
-    async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
-        """See :meth:`Client.ensure_handle_live`."""
-        handle._check_held()
-        try:
-            await self._run(operations.handle_state(handle.object_id, handle.server_id, self.socket_path))
-        except (ConnectError, ConnectionClosed) as error:
-            raise unreachable(handle.server_id, error) from error
-
-    async def invalidate_call_cache(self, endpoint: str, /, *args: Any, **kwargs: Any) -> int:
-        """See :meth:`Client.invalidate_call_cache`."""
-        server = await self._server()
-        return await self._run(operations.invalidate_call(endpoint, args, kwargs, server.device))
-
-    async def invalidate_endpoint_cache(self, endpoint: str) -> int:
-        """See :meth:`Client.invalidate_endpoint_cache`."""
-        return await self._run(operations.invalidate_endpoint(endpoint))
-
-    async def reload(
-        self, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None
-    ) -> dict[str, Any]:
-        """See :meth:`Client.reload`."""
-        return await self._run(operations.reload(objects), timeout=timeout)
-
-    async def stop_server(self, if_idle: bool = False, timeout: float | None = 10.0) -> dict[str, Any]:
-        """See :meth:`Client.stop_server`."""
-        await self._server()
-        with ProcessExit(self.socket_path) as process_exit:
-            held = await self._run(operations.stop_server(if_idle))
-            await anyio.to_thread.run_sync(process_exit.wait, timeout)
-        return held
-
     async def close(self) -> None:
-        """See :meth:`Client.close`."""
+        """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
         self._closed = True
         self._unwatch()
         channel, session = self._channel, self._session
@@ -244,7 +83,7 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
             await anyio.to_thread.run_sync(session.lane.close)
         await anyio.lowlevel.checkpoint()
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -284,25 +123,21 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
         finally:
             connection.close()
 
-    async def object_info(self, object_id: str) -> dict[str, Any]:
-        """See :class:`shared_rpc.handle.AsyncIssuer`."""
-        return await self._run(operations.object_info(object_id))
-
     # Driving operations.
 
-    def _hand(self, outcome: tuple[m.Result, Any]) -> Any:
-        message, value = outcome
-        session = self._session
-        if not message.managed:
-            return value
+    def _known(self) -> Session | None:
+        return self._session
+
+    def _handle(self, step: Lend) -> AsyncHandle[Any]:
+        session, message = self._session, step.message
         if session is None:
             raise ConnectionClosed("this client was closed, and the lease went with it")
         handle = AsyncHandle(
-            value,
+            step.value,
             object_id=message.object_id,
             server_id=session.server_id,
             generation=message.generation,
-            issuer=self,
+            issuer=cast(AsyncIssuer, self),  # the operations that it has of one are not the driver's
             session=session,
         )
         self._leases.add(handle)
@@ -319,11 +154,18 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
                     step = advance()
                 except StopIteration as stop:
                     return cast("T", stop.value)
-                if isinstance(step, Request):
+                if isinstance(step, Request | Reach):
                     try:
-                        advance = functools.partial(operation.send, await self._exchange(step, deadline))
+                        if isinstance(step, Request):
+                            advance = functools.partial(operation.send, await self._exchange(step, deadline))
+                        else:
+                            advance = functools.partial(operation.send, await self._server())
                     except (SharedRPCError, LaneClosed) as error:
                         advance = functools.partial(operation.throw, error)
+                    continue
+                if isinstance(step, Within):
+                    deadline = anyio.current_time() + step.timeout if step.timeout is not None else math.inf
+                    advance = functools.partial(operation.send, None)
                     continue
                 if isinstance(step, Tell):
                     if self._channel is not None:
@@ -333,7 +175,12 @@ class AsyncClient(AsyncRefreshing, AsyncMonitoring):
                 try:
                     # No name for it here: code that runs below may keep this frame.
                     advance = functools.partial(
-                        operation.send, await (_worked(step) if isinstance(step, Work) else _notified(step))
+                        operation.send,
+                        await _worked(step)
+                        if isinstance(step, Work)
+                        else self._handle(step)
+                        if isinstance(step, Lend)
+                        else await _notified(step),
                     )
                 except BaseException as error:
                     advance = functools.partial(operation.throw, error)
@@ -440,10 +287,9 @@ async def _worked(step: Work) -> Any:
     return work.result()
 
 
-async def _notified(step: Notify) -> None:
+async def _notified(step: Notify) -> Any:
     result = step.callback(step.info)
-    if inspect.isawaitable(result):
-        await result
+    return await result if inspect.isawaitable(result) else None
 
 
 async def _drain() -> None:

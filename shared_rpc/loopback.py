@@ -1,0 +1,451 @@
+"""Operations within the process that runs the endpoints: what they ask is answered by the handlers that answer clients.
+
+A request is handed over as a message, without a socket. The reply brings the live value where there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import math
+import os
+import queue
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from shared_rpc.client.exchange import giving_back
+from shared_rpc.client.replies import too_late
+from shared_rpc.client.steps import Blocking, Lend, Notify, Operation, Reply, Request, Tell, Within, Work
+from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.context import CURRENT_RUN
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
+from shared_rpc.handle import Handle
+from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import Segment
+from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.client import BlockingOperations
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.tasks import TaskInfo
+from shared_rpc.server.core import Core, Lowered
+from shared_rpc.server.engine import Engine
+from shared_rpc.server.handlers import answer
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import CallArguments, Delivery, Waiter
+from shared_rpc.server.state.objects import StoredObject
+
+__all__ = ["LoopbackRuntime"]
+
+T = TypeVar("T")
+
+#: The session of what this process asks itself.
+_SESSION = "local"
+#: What is answered when an endpoint has ended: its thread is lent meanwhile, so that the endpoint can run.
+_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh}
+#: What is not answered at once. On the loop, which answers, nobody can wait for it.
+_WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
+_NO_TABLE = msgspec.Raw(b"")
+#: Of a reply that brings a value without a lease, and of those without descriptors.
+_VALUE = m.Result("", 1, False, _NO_TABLE, [])
+_NO_FRAME = Frame(0, 0, b"")
+
+
+@dataclass(slots=True)
+class _LiveRequest(Request):
+    """A call, with its arguments as they are: as plain data, and as the endpoint gets them."""
+
+    lowered: Lowered = ((), {})
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+
+
+class LocalCaller:
+    """The asker of one request of this process: see :class:`shared_rpc.server.handlers.Caller`."""
+
+    local = True
+    session = _SESSION
+    name = ""
+
+    def __init__(self, core: Core, request: Request, server_info: Callable[[], dict[str, Any]]) -> None:
+        self.core = core
+        self.request = request
+        self.server_info = server_info
+        self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+        self.answered.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
+        self._waiter: Waiter | None = None
+        #: What is told before the answer, and None with it, where somebody listens.
+        self.events: queue.SimpleQueue[TaskInfo | None] | None = None
+        if request.on_event is not None:
+            events = self.events = queue.SimpleQueue()
+            self.answered.add_done_callback(lambda _: events.put(None))
+
+    def ask(self) -> None:
+        """Have the request answered. On the loop."""
+        answer(self, self.request.message)
+
+    def leave(self) -> bool:
+        """Stop waiting, with nothing lost: False if the answer is there. On the loop."""
+        if self.answered.done():
+            return False
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            if waiter.on_leave is not None:
+                waiter.on_leave()
+            self.core.leave(waiter)
+        self.answered.set_exception(concurrent.futures.CancelledError())  # a thread that waits for it must end
+        return True
+
+    def give_up(self) -> None:
+        """Stop waiting, and give back what came with the answer. On the loop."""
+        if not self.leave() and self.answered.exception() is None:
+            reply = self.answered.result()
+            reply.frame.close()
+            unwanted = giving_back(reply.message, self.request)
+            if unwanted is not None:
+                LocalCaller(self.core, Request(unwanted, "what was given up"), self.server_info).ask()
+
+    def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
+        """See :class:`Caller`."""
+        assert isinstance(self.request, _LiveRequest), "a call has its arguments"
+        return self.request.lowered, self.request.arguments
+
+    def wait(self) -> Waiter:
+        """See :class:`Caller`."""
+        self._waiter = Waiter(_SESSION, self.deliver, local=True)
+        return self._waiter
+
+    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+        """See :class:`Caller`."""
+        return self._settle(Reply(message, Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])))
+
+    def fail(self, failure: Failure) -> None:
+        """See :class:`Caller`."""
+        if not self.answered.done():
+            self._waiter = None
+            self.answered.set_exception(failure.to_raise())
+
+    def deliver(self, outcome: Delivery | Failure) -> bool:
+        """See :class:`Caller`."""
+        if isinstance(outcome, Failure):
+            self.fail(outcome)
+            return True
+        message, value, stored = _VALUE, outcome.live, outcome.stored
+        if outcome.managed and stored is not None:
+            message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
+            if stored.kind == "buffer":
+                value = stored  # without a live value: its memory is mapped by whoever takes it
+        return self._settle(Reply(message, _NO_FRAME, live=True, value=value))
+
+    def notify(self, message: m.Message) -> None:
+        """See :class:`Caller`."""
+        assert isinstance(message, m.TaskChanged), "nothing else is told"
+        if self.events is not None:
+            self.events.put(message.info)
+
+    def starved(self, why: str) -> None:
+        """See :class:`Caller`. What a caller in this process gets is in no pool."""
+
+    def cancel(self) -> None:
+        """See :class:`Caller`. A caller in this process gives up by :meth:`leave`."""
+
+    def _settle(self, reply: Reply) -> bool:
+        if self.answered.done():
+            reply.frame.close()
+            return False
+        self._waiter = None  # which refers to this object: the value is not to wait for the cyclic collector
+        self.answered.set_result(reply)
+        return True
+
+
+class LoopbackDriver(Blocking):
+    """Drives operations by handing what they ask to the engine of this process, and blocking until it is answered.
+
+    There is no timeout but that of an operation itself.
+    """
+
+    def __init__(self, engine: Engine, device: str) -> None:
+        self.server_id = engine.core.server_id
+        self.device = device
+        self._engine = engine
+        #: The tensors of buffers that live in this process, by id: one is rebuilt once, as in a client.
+        self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._watch: Subscriptions | None = None
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        """See :class:`Driver`."""
+
+        def method(self: LoopbackDriver, /, *args: Any, **kwargs: Any) -> Any:
+            return self._run(body(self, *args, **kwargs))
+
+        return method
+
+    @abstractmethod
+    def _server_info(self) -> dict[str, Any]:
+        """Return what there is to know of the server. On the loop."""
+
+    # What an operation may know.
+
+    def _known(self) -> LoopbackDriver:
+        return self
+
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, None, Sequence[int]]]:
+        run = CURRENT_RUN.get()
+        message = kind(endpoint, chain=sorted(run.chain) if run is not None else [])
+        live = tuple(args), kwargs
+        reply: Reply = yield _LiveRequest(message, what, lowered=self._lowered(args, kwargs), arguments=live)
+        return reply, None, ()
+
+    def _lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        from shared_rpc.codec import lower_arguments
+
+        return lower_arguments(args, kwargs, device_kind(self.device))
+
+    def _watch_in(self, server: Any) -> Subscriptions:
+        if self._watch is None:
+            self._watch = Subscriptions(lambda: _LoopbackSource(self._engine))
+        return self._watch
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    # Driving operations.
+
+    def _run(self, operation: Operation[T]) -> T:
+        """Drive an operation. One who is interrupted leaves no lease behind."""
+        until = math.inf
+        caller: LocalCaller | None = None
+        advance = functools.partial(operation.send, None)
+        try:
+            while True:
+                # Around this alone: an endpoint may raise StopIteration too.
+                try:
+                    step = advance()
+                except StopIteration as stop:
+                    caller = None
+                    return cast("T", stop.value)
+                if isinstance(step, Request):
+                    caller = LocalCaller(self._engine.core, step, self._server_info)
+                    try:
+                        advance = functools.partial(operation.send, self._answer(caller, until))
+                    except SharedRPCError as error:
+                        advance = functools.partial(operation.throw, error)
+                    continue
+                if isinstance(step, Within):
+                    until = time.monotonic() + step.timeout if step.timeout is not None else math.inf
+                    advance = functools.partial(operation.send, None)
+                    continue
+                if not isinstance(step, Lend):
+                    caller = None  # the operation has what was answered
+                try:
+                    advance = functools.partial(operation.send, self._done(step))
+                    caller = None
+                except BaseException as error:
+                    advance = functools.partial(operation.throw, error)
+        except BaseException:
+            self._give_up(caller)
+            raise
+        finally:
+            operation.close()
+            # It may hold an error whose frames hold this one, and the caller's tensors with it.
+            del advance, caller
+
+    async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
+        request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
+        caller = LocalCaller(self._engine.core, cast(Request, request), self._server_info)
+        try:
+            self._engine.post(caller.ask)
+            waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
+            reply = await waiting
+            assert isinstance(reply.message, m.Result), "a call has a result"
+            return self._handle(reply.message, reply.value) if reply.message.managed else reply.value
+        except BaseException:
+            self._give_up(caller)
+            raise
+        finally:
+            del caller
+
+    def _give_up(self, caller: LocalCaller | None) -> None:
+        if caller is not None and not (caller.answered.done() and caller.answered.exception() is not None):
+            with suppress(ConnectionClosed):
+                self._engine.post(caller.give_up)
+
+    def _answer(self, caller: LocalCaller, until: float) -> Reply:
+        request = caller.request
+        if self._engine.here():
+            if type(request.message) in _WAITS:
+                raise ConfigurationError(_on_the_loop(request))
+            caller.ask()
+            return caller.answered.result()
+        self._engine.post(caller.ask)
+        if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
+            return self._awaited(caller, until)
+        # In an endpoint: its wait must not use up the threads that whatever it waits for needs.
+        with self._engine.lend_thread():
+            return self._awaited(caller, until)
+
+    def _awaited(self, caller: LocalCaller, until: float) -> Reply:
+        request = caller.request
+        if request.on_event is not None and caller.events is not None:
+            while (info := _next(caller.events, until)) is not None:
+                request.on_event(info)
+        if until < math.inf and not request.at_once:
+            concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
+            if not caller.answered.done() and self._engine.ask(lambda _: caller.leave()):
+                raise too_late(request.what)
+        return caller.answered.result()
+
+    def _done(self, step: Any) -> Any:
+        """Do what an operation asks for beside requests."""
+        if isinstance(step, Lend):
+            return self._handle(step.message, step.value)
+        if isinstance(step, Work):
+            return step.function()
+        if isinstance(step, Notify):
+            return step.callback(step.info)
+        assert isinstance(step, Tell), "the server is known"
+        with suppress(ConnectionClosed):
+            self._engine.post(LocalCaller(self._engine.core, Request(step.message, "a message"), self._server_info).ask)
+        return None
+
+    def _handle(self, message: m.Result, value: Any) -> Handle[Any]:
+        return Handle(
+            self._attached(value) if isinstance(value, StoredObject) else value,
+            object_id=message.object_id,
+            server_id=self.server_id,
+            generation=message.generation,
+            issuer=cast(Any, self),  # the operations that it has of one are not the driver's
+            session=self,
+        )
+
+    def _attached(self, stored: StoredObject) -> Any:
+        """Return a buffer's tensor, over memory that is mapped here as in any other process that has it."""
+        from shared_rpc.codec import decode_result
+
+        value = self._values.get(stored.object_id)
+        if value is None:
+            # On the loop, which closes them: descriptors of a server that is stopped must not be mistaken for others.
+            segments = self._engine.ask(lambda core: _duplicates(core, stored.object_id))
+            try:
+                # Kept, so that an endpoint of this process can return the buffer itself.
+                with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
+                    value = decode_result(stored.record.skeleton, stored.record.table, segments, self.server_id)
+            finally:
+                for segment in segments:
+                    segment.close()
+            value = self._values.setdefault(stored.object_id, value)
+        return value
+
+    # What a handle asks of whoever issued it.
+
+    def give_back(self, object_id: str, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`. Where the engine is gone, every lease went with it."""
+        with suppress(ConnectionClosed):
+            self._engine.post(lambda: self._engine.core.release(_SESSION, [object_id]))
+
+    def _interrupted(self, session: object) -> None:
+        """See :class:`shared_rpc.handle.Issuer`. The lease is this process's own, and ends with it."""
+
+
+@bound
+class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
+    """A role whose operations are carried out by this process, and get the live value."""
+
+    @property
+    def operations(self) -> LoopbackRuntime:
+        """See :class:`shared_rpc.runtime.Runtime`."""
+        return self
+
+    @property
+    def socket_path(self) -> str:
+        """See :class:`shared_rpc.handle.Giver`."""
+        raise CapabilityError(
+            "this process plays the local role, so nobody else can have what it holds: serve it, with "
+            "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
+        )
+
+    def _server_info(self) -> dict[str, Any]:
+        return self._engine.core.info() | {"socket_path": None}
+
+
+class _LoopbackSource:
+    """News of the core of this process: see :class:`shared_rpc.client.subscriptions.Source`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._caller: LocalCaller | None = None
+        self._over = False
+
+    def news(self, after: int) -> tuple[list[Generation], int]:
+        """See :class:`Source`."""
+        caller = self._caller = LocalCaller(
+            self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"), self._engine.core.info
+        )
+        self._engine.post(caller.ask)
+        if self._over:
+            self.hang_up()
+        try:
+            message = caller.answered.result().message
+        except concurrent.futures.CancelledError as error:
+            raise ConnectionClosed("nobody wants to know any more") from error
+        assert isinstance(message, g.Refreshes), "it is the answer"
+        return message.generations, message.after
+
+    def hang_up(self) -> None:
+        """See :class:`Source`."""
+        self._over = True
+        if self._caller is not None:
+            with suppress(ConnectionClosed):
+                self._engine.post(self._caller.leave)
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+
+
+def _on_the_loop(request: Request) -> str:
+    what = request.what if request.what.endswith(")") else f"{request.what}()"
+    if type(request.message) is m.Call:
+        return (
+            f"{what} was called on the server's event loop, by an async endpoint perhaps: make {request.message.endpoint!r} an "
+            f"async def and await it, or call it with anyio.to_thread.run_sync"
+        )
+    return f"{what} was called on the server's event loop: use anyio.to_thread.run_sync"
+
+
+def _duplicates(core: Core, object_id: str) -> list[Segment]:
+    stored = core.objects.get(object_id)
+    if stored is None:  # it is leased, so nothing but the end of the server takes it away
+        raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+    return [segment.duplicate() for segment in stored.record.segments]
+
+
+def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:
+    """Return what happened next; None at the end, and when the time is over, whatever else has happened."""
+    left = until - time.monotonic()
+    try:
+        return events.get(timeout=left if left < math.inf else None) if left > 0 else None
+    except queue.Empty:
+        return None
+
+
+async def _waited_for(future: concurrent.futures.Future[T]) -> T:
+    if future.done():
+        return future.result()
+    # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
+    return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

@@ -1,0 +1,17 @@
+"""Every public operation, once: its signature, what it does, and what it asks of whoever drives it.
+
+``Client``, ``AsyncClient`` and ``Provider`` have all of them, see :func:`shared_rpc.operations.binding.bound`.
+"""
+
+from shared_rpc.operations.buffers import BufferOperations
+from shared_rpc.operations.calls import CallOperations
+from shared_rpc.operations.generations import GenerationOperations
+from shared_rpc.operations.objects import ObjectOperations
+from shared_rpc.operations.server import ServerOperations
+from shared_rpc.operations.tasks import TaskOperations
+
+__all__ = ["Operations"]
+
+
+class Operations(CallOperations, TaskOperations, ObjectOperations, BufferOperations, GenerationOperations, ServerOperations):
+    """All operations."""

@@ -1,0 +1,160 @@
+"""Binding: how an operation that is written once becomes a method of every class that has it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+
+from shared_rpc.client.lane import Lane
+from shared_rpc.client.results import result_of, valued
+from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach, Reply, Tell
+from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.handle import AsyncHandle, Handle, Lease
+from shared_rpc.protocol import messages as m
+
+__all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "reached", "taken"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+D = TypeVar("D", bound=Driver)
+
+#: What the body of an operation is: see :mod:`shared_rpc.client.steps`.
+Steps = Generator[Any, Any, R]
+
+
+class Leased(Generic[T]):
+    """For type checkers, what an operation gives with a lease: a :class:`Handle`, or an :class:`AsyncHandle` of coroutines."""
+
+
+class Context(ABC):
+    """What an operation may know of whoever drives it."""
+
+    #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+    _values: weakref.WeakValueDictionary[str, Any]
+
+    @property
+    @abstractmethod
+    def socket_path(self) -> str:
+        """The server's socket."""
+
+    @abstractmethod
+    def _known(self) -> Known | None:
+        """Return the server, if it was reached before."""
+
+    @abstractmethod
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+        """Send a call of a kind: what :func:`taken` needs.
+
+        :param pooled: whether its arguments and result may lie in pools.
+        """
+
+    @abstractmethod
+    def _watch_in(self, server: Any) -> Subscriptions:
+        """Return what subscriptions belong to, for a server as :meth:`_known` has it."""
+
+
+class _Unbound(Generic[P, R]):
+    """An operation, of which :func:`bound` makes a method."""
+
+    def __init__(self, body: Callable[Concatenate[Context, P], Steps[R]]) -> None:
+        self.body = body
+
+
+class operation(_Unbound[P, R]):
+    """A public operation: signature, docstring and body."""
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: Blocking, kind: type) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        """Return the operation itself: a class that was bound has a method in its place."""
+        return self
+
+
+class lending(_Unbound[P, Leased[T]], Generic[P, T]):
+    """A public operation that gives a handle."""
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: Blocking, kind: type) -> Callable[P, Handle[T]]: ...
+    @overload
+    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        """See :class:`operation`."""
+        return self
+
+
+def bound(kind: type[D]) -> type[D]:
+    """Make methods of the operations that a class has: plain functions, so that a call costs what it would if written out."""
+    members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
+    for name, found in members.items():
+        body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
+        if body is not None:
+            setattr(kind, name, _method(kind, name, body))
+    return kind
+
+
+def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> Callable[..., Any]:
+    """Return the method of one operation, which tells its signature as it is called: without what only the body sees."""
+    method = kind._bound(name, body)
+    annotations = {each: _shown(text, kind) for each, text in body.__annotations__.items() if each != "ctx"}
+    signature = inspect.signature(body)
+    of_self, *others = signature.parameters.values()
+    parameters = [of_self.replace(name="self", annotation=inspect.Parameter.empty)]
+    parameters += [each.replace(annotation=annotations[each.name]) for each in others]
+    method.__name__, method.__qualname__ = name, f"{kind.__qualname__}.{name}"
+    method.__doc__, method.__module__ = body.__doc__, kind.__module__
+    method.__annotations__ = annotations
+    # By it a subclass with a driver of its own is bound anew; and its module has the names of the annotations.
+    method._body = method.__wrapped__ = body  # type: ignore[attr-defined]
+    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=annotations["return"]
+    )
+    return method
+
+
+def _shown(annotation: str, kind: type[Driver]) -> str:
+    """Return an annotation as the callers of a class know it."""
+    inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
+    return re.sub(r"\bLeased?\b", kind._HANDLE, inner[1] if inner else annotation)
+
+
+def reached(ctx: Context) -> Operation[Known]:
+    """Return the server, which is reached now where it was not before."""
+    return ctx._known() or cast(Known, (yield Reach()))
+
+
+def taken(ctx: Context, what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Operation[Any]:
+    """Take the result out of a reply: a handle, where a lease came with the value.
+
+    :param lane: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
+    """
+    if not reply.live:
+        message, value = yield from valued(result_of(what, reply, lane, held), ctx._values)
+        return (yield Lend(message, value)) if message.managed else value
+    assert isinstance(reply.message, m.Result), "a value comes with a result"
+    if not reply.message.managed:
+        return reply.value
+    try:
+        return (yield Lend(reply.message, reply.value))
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Tell(m.Release([reply.message.object_id]))
+        raise
+
+
+def id_of(handle: Lease[Any] | str) -> str:
+    """Return the object id of a handle, or the id itself."""
+    return handle if isinstance(handle, str) else handle.object_id

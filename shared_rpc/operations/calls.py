@@ -1,0 +1,82 @@
+"""Calls, and the cache that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shared_rpc.client.results import Result, result_of
+from shared_rpc.client.sending import Lanes, lower, no_lane, send
+from shared_rpc.client.steps import Operation, Request, ask
+from shared_rpc.operations.binding import Context, Steps, operation, reached, taken
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+
+__all__ = ["CallOperations", "fetch"]
+
+
+def fetch(
+    endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "", lanes: Lanes = no_lane
+) -> Operation[Result]:
+    """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
+
+    :param device: the id of the server's device.
+    :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
+    :param lanes: the pools of the current session, None to do without.
+    """
+    what = f"{endpoint}()"
+    reply, lane, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
+    return result_of(what, reply, lane, held)
+
+
+class CallOperations:
+    """Calls and their cached results."""
+
+    @operation
+    def call(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Any]:
+        """Call an endpoint: a handle where it is managed, else its result, over the server's own memory.
+
+        While a tensor or module of this call's object lives in this process, the same one is returned again, as it would be
+        without a server.
+
+        An exception that the endpoint raised is raised here with its own type, and the remote traceback as its cause.
+
+        :raises EndpointNotFound: if the server has none of that name.
+        :raises TypeError: if the arguments do not fit its signature.
+        :raises CapabilityError: if an argument or the result cannot be shared.
+        :raises DeadlineExceeded: after the client's timeout; a run that has begun goes on in the server.
+        :raises ConnectError: if no server comes up in time.
+        :raises ConnectionClosed: if the server goes away meanwhile.
+        """
+        what = f"{endpoint}()"
+        reply, lane, held = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
+        return (yield from taken(ctx, what, reply, lane, held))
+
+    @operation
+    def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:
+        """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
+        server = yield from reached(ctx)
+        arguments = yield from lower(args, kwargs, server.device, "")
+        arguments.close()  # only what tells the call from others is needed
+        message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
+        reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
+        return int(reply.count)
+
+    @operation
+    def invalidate_endpoint_cache(ctx: Context, endpoint: str) -> Steps[int]:
+        """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
+        what = f"invalidate_endpoint_cache({endpoint!r})"
+        reply = yield from ask(Request(m.InvalidateEndpoint(endpoint), what), m.Count)
+        return int(reply.count)
+
+    @operation
+    def invalidate_object(ctx: Context, object_id: str) -> Steps[int]:
+        """Drop one cached result, by its object's id; 0 if the cache had dropped it already. Handles that are out stay valid.
+
+        A run of the same call that goes on is kept out of the cache, as by :meth:`invalidate_call_cache`.
+
+        :raises StaleHandleError: if the server has no such object.
+        :raises ConfigurationError: if it is a buffer, which :meth:`free_buffer` is for.
+        """
+        reply = yield from ask(Request(mo.InvalidateObject(object_id), f"invalidate_object({object_id!r})"), m.Count)
+        return int(reply.count)

@@ -1,0 +1,197 @@
+"""Generations of what is cached, the news of them, and revisions of what is written in place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask
+from shared_rpc.client.subscriptions import Subscription
+from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
+from shared_rpc.handle import Lease
+from shared_rpc.memory.revisions import Page
+from shared_rpc.memory.segments import Segment
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, reached, taken
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.generations import Generation, Refreshes
+
+__all__ = ["AsyncRefreshIterator", "GenerationOperations", "RefreshIterator"]
+
+T = TypeVar("T")
+
+_ENDED = "nothing more is told of refreshes"
+
+
+class GenerationOperations:
+    """Generations and revisions."""
+
+    @operation
+    def refresh(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Generation]:
+        """Build the next generation of a cached call's object, and make it the current one: what there is to know of it.
+
+        Until then calls get the present one at once, and from then on the new one; in between there is nothing. Handles that
+        are out keep theirs until they are released. This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
+
+        Refreshes with the same arguments at the same time join one build, and so does a call with nothing in the cache. It goes
+        on if this client gives up.
+
+        What the endpoint raises is raised here, and leaves the present generation as it was.
+
+        :raises ConfigurationError: if the call is not cached.
+        :raises RefreshError: if the call was invalidated meanwhile, or a refresh that began later ended before this one.
+        :raises DeadlineExceeded: after the client's timeout.
+        """
+        what = f"refresh({endpoint!r})"
+        reply, _, _ = yield from ctx._sent(g.Refresh, endpoint, args, kwargs, what)
+        reply.frame.close()
+        if not isinstance(reply.message, g.Refreshed):
+            raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
+        return reply.message.generation
+
+    @lending
+    def latest(ctx: Context, handle: Lease[T]) -> Steps[Leased[T]]:
+        """See :meth:`Handle.latest`."""
+        handle._check_held()
+        what = f"latest() of object {handle.object_id}"
+        found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
+        return found
+
+    @operation
+    def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[dict[str, Any]]]:
+        """Free what nobody holds of superseded generations; :meth:`get_object_info` of those that are left.
+
+        A generation is superseded once another one is current, or it was invalidated. It goes with its last holder, without
+        this. But the unfetched result of a task is kept for whoever may fetch it, up to the server's ``result_ttl``: this gives
+        it up. What is left then is held by processes, which :meth:`list_objects` names; nobody takes it from them.
+
+        :param target: an endpoint's name, for all its superseded objects; or a handle or an object's id, for that one.
+        :raises EndpointNotFound: for what is neither.
+        """
+        name = id_of(target)
+        reply = yield from ask(Request(g.Retire(name), f"retire({name!r})"), m.FactsList)
+        return list(reply.items)
+
+    @operation
+    def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:
+        """Have ``callback(generation)`` called whenever another generation of a cached call becomes current on the server.
+
+        It is called for each one that a refresh built, and for those that were built anew after an invalidation or an
+        eviction, from here on; the first of a call is no news. Where several of one call come at once, only the latest is told.
+
+        Callbacks run one after the other in one daemon thread of this client, which has a connection of its own. Hand on what
+        takes long. An exception is logged. So is the end of the connection, after which nothing is told: subscribe again.
+
+        Close what is returned to be told no more.
+
+        :raises ConnectError: if no server comes up in time.
+        """
+        watch = ctx._watch_in((yield from reached(ctx)))
+        subscription: Subscription = yield Work(lambda: watch.subscribe(callback))
+        return subscription
+
+    @operation
+    def revision_page(ctx: Context, object_id: str) -> Steps[Page]:
+        """See :class:`shared_rpc.handle.Issuer`."""
+        reply: Reply = yield Request(g.GetRevision(object_id), f"the revision of object {object_id}")
+        message, frame = reply.message, reply.frame
+        if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
+            frame.close()
+            raise ProtocolError(f"the server answered a question for a revision with {type(message).__name__}")
+        segment = Segment(message.page, -1)
+        segment.adopt(frame.fds)
+        return Page(segment, message.memory, object_id)
+
+
+def _news(after: int) -> Operation[Refreshes]:
+    """Wait for what becomes current after a position; with -1 take the position."""
+    yield Within(None)
+    refreshes: Refreshes = yield from ask(Request(g.AwaitRefreshes(after), "the wait for refreshes"), Refreshes)
+    return refreshes
+
+
+class _News:
+    """What has come of a server's news, and where the next is to begin."""
+
+    def __init__(self) -> None:
+        self._after = -1
+        self._server_id = ""
+        self._news: deque[Generation] = deque()
+
+    def _take(self, answer: Refreshes) -> None:
+        if self._server_id not in ("", answer.server_id):
+            raise ConnectionClosed(f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has come")
+        self._server_id, self._after = answer.server_id, answer.after
+        self._news.extend(answer.generations)
+
+    def _gone(self, error: ConnectError) -> ConnectionClosed | ConnectError:
+        """What to raise where the server cannot be reached: once it could be, that is the end of the connection."""
+        return ConnectionClosed(f"{_ENDED}: {error}") if self._server_id else error
+
+
+class RefreshIterator(_News):
+    """See :meth:`Client.refreshes`.
+
+    :param run: drives an operation.
+    """
+
+    def __init__(self, run: Callable[[Operation[Refreshes]], Refreshes]) -> None:
+        super().__init__()
+        self._run = run
+
+    def _ask(self) -> None:
+        try:
+            self._take(self._run(_news(self._after)))
+        except ConnectError as error:
+            raise self._gone(error) from error
+
+    def __enter__(self) -> RefreshIterator:
+        self._ask()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        pass
+
+    def __iter__(self) -> RefreshIterator:
+        return self
+
+    def __next__(self) -> Generation:
+        while not self._news:
+            self._ask()
+        return self._news.popleft()
+
+
+class AsyncRefreshIterator(_News):
+    """See :meth:`AsyncClient.refreshes`.
+
+    :param run: drives an operation.
+    """
+
+    def __init__(self, run: Callable[[Operation[Refreshes]], Awaitable[Refreshes]]) -> None:
+        super().__init__()
+        self._run = run
+
+    async def _ask(self) -> None:
+        try:
+            self._take(await self._run(_news(self._after)))
+        except ConnectError as error:
+            raise self._gone(error) from error
+
+    async def __aenter__(self) -> AsyncRefreshIterator:
+        await self._ask()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def __aiter__(self) -> AsyncRefreshIterator:
+        return self
+
+    async def __anext__(self) -> Generation:
+        while not self._news:
+            await self._ask()
+        return self._news.popleft()

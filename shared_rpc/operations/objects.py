@@ -1,0 +1,109 @@
+"""Objects that the server keeps, the leases on them, and the tickets that lead to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from shared_rpc.client.steps import Request, Work, ask
+from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
+from shared_rpc.handle import Lease, forgone, unreachable
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.ticket import Ticket, read_ticket
+
+__all__ = ["ObjectOperations"]
+
+
+def _info(object_id: str) -> Steps[dict[str, Any]]:
+    reply = yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.Facts)
+    return dict(reply.facts)
+
+
+def _server() -> Steps[dict[str, Any]]:
+    # Asked each time: a server that this client knows may have another one in its place.
+    reply = yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.Facts)
+    return dict(reply.facts)
+
+
+def _released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
+    object_ids = forgone(handles)
+    count = 0
+    if object_ids:
+        count = int((yield from ask(Request(m.Release(object_ids), "release"), m.Count)).count)
+    if MAPPINGS.has_unused:  # on a GPU it waits for the device
+        yield Work(MAPPINGS.drain)
+    return count
+
+
+class ObjectOperations:
+    """Objects, leases and tickets."""
+
+    @operation
+    def list_objects(ctx: Context) -> Steps[list[dict[str, Any]]]:
+        """:meth:`get_object_info` of every object, with ``cached`` and its ``holders`` (session, pid, connections)."""
+        reply = yield from ask(Request(m.ListObjects(), "list_objects", again=True), m.FactsList)
+        return list(reply.items)
+
+    @operation
+    def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[dict[str, Any]]:
+        """What the server knows of an object, by handle or id; for the keys see :meth:`Handle.get_object_info`.
+
+        :raises StaleHandleError: if the server does not own it.
+        """
+        return (yield from _info(id_of(handle)))
+
+    @operation
+    def ensure_handle_live(ctx: Context, handle: Lease[Any]) -> Steps[None]:
+        """Return if the server that issued the handle still owns its object.
+
+        :raises StaleHandleError: if not; ``reason`` is one of those of :class:`StaleHandleError`.
+        """
+        handle._check_held()
+        try:
+            info = yield from _server()
+            if info["server_id"] != handle.server_id:
+                raise StaleHandleError(
+                    f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at "
+                    f"{info['socket_path']} now: call the endpoint again",
+                    reason="server_changed",
+                )
+            yield from _info(handle.object_id)
+        except (ConnectError, ConnectionClosed) as error:
+            raise unreachable(handle.server_id, error) from error
+
+    @operation
+    def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
+        """Give one lease back, of a handle or an object id; whether this process held it."""
+        return (yield from _released([handle])) == 1
+
+    @operation
+    def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
+        """Give several leases back in one round trip; how many this process held."""
+        return (yield from _released(handles))
+
+    @lending
+    def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:
+        """The object of a ticket that :meth:`Handle.ticket` made: a handle with a lease of its own.
+
+        The client must be one of the ticket's server; :meth:`Client.from_ticket` makes one that is.
+
+        :param ticket: a ticket, or the path of its file.
+        :raises TicketError: if it cannot be used here; ``reason`` says why.
+        :raises StaleHandleError: if the object is gone, with ``reason`` ``"object_gone"``, ``"superseded"`` or
+            ``"server_changed"``.
+        :raises BufferNotFound: if it is a buffer that is not handed out any more.
+        """
+        found: Ticket = yield Work(lambda: read_ticket(ticket))
+        info = yield from _server()
+        found.check_server(info["server_id"], info["socket_path"] or f"pid {info['pid']}, in the local role")
+        what = f"open_ticket() of object {found.object_id}"
+        if found.kind == "buffer":
+            message: m.Message = m.GetBuffer(found.object_id)
+        else:
+            message = g.GetObject(found.object_id, found.cache_key or "")
+        handle: Leased[Any] = yield from taken(ctx, what, (yield Request(message, what)))
+        return handle

@@ -1,0 +1,191 @@
+"""Tasks: calls that go on without whoever made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from shared_rpc.client.results import Result, result_of
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask
+from shared_rpc.errors import ProtocolError
+from shared_rpc.operations.binding import Context, Steps, operation, taken
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+
+__all__ = ["TaskOperations", "fetch_task", "watched"]
+
+#: What is called with every change of a task.
+Callback = Callable[[TaskInfo], object]
+
+
+def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[Result]:
+    """Wait for a task and take its record, without rebuilding the value.
+
+    :param callback: is told of every change. If it raises, the result was not taken.
+    :param poll: do not wait.
+    """
+    return result_of(_waiting(task_id), (yield from _ended(task_id, callback, poll)))
+
+
+def _waiting(task_id: str) -> str:
+    return f"wait_for_task({task_id!r})"
+
+
+def _ended(task_id: str, callback: Callback | None, poll: bool) -> Operation[Reply]:
+    what = _waiting(task_id)
+    if callback is None:
+        return cast(Reply, (yield Request(m.WaitTask(task_id, poll=poll), what)))
+    info = yield from watched(task_id, callback, poll, what=what, claim=True)
+    return cast(Reply, (yield Request(m.FetchTask(task_id, info.object_id or ""), what, at_once=True)))
+
+
+def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = "", claim: bool = False) -> Operation[TaskInfo]:
+    """Wait for a task to end, and leave its result to others; for the parameters see :func:`fetch_task`.
+
+    :param claim: have the session hold the result, so that it can be fetched then.
+    """
+    callback = callback or _unheard
+    message = m.WaitTask(task_id, events=True, poll=poll, look=True, claim=claim)
+    reply = yield from ask(Request(message, what or f"the wait for task {task_id}", on_event=callback), m.TaskIs)
+    info: TaskInfo = reply.info
+    try:
+        yield Notify(callback, info)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if claim and info.object_id is not None:
+            yield Tell(m.Release([info.object_id]))
+        raise
+    return info
+
+
+def _unheard(_: TaskInfo) -> None:
+    """Ignore a change: whoever waits wants to know the end alone."""
+
+
+def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
+    what = f"submit({endpoint!r})"
+    reply, _, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
+    reply.frame.close()
+    if not isinstance(reply.message, m.TaskIs):
+        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
+    return reply.message.info.task_id
+
+
+def _polls(timeout: float | None) -> Operation[bool]:
+    """Set the time that a wait has; whether it is none, and then the answer has the client's own."""
+    poll = timeout is not None and timeout <= 0
+    if not poll:
+        yield Within(timeout)
+    return poll
+
+
+class TaskOperations:
+    """Tasks."""
+
+    @operation
+    def submit(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[str]:
+        """Have an endpoint run as a task, which goes on without this client: its id.
+
+        It goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
+
+        :raises ServerBusy: if the server has as many tasks as it takes.
+        """
+        return (yield from _submitted(ctx, endpoint, args, kwargs))
+
+    @operation
+    def execute(
+        ctx: Context,
+        endpoint: str,
+        /,
+        *args: Any,
+        wait: bool = True,
+        timeout: float | None = None,
+        callback: Callback | None = None,
+        **kwargs: Any,
+    ) -> Steps[Any]:
+        """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
+        task_id = yield from _submitted(ctx, endpoint, args, kwargs)
+        if not wait:
+            return task_id
+        poll = yield from _polls(timeout)
+        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
+
+    @operation
+    def get_task_status(ctx: Context, task_id: str) -> Steps[TaskInfo]:
+        """A task now.
+
+        :raises TaskError: if it is unknown or has expired.
+        """
+        reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})", again=True), m.TaskIs)
+        info: TaskInfo = reply.info
+        return info
+
+    @operation
+    def get_task_result(ctx: Context, task_id: str) -> Steps[Any]:
+        """The result of a task that has ended, as :meth:`call` would return it; its exception is raised.
+
+        Any client of the same user may fetch it. An uncached result that is not managed can be fetched once, a managed one
+        for as long as a handle of it is held.
+
+        :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
+        """
+        what = f"get_task_result({task_id!r})"
+        return (yield from taken(ctx, what, (yield Request(m.FetchTask(task_id), what))))
+
+    @operation
+    def wait_for_task(ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None) -> Steps[Any]:
+        """Wait for a task to end: its result, as :meth:`call` would return it; its exception is raised.
+
+        :param timeout: seconds to wait at most; 0 does not wait, None waits as long as it takes.
+        :param callback: is called, in this thread, with the task as it is now and with every change of its status or progress.
+            What it raises ends the wait, not the task. For a client of coroutines it may be a coroutine function, and is
+            called on the loop.
+        :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds; the task goes on, and a later wait gets its
+            result.
+        :raises TaskCancelled: if it was cancelled.
+        :raises TaskError: if it is unknown or has expired.
+        """
+        poll = yield from _polls(timeout)
+        return (yield from taken(ctx, _waiting(task_id), (yield from _ended(task_id, callback, poll))))
+
+    @operation
+    def watch_task(
+        ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None
+    ) -> Steps[TaskInfo]:
+        """Wait for a task to end, and leave its result to others: how it ended. Nothing is mapped, and no exception of the
+        endpoint's raised; :meth:`get_task_result` does both.
+
+        :param timeout: see :meth:`wait_for_task`, as for ``callback``.
+        :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
+        :raises TaskError: if it is unknown or has expired.
+        """
+        poll = yield from _polls(timeout)
+        return (yield from watched(task_id, callback, poll))
+
+    @operation
+    def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:
+        """Cancel a task that has not begun, or ask one that runs to stop; False if it had ended.
+
+        ``cancel_requested`` of its status tells that it was asked, ``status`` whether it stopped. A run that others wait for
+        goes on for them.
+
+        :raises TaskError: if it is unknown or has expired.
+        """
+        reply = yield from ask(Request(m.CancelTask(task_id), f"cancel_task({task_id!r})"), m.Count)
+        return bool(reply.count)
+
+    @operation
+    def list_tasks(ctx: Context, status: str | None = None) -> Steps[list[TaskInfo]]:
+        """All tasks that the server remembers, in the order they were submitted; with ``status``, those of one status.
+
+        :raises ValueError: for a status that there is not.
+        """
+        chosen = TaskStatus(status) if status is not None else None
+        infos: list[TaskInfo] = []
+        after: int | None = 0
+        while after is not None:
+            page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks", again=True), m.TaskPage)
+            infos += page.infos
+            after = page.after
+        return infos

@@ -1,0 +1,128 @@
+"""Operations as methods: what a class that was bound to them has, and what it tells of itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared_rpc import AsyncClient, Client, Provider
+from shared_rpc.client.steps import Blocking, Operation, Request, Work
+from shared_rpc.operations import Operations
+from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, operation
+
+#: Of every public operation its name and its one definition.
+DEFINED = {
+    name: found.body
+    for name in dir(Operations)
+    if isinstance(found := inspect.getattr_static(Operations, name), operation | lending)
+}
+
+
+class Recorder(Blocking):
+    """A driver that answers every request with its number."""
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        def method(self: Recorder, /, *args: Any, **kwargs: Any) -> Any:
+            steps = body(self, *args, **kwargs)
+            step = steps.send(None)
+            try:
+                while True:
+                    step = steps.send(step.function() if isinstance(step, Work) else None)
+            except StopIteration as stop:
+                return stop.value
+
+        return method
+
+
+class Sums:
+    """Two operations."""
+
+    @operation
+    def add(ctx: Context, one: int, /, other: int = 1, **more: int) -> Steps[int]:
+        """Add numbers."""
+        return int((yield Work(lambda: one + other + sum(more.values()))))
+
+    @lending
+    def lend(ctx: Context, name: str) -> Steps[Leased[bytes]]:
+        """Lend what has a name."""
+        yield Work(name.encode)
+        return Leased()
+
+
+@bound
+class Calculator(Recorder, Sums):
+    """A class that has them."""
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient, Provider])
+@pytest.mark.parametrize("name", sorted(DEFINED))
+def test_a_class_has_every_operation(kind: type, name: str) -> None:
+    """As a method with the parameters and the text of its definition; a coroutine of the client for coroutines alone."""
+    method, body = getattr(kind, name), DEFINED[name]
+    if kind is Provider and name == "list_endpoints":
+        return  # those of this process, whatever a server has
+    assert inspect.iscoroutinefunction(method) == (kind is AsyncClient)
+    told, defined = inspect.signature(method), inspect.signature(body)
+    assert list(told.parameters) == ["self", *list(defined.parameters)[1:]]
+    assert [each.default for each in told.parameters.values()] == [each.default for each in defined.parameters.values()]
+    assert (method.__doc__, method.__name__, method.__qualname__) == (body.__doc__, name, f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize(("kind", "handle"), [(Client, "Handle"), (AsyncClient, "AsyncHandle"), (Provider, "Handle")])
+def test_a_handle_is_called_what_it_is(kind: Any, handle: str) -> None:
+    """A signature names the class of handle that its callers take and give, and what an operation returns, not its steps."""
+    assert inspect.signature(kind.create_buffer).return_annotation == f"{handle}[torch.Tensor]"
+    assert inspect.signature(kind.latest).parameters["handle"].annotation == f"{handle}[T]"
+    assert inspect.signature(kind.list_tasks).return_annotation == "list[TaskInfo]"
+    assert kind.list_tasks.__annotations__ == {"status": "str | None", "return": "list[TaskInfo]"}
+
+
+def test_an_operation_is_driven_with_its_arguments() -> None:
+    """By position, by name and beyond; what does not fit is a TypeError that names the operation."""
+    assert Calculator().add(2) == 3
+    assert Calculator().add(2, other=5, self=1, ctx=1) == 9
+    with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument"):
+        Calculator().add()  # type: ignore[call-arg]
+
+
+def test_what_a_class_defines_itself_stays() -> None:
+    """A method of that name, of the class or of a subclass, is not replaced; the others are bound."""
+
+    @bound
+    class Own(Recorder, Sums):
+        def add(self, one: int, /, other: int = 1, **more: int) -> int:  # type: ignore[override]
+            return 0
+
+    class Further(Calculator):
+        def add(self, one: int, /, other: int = 1, **more: int) -> int:  # type: ignore[override]
+            return super().add(one, other, **more) * 10
+
+    assert (Own().add(2), Further().add(2)) == (0, 30)
+    assert isinstance(Own().lend("a"), Leased)
+
+
+def test_a_subclass_may_have_another_driver() -> None:
+    """It is bound anew, to that."""
+
+    class Shouting(Recorder):
+        @classmethod
+        def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+            drive = super()._bound(name, body)
+            return lambda self, *args, **kwargs: f"{name}: {drive(self, *args, **kwargs)}!"
+
+    @bound
+    class Loud(Shouting, Calculator):
+        pass
+
+    assert (Loud().add(2), Calculator().add(2)) == ("add: 3!", 3)
+
+
+def test_an_operation_of_no_class_is_itself() -> None:
+    """Before it is bound: its body is a generator, and drives nothing."""
+    steps = Sums.add.body(Calculator(), 2)  # type: ignore[arg-type]
+    assert isinstance(steps.send(None), Work)
+    assert not isinstance(Sums.add.body, Request)
