@@ -16,7 +16,8 @@ from benchmarks.segment_process import receive, send
 from benchmarks.stats import Sample
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, survey
-from shared_rpc.memory.segments import EXPORTER_OWNED, Mechanism, Segment
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
 __all__ = ["run"]
 

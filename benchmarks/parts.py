@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shared_rpc.memory.segments import Mechanism
+from shared_rpc.protocol.records import Mechanism
 
 __all__ = ["MAKING", "MAPPING", "Parts", "Watch"]
 

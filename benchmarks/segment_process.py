@@ -16,7 +16,8 @@ from benchmarks.processes import configuration, next_command, say
 from benchmarks.stats import timed
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.segments import Backend, Segment, SegmentInfo
+from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["receive", "send"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
     from shared_rpc.protocol.ticket import Ticket
-    from shared_rpc.provider import Provider, SharedFunction
+    from shared_rpc.provider.provider import Provider, SharedFunction
     from shared_rpc.server.server import Server
 
 __all__ = [
@@ -56,9 +56,9 @@ _HOMES = {
     "Handle": "shared_rpc.handle",
     "PoolOptions": "shared_rpc.memory.pool",
     "Progress": "shared_rpc.protocol.tasks",
-    "Provider": "shared_rpc.provider",
+    "Provider": "shared_rpc.provider.provider",
     "Server": "shared_rpc.server.server",
-    "SharedFunction": "shared_rpc.provider",
+    "SharedFunction": "shared_rpc.provider.provider",
     "Subscription": "shared_rpc.client.subscriptions",
     "TaskInfo": "shared_rpc.protocol.tasks",
     "TaskStatus": "shared_rpc.protocol.tasks",

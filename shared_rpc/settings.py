@@ -16,7 +16,6 @@ Arguments of ``Provider`` beat the environment.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import sys
@@ -32,7 +31,6 @@ __all__ = [
     "change_environment",
     "checked_path",
     "environment",
-    "is_child",
     "is_socket_of",
     "resolve_base_path",
     "resolve_role",
@@ -98,17 +96,6 @@ def _read_role(environ: Mapping[str, str]) -> Role | None:
     if text not in get_args(Role):
         raise ConfigurationError(f"{_ROLE}={text!r}: use 'server', 'client', 'local' or 'spawn', or leave it unset")
     return text  # type: ignore[return-value]
-
-
-def is_child() -> bool:
-    """Whether :mod:`multiprocessing` started this process, whichever way: it has the role's environment of its parent.
-
-    A child that was spawned runs the main module before it knows of its parent. The fork server has none, imports what it is
-    told to preload (from Python 3.14 on the main module, by default), and ends as a main program does, after its parent.
-    """
-    if multiprocessing.parent_process() is not None or getattr(multiprocessing.current_process(), "_inheriting", False):
-        return True
-    return any("from multiprocessing.forkserver import main" in word for word in sys.orig_argv)
 
 
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.codec import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 from tests.kit import forks
 from tests.kit.apps import ROLES, App
 from tests.kit.brokers import BrokerApp

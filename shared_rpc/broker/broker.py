@@ -28,10 +28,10 @@ from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
-from shared_rpc.memory.segments import EXPORTER_OWNED
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Registry

@@ -14,11 +14,11 @@ import msgspec
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.server.executor import Owner
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.session_lanes import Lanes

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from shared_rpc.memory.records import Lender, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.records import Lender, Record
 from shared_rpc.server.session_lanes import SessionLane
 
 if TYPE_CHECKING:

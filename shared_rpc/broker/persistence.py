@@ -28,10 +28,11 @@ from typing import Literal, TypeVar
 import msgspec
 
 from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.memory.records import Record
 from shared_rpc.memory.revisions import restored_page
-from shared_rpc.memory.segments import EXPORTER_OWNED, Segment, SegmentInfo
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.records import Record
+from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.buffers import Terms
 from shared_rpc.server.state.objects import StoredObject

@@ -13,12 +13,12 @@ from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.options import ServeOptions
+from shared_rpc.provider.amounts import check_quotas, in_bytes, quotas_of
 from shared_rpc.settings import checked_path
-from shared_rpc.worker.amounts import check_quotas, in_bytes, quotas_of
 
 if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
-    from shared_rpc.runtime import Runtime
+    from shared_rpc.provider.provider import Provider
+    from shared_rpc.provider.runtime import Runtime
     from shared_rpc.server.server import Server
 
 __all__ = ["reload", "serve"]
@@ -155,7 +155,7 @@ def _serve_in_process(target: str, options: ServeOptions) -> None:
     from shared_rpc.lifecycle.hosting import set_host
     from shared_rpc.lifecycle.main_end import close_all, end_now_if_busy
     from shared_rpc.lifecycle.signals import wait_for_signal
-    from shared_rpc.worker.app import load_providers
+    from shared_rpc.provider.app import load_providers
 
     host = _InProcessHost(options)
     set_host(host)
@@ -194,9 +194,9 @@ class _InProcessHost:
 
     def adopt(self, provider: Provider) -> Runtime:
         """See :class:`shared_rpc.lifecycle.hosting.Host`."""
-        from shared_rpc.runtime import ServerRuntime
+        from shared_rpc.provider.overrides import override
+        from shared_rpc.provider.runtime import ServerRuntime
         from shared_rpc.server.server import Server
-        from shared_rpc.worker.overrides import override
 
         if provider not in self.servers:
             options = self._options

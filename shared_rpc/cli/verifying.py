@@ -12,7 +12,7 @@ from rich.console import Console
 from shared_rpc.cli.options import Json
 from shared_rpc.cli.rendering import as_json, complain, one_line, table
 from shared_rpc.errors import SharedRPCError
-from shared_rpc.worker.amounts import in_bytes
+from shared_rpc.provider.amounts import in_bytes
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

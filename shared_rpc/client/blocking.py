@@ -15,9 +15,9 @@ from shared_rpc.client.pool import ConnectionPool, Turn
 from shared_rpc.client.session import Session
 from shared_rpc.client.steps import Blocking, Lend, Operation, Reach, Request, Tell, Within, Work, ask
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.handle import Handle, Issuer
 from shared_rpc.lifecycle.finalizer import Job, weakly
-from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 

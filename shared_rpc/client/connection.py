@@ -14,7 +14,7 @@ from typing import Self, cast
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
-from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
+from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.protocol.socket import FrameSocket

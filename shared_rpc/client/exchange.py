@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from shared_rpc.client.replies import raise_error, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
-from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
+from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, number_of
 from shared_rpc.protocol.frames import Frame

@@ -10,9 +10,10 @@ from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.lifecycle.finalizer import REAPER, weakly
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["Lane", "LaneClosed"]
 

@@ -13,8 +13,8 @@ from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.session import RETRY, LeaseBook, Search, Session, Takeover, held_of, to_hold
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
+from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.lifecycle.finalizer import REAPER
-from shared_rpc.lifecycle.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 
 __all__ = ["ConnectionPool", "Turn"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shared_rpc.errors import DeadlineExceeded, RemoteTraceback, from_wire
-from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
+from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 

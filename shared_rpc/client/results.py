@@ -10,7 +10,7 @@ from typing import Any
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.lifecycle.interrupts import is_interrupt
+from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment

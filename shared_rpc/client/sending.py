@@ -14,8 +14,9 @@ from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull
+from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import encode_call, lower_call
 
 __all__ = ["Lanes", "lower", "no_lane", "send"]

@@ -18,8 +18,8 @@ from shared_rpc.client.connection import Connection, Stranger, nobody_listens
 from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.handle import Lease
-from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.protocol import messages as m
 
 __all__ = ["RETRY", "LeaseBook", "Search", "Session", "Takeover", "held_of", "to_hold"]

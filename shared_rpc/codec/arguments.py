@@ -15,11 +15,12 @@ from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
-from shared_rpc.lifecycle.interrupts import is_of_handler
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
-from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
+from shared_rpc.memory.records import Arguments
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef, decode_call, encode_call, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]

@@ -16,8 +16,8 @@ from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
-from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.protocol.records import BufferEntry, TensorTable
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Access, BufferEntry, TensorTable
 
 __all__ = ["PickledBuffers", "buffers_of", "place"]
 

@@ -25,8 +25,8 @@ from shared_rpc.memory.borrowing import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
-from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.protocol.records import BufferEntry, StorageEntry, TensorTable
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, TensorTable
 
 __all__ = ["Placement", "copy", "move"]
 

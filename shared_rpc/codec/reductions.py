@@ -28,7 +28,8 @@ from shared_rpc.codec.tensors import make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["install"]
 

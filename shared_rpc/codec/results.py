@@ -23,14 +23,15 @@ from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebui
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
-from shared_rpc.lifecycle.interrupts import is_of_handler
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
-from shared_rpc.memory.segments import Access, Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, Record
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import EMPTY_TABLE, Access
 
 __all__ = ["Soon", "decode_result", "publish", "publish_back", "publish_soon", "take_back"]
 

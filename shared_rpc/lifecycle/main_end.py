@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.ending import end_now
 from shared_rpc.lifecycle.signals import wait_for_signal
-from shared_rpc.settings import is_child
 
 __all__ = ["RunningServer", "Serves", "close_all", "end_now_if_busy", "forget", "remember"]
 

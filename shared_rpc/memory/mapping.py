@@ -18,11 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.lifecycle.finalizer import REAPER
-from shared_rpc.lifecycle.interrupts import is_of_handler
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import ReadOnlyRange, forget_read_only, watch_read_only
-from shared_rpc.memory.segments import Access, Backend, Segment, SegmentInfo
+from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.protocol.records import Access, SegmentInfo
 
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
 

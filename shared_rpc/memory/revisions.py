@@ -28,12 +28,13 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
-from shared_rpc.lifecycle.interrupts import is_of_handler
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import torch_device
-from shared_rpc.memory.segments import Descriptor, Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.segments import Descriptor, Segment, new_segment_id
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 

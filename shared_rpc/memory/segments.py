@@ -10,36 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
 
-__all__ = ["EXPORTER_OWNED", "Access", "Backend", "Mechanism", "Segment", "SegmentInfo", "gpu_support", "new_segment_id"]
-
-#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
-#: nobody else sees it. The last is for host memory.
-Access = Literal["read_write", "read", "copy"]
-#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
-Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
-#: Those whose memory belongs to the process that made it, and ends with it.
-EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
-
-
-class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides know of a segment.
-
-    ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
-    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
-    made and is opened.
-    """
-
-    id: str
-    nbytes: int
-    device: str
-    access: Access = "read_write"
-    mechanism: Mechanism = "memfd"
+__all__ = ["Backend", "Segment", "gpu_support", "new_segment_id"]
 
 
 def new_segment_id() -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = [
     "AwaitRefreshes",

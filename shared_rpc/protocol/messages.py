@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.memory.segments import SegmentInfo
-from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 

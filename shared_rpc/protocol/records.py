@@ -1,28 +1,49 @@
-"""What is kept and sent of a value: plain data, for which nobody needs torch."""
+"""Tables of a value: where its tensors lie in segments. Plain data, to be sent and kept without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal
 
 import msgspec
 
-from shared_rpc.memory.segments import Segment
-
 __all__ = [
     "EMPTY_TABLE",
+    "EXPORTER_OWNED",
     "NO_ARGS",
     "NO_KWARGS",
     "ONE_TENSOR",
-    "Arguments",
+    "Access",
     "BufferEntry",
-    "Lender",
-    "Record",
+    "Mechanism",
+    "SegmentInfo",
     "StorageEntry",
     "TensorEntry",
     "TensorTable",
 ]
+
+
+#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
+#: nobody else sees it. The last is for host memory.
+Access = Literal["read_write", "read", "copy"]
+#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
+Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
+#: Those whose memory belongs to the process that made it, and ends with it.
+EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides know of a segment.
+
+    ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
+    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
+    made and is opened.
+    """
+
+    id: str
+    nbytes: int
+    device: str
+    access: Access = "read_write"
+    mechanism: Mechanism = "memfd"
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -85,96 +106,3 @@ NO_ARGS, NO_KWARGS = msgspec.Raw(msgspec.msgpack.encode([])), msgspec.Raw(msgspe
 
 #: The skeleton of a value that is nothing but tensor 0 of its table: a pickle of that persistent id.
 ONE_TENSOR = b"\x80\x04K\x00Q."
-
-
-class Lender(Protocol):
-    """To whom chunks are given back."""
-
-    def unused(self, numbers: Iterable[int]) -> None:
-        """Nothing has used these chunks."""
-
-
-class Record:
-    """A value taken apart.
-
-    :param skeleton: the pickled value, its tensors and storages left out.
-    :param table: the :class:`TensorTable` in MessagePack.
-    :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
-    :param nbytes: bytes that all who have it share: of all distinct storages and of buffers.
-    :param device: the id of the device they are on; by default that of the first segment, or the host.
-    :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, who gives them back.
-    :param arenas: the numbers of the segments that belong to the pool.
-    :param own: the numbers of chunks of the reader's own pool that it lies in, see :attr:`Arguments.returnable`.
-    :param private_nbytes: bytes that everyone who rebuilds it has a copy of; by default those of the skeleton.
-    """
-
-    __slots__ = ("arenas", "chunks", "device", "nbytes", "own", "private_nbytes", "segments", "skeleton", "table")
-
-    def __init__(
-        self,
-        skeleton: bytes,
-        table: bytes,
-        segments: Iterable[Segment],
-        nbytes: int,
-        device: str | None = None,
-        chunks: Sequence[int] = (),
-        arenas: Collection[int] = (),
-        own: Sequence[int] = (),
-        private_nbytes: int | None = None,
-    ) -> None:
-        self.skeleton = skeleton
-        self.table = table
-        self.segments = tuple(segments)
-        self.nbytes = nbytes
-        self.chunks = chunks
-        self.arenas = arenas
-        self.own = own
-        self.private_nbytes = private_nbytes if private_nbytes is not None else len(skeleton)
-        self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
-
-    def close(self) -> None:
-        """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""
-        for segment in self.segments:
-            segment.close()
-
-
-@dataclass(slots=True)
-class Arguments:
-    """A call's arguments, with the memory they refer to.
-
-    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: whoever passes a
-    call on does not read them.
-
-    The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
-    arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
-    are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
-
-    ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
-    where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.
-    """
-
-    args: msgspec.Raw = field(default_factory=lambda: NO_ARGS)
-    kwargs: msgspec.Raw = field(default_factory=lambda: NO_KWARGS)
-    table: bytes = EMPTY_TABLE
-    skeletons: list[bytes] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    arenas: Collection[int] = ()
-    chunks: Sequence[int] = ()
-    held: Sequence[int] = ()
-    returnable: bool = False
-    session: str = ""
-    loans: dict[int, Lender] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def take_loans(self) -> dict[int, Lender]:
-        """The loans, which the caller sees to from here on."""
-        loans, self.loans = self.loans, {}
-        return loans
-
-    def close(self) -> None:
-        """Close the descriptors, and give back the chunks that nothing has used."""
-        for segment in self.segments:
-            segment.close()
-        if self.loans:
-            for chunk, borrower in self.take_loans().items():
-                borrower.unused([chunk])

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.lifecycle.interrupts import is_of_handler, passed_over
+from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol.catalogue import encode_message
 from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message

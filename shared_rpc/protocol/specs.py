@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared_rpc.memory.segments import Access
+from shared_rpc.protocol.records import Access
 
 __all__ = ["EndpointSpec", "Parameter"]
 

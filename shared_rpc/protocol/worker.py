@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 

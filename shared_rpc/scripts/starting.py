@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol.election import Election
 from shared_rpc.scripts.key import interpreter_options, is_relative
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import ScriptSettings
-from shared_rpc.spawn.election import Election
 from shared_rpc.zygote.title import ROOM
 
 __all__ = ["NoZygote", "log_path", "start"]

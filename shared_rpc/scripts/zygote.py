@@ -36,9 +36,14 @@ __all__ = ["main"]
 #: what a script imported last time differs from script to script, and some libraries start threads, or CUDA, when imported.
 _MODULES = (
     *("numpy", "torch"),
-    *("shared_rpc.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client", "shared_rpc.codec"),
+    *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client", "shared_rpc.codec"),
     "shared_rpc.extras.materialize",
-    *("shared_rpc.loopback", "shared_rpc.lifecycle.main_end", "shared_rpc.spawn", "shared_rpc.extras.safetensors"),
+    *(
+        "shared_rpc.provider.loopback",
+        "shared_rpc.lifecycle.main_end",
+        "shared_rpc.provider.spawn",
+        "shared_rpc.extras.safetensors",
+    ),
     *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),
 )
 #: Seconds that a message has to come whole.

@@ -10,10 +10,11 @@ from collections import deque
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
-from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.records import Arguments
+from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 from shared_rpc.server.state.objects import ObjectStore
 

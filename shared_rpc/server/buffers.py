@@ -11,9 +11,10 @@ import msgspec
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of
+from shared_rpc.memory.records import Record
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
-from shared_rpc.protocol.records import ONE_TENSOR, Record, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.runs import Delivery, Waiter, tell

@@ -16,10 +16,11 @@ import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.backends.choice import lifetime
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.records import Arguments
+from shared_rpc.memory.segments import Segment
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.records import Arguments
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.protocol.values import count_args, decode_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.state.runs import Run

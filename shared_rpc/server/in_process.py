@@ -14,7 +14,7 @@ from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol.records import Arguments, Record
+from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.endpoints import Endpoint
 from shared_rpc.server.executor import Owner

@@ -10,8 +10,8 @@ from contextlib import suppress
 from shared_rpc.lifecycle.finalizer import REAPER
 from shared_rpc.memory.borrowing import Borrower
 from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.records import Lender
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import Lender
 from shared_rpc.server.session_lanes import Lanes, SessionLane
 
 __all__ = ["Lane", "lanes_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of

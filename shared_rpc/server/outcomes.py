@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_rpc.errors import RemoteError, class_of, text_of, to_wire
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 
 __all__ = ["Failure", "Produced", "Starving"]
 

@@ -10,7 +10,8 @@ from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolFull
-from shared_rpc.protocol.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.endpoints import Endpoint
 from shared_rpc.server.lanes import Lane
 from shared_rpc.server.outcomes import Failure, Produced, Starving

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.memory.backends.choice import chosen
 from shared_rpc.memory.revisions import new_page, read_only
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
 

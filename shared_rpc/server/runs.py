@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
-from shared_rpc.protocol.records import Arguments, Record
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 from shared_rpc.server.executor import Executor

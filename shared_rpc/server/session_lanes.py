@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
-from shared_rpc.memory.segments import Segment, SegmentInfo, new_segment_id
-from shared_rpc.protocol.records import Lender
+from shared_rpc.memory.records import Lender
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["Lanes", "SessionLane"]
 

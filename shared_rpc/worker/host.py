@@ -21,15 +21,17 @@ from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
+from shared_rpc.provider.amounts import check_quotas, quotas_of
+from shared_rpc.provider.overrides import Overrides
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
@@ -38,14 +40,12 @@ from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.worker.amounts import check_quotas, quotas_of
 from shared_rpc.worker.hosted import Hosted, given_back
-from shared_rpc.worker.overrides import Overrides
 from shared_rpc.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
-    from shared_rpc.runtime import Runtime
+    from shared_rpc.provider.provider import Provider
+    from shared_rpc.provider.runtime import Runtime
 
 __all__ = ["WorkerHost"]
 

@@ -8,7 +8,7 @@ from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.lanes import Lane, lanes_of
 
 if TYPE_CHECKING:
-    from shared_rpc.provider import Provider
+    from shared_rpc.provider.provider import Provider
 
 __all__ = ["Hosted", "given_back"]
 

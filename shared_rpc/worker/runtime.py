@@ -16,7 +16,7 @@ from shared_rpc.context import CALLED_BY, CURRENT_RUN
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import Client
-from shared_rpc.runtime import ClientRuntime, ClientSettings
+from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
 from shared_rpc.settings import Role
 
 __all__ = ["WorkerRuntime"]

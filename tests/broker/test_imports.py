@@ -24,7 +24,7 @@ def loaded_by(code: str) -> set[str]:
         "from shared_rpc import Client, Handle, Provider, Server, errors",
         "import shared_rpc.operations.client",
         "import shared_rpc.server.server",
-        "import shared_rpc.provider",
+        "import shared_rpc.provider.provider",
         "import shared_rpc.cli",
         "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",
     ],
@@ -45,7 +45,8 @@ BROKER = """
     from contextlib import nullcontext
     from shared_rpc.server.endpoints import Registry, describe
     from shared_rpc.memory.backends.host import HOST
-    from shared_rpc.protocol.records import EMPTY_TABLE, Record
+    from shared_rpc.memory.records import Record
+    from shared_rpc.protocol.records import EMPTY_TABLE
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
     from shared_rpc.server.lanes import lanes_of

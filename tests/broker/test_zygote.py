@@ -118,7 +118,7 @@ def test_what_serves_knows_the_main_file_of_the_fork(zygote: Zygote, tmp_path: P
         say(exits._main_file)
         """,
     )
-    zygote.prepare("shared_rpc.lifecycle.main_end", "shared_rpc.provider")
+    zygote.prepare("shared_rpc.lifecycle.main_end", "shared_rpc.provider.provider")
     assert zygote.fork("serves").told() == str(tmp_path / "serves.py")
 
 

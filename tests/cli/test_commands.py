@@ -19,7 +19,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server, __version__
 from shared_rpc.cli.doctor import examine
-from shared_rpc.worker.amounts import in_bytes
+from shared_rpc.provider.amounts import in_bytes
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH, ROOT, Child
 

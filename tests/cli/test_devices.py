@@ -11,7 +11,7 @@ import pytest
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
-from shared_rpc.worker.amounts import quotas_of
+from shared_rpc.provider.amounts import quotas_of
 from tests.cli.test_commands import MODULE, Ran, cli
 from tests.kit.processes import Child
 

@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 from shared_rpc import Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Limits
-from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import engine
 from shared_rpc.server import remote as remote_module

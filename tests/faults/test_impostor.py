@@ -15,10 +15,9 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.client import connection as connection_module
 from shared_rpc.errors import CodecError, ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import VERSION
-from shared_rpc.protocol.records import EMPTY_TABLE, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of, sealed_memory

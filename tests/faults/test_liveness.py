@@ -19,7 +19,8 @@ from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.bound_host import BACKEND, BoundHost
 from tests.kit.conformance import Peer
 from tests.kit.processes import Child, eventually, open_fds, python

@@ -22,10 +22,10 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Backlog
 from shared_rpc.broker.lanes import RelayedLane
 from shared_rpc.broker.worker import Worker
+from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.options import ServeOptions
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.runs import Run
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids

@@ -17,7 +17,7 @@ from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
 from shared_rpc.memory.backends import choice as mechanisms
 from shared_rpc.memory.backends.choice import Choice, backend_for, chosen, facts, settle
-from shared_rpc.memory.segments import Mechanism, SegmentInfo
+from shared_rpc.protocol.records import Mechanism, SegmentInfo
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 

@@ -12,7 +12,8 @@ import pytest
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
-from shared_rpc.memory.segments import Backend, Mechanism, Segment
+from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.protocol.records import Mechanism
 from tests.kit import segment_peer
 from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shared_rpc import Provider, Server, SharedFunction
-from shared_rpc.loopback import LoopbackRuntime
+from shared_rpc.provider.loopback import LoopbackRuntime
 
 __all__ = ["ROLES", "App", "at_once", "shares_memory"]
 

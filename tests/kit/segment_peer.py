@@ -22,7 +22,8 @@ import sys
 import msgspec
 
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.segments import Backend, Segment, SegmentInfo
+from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.processes import open_fds
 
 

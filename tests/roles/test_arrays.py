@@ -21,8 +21,9 @@ from shared_rpc.codec import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError, SharedRPCError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import BufferEntry, Record, TensorTable
+from shared_rpc.protocol.records import BufferEntry, TensorTable
 from tests.kit.apps import App
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter

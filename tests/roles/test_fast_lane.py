@@ -17,9 +17,8 @@ from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw, sealed_memory

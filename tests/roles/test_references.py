@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.models import Tied
 from tests.kit.processes import Child, python

@@ -17,7 +17,7 @@ from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
 from shared_rpc.extras.safetensors import filling, find, load
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 

@@ -16,8 +16,8 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError
 from shared_rpc.memory.devices import device_id, device_tag
+from shared_rpc.provider.spawn.starting import log_path
 from shared_rpc.settings import socket_path
-from shared_rpc.spawn.starting import log_path
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
 
@@ -231,7 +231,7 @@ def test_the_lock_of_a_killed_process_blocks_nobody(scripts: Scripts) -> None:
         "-c",
         f"""if True:
             import sys
-            from shared_rpc.spawn.election import Election
+            from shared_rpc.protocol.election import Election
             print("won", Election({scripts.socket!r}).win() if len(sys.argv) > 1 else (e := Election({scripts.socket!r})).win())
             sys.stdin.readline()
         """,
@@ -475,7 +475,7 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
     """It waits until that is gone, and starts another: five times in a row none is lost, and no two run at once."""
     scripts.write("""
         if __name__ == "__main__":
-            from shared_rpc.spawn import SpawnRuntime, target_of
+            from shared_rpc.provider.spawn import SpawnRuntime, target_of
             pids = []
             for _ in range(5):
                 runtime = SpawnRuntime(provider.client_settings, lambda: target_of(provider), 0.2, preload=False)

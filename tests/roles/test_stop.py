@@ -16,9 +16,9 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConnectError, ConnectionClosed
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import messages as m
-from shared_rpc.runtime import ServerRuntime
+from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.provider.runtime import ServerRuntime
 from shared_rpc.server.threads import Job, WorkerThreads
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory

@@ -38,8 +38,8 @@ from shared_rpc.errors import (
     TaskError,
 )
 from shared_rpc.extras.progress_bar import ProgressBar
-from shared_rpc.loopback import LoopbackRuntime
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.reporter import Reporter
 from tests.kit.apps import App, at_once, shares_memory

@@ -23,7 +23,7 @@ from shared_rpc.errors import (
 from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
-from shared_rpc.memory.segments import SegmentInfo
+from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.apps import App, at_once
 from tests.kit.processes import Child, python
 

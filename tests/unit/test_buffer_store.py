@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
-from shared_rpc.memory.segments import Segment, SegmentInfo
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
-from shared_rpc.protocol.records import EMPTY_TABLE, Record
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.quotas import Quotas

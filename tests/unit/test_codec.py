@@ -26,8 +26,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, publish
 from shared_rpc.errors import CapabilityError, CodecError
-from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.interpreter import bits
 from tests.kit.models import Everything, Labelled, Locked, Marked, Scaled, State, Tied
 

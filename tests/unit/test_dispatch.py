@@ -13,10 +13,11 @@ from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import EMPTY_TABLE, Arguments
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.outcomes import Failure, Produced
 from shared_rpc.server.state.runs import Run

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec import decode_arguments, decode_result, encode_arguments
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 from tests.kit.comparing import compare
 from tests.kit.subjects import doubled, same_state
 

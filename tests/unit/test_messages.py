@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_rpc.errors import ProtocolError
-from shared_rpc.memory.segments import SegmentInfo
 from shared_rpc.protocol import catalogue
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, encode_message, number_of
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 
 

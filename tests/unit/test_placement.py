@@ -20,8 +20,8 @@ from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import Record
 from tests.kit.models import Everything, Tied
 from tests.kit.processes import python
 

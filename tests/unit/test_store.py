@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.protocol.records import EMPTY_TABLE, Arguments, Record
+from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

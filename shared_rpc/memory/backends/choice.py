@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.memory.segments import EXPORTER_OWNED, Backend, Mechanism, Segment, gpu_support
+from shared_rpc.memory.segments import Backend, Segment, gpu_support
+from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
 __all__ = [
     "PREFERENCE",

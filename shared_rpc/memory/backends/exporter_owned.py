@@ -22,7 +22,8 @@ import msgspec
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.fd_server import TOKEN_BYTES
-from shared_rpc.memory.segments import Access, Mechanism, Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 
 __all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descriptor_of"]
 

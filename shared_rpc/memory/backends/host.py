@@ -14,8 +14,9 @@ from collections.abc import Callable
 from itertools import starmap
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.lifecycle.interrupts import is_of_handler
-from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
+from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.records import Access, SegmentInfo
 
 __all__ = ["HOST", "MemfdBackend"]
 

@@ -24,7 +24,8 @@ from shared_rpc.memory.backends.cuda import (
     uuid_of,
     visible_gpus,
 )
-from shared_rpc.memory.segments import Access, Segment, SegmentInfo, new_segment_id
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.records import Access, SegmentInfo
 
 # The driver's names are shared_rpc.memory.backends.cuda's; they were here first, and stay importable from here.
 __all__ = ["DeviceBytes", "VmmBackend", "gpu", "peer_capable", "supports_vmm", "uuid_of", "visible_gpus"]

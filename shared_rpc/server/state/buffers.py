@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_rpc.errors import BufferNotFound, ServerBusy
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

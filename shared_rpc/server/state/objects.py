@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from shared_rpc.memory.segments import Segment, SegmentInfo
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable

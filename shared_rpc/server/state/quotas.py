@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from shared_rpc.errors import CapabilityError, ServerBusy
-from shared_rpc.protocol.records import Record
+from shared_rpc.memory.records import Record
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore
 from shared_rpc.server.state.tasks import TASK_SESSION

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from shared_rpc.protocol.records import Arguments
+from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
 
 __all__ = ["CallArguments", "Run", "RunTable"]

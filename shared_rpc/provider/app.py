@@ -9,7 +9,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.provider import Provider
+from shared_rpc.provider.provider import Provider
 
 __all__ = ["load_providers"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shared_rpc.options import ServeOptions
-from shared_rpc.runtime import ClientRuntime, ClientSettings
+from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
+from shared_rpc.provider.spawn.starting import ServerStarter, log_path
 from shared_rpc.settings import Role
-from shared_rpc.spawn.starting import ServerStarter, log_path
 
 __all__ = ["SpawnRuntime"]
 
@@ -16,7 +16,7 @@ __all__ = ["SpawnRuntime"]
 class SpawnRuntime(ClientRuntime):
     """A client that starts a server where none listens, whenever it connects.
 
-    :param target: tells the app that is to be served, when it is needed; see :func:`shared_rpc.spawn.target.target_of`.
+    :param target: tells the app that is to be served, when it is needed: :func:`~shared_rpc.provider.spawn.target.target_of`.
     :param idle_exit: seconds after which that server ends when nobody uses it; None for never.
     :param preload: whether its workers may be forks.
     """

@@ -1,6 +1,6 @@
 """The role ``spawn``: a client that starts a server where none is, once for all who want it."""
 
-from shared_rpc.spawn.runtime import SpawnRuntime
-from shared_rpc.spawn.target import target_of
+from shared_rpc.provider.spawn.runtime import SpawnRuntime
+from shared_rpc.provider.spawn.target import target_of
 
 __all__ = ["SpawnRuntime", "target_of"]

@@ -15,14 +15,14 @@ from typing import Literal
 
 from shared_rpc.errors import ConnectError
 from shared_rpc.options import ServeOptions
+from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import server_environment
-from shared_rpc.spawn.election import Election
 
 __all__ = ["ServerStarter", "log_path"]
 
-_log = logging.getLogger("shared_rpc.spawn")
+_log = logging.getLogger("shared_rpc.provider.spawn")
 
 #: Seconds between two looks at a server that is about to listen.
 _LOOK = 0.02
@@ -40,7 +40,7 @@ def log_path(path: str) -> str:
 class ServerStarter:
     """Has a server listen at a socket. What a client calls when nobody does.
 
-    :param target: tells the app, when it is needed; see :func:`shared_rpc.spawn.target.target_of`.
+    :param target: tells the app, when it is needed; see :func:`shared_rpc.provider.spawn.target.target_of`.
     :param options: of the server.
     """
 

@@ -15,6 +15,7 @@ from shared_rpc.client.preload import preload_codec
 from shared_rpc.client.steps import Blocking, Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.handle import Handle
+from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import forget, remember
 from shared_rpc.memory.backends.choice import MechanismOption, facts, settle
@@ -23,10 +24,10 @@ from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
+from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server
-from shared_rpc.settings import Role, is_child, resolve_role
+from shared_rpc.settings import Role, resolve_role
 
 __all__ = ["Decorator", "ManagedDecorator", "Provider", "SharedFunction"]
 
@@ -341,7 +342,7 @@ class Provider(RoleDriver, BlockingOperations):
         if role == "client":
             return ClientRuntime(self.client_settings)
         if role == "spawn":
-            from shared_rpc.spawn import SpawnRuntime, target_of
+            from shared_rpc.provider.spawn import SpawnRuntime, target_of
 
             return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload)
         if role == "local":

@@ -369,7 +369,7 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
 
     @property
     def operations(self) -> LoopbackRuntime:
-        """See :class:`shared_rpc.runtime.Runtime`."""
+        """See :class:`shared_rpc.provider.runtime.Runtime`."""
         return self
 
     @property

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
-from shared_rpc.loopback import LoopbackRuntime
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
+from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor

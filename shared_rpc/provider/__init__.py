@@ -1,0 +1,1 @@
+"""Endpoints and roles: what a user declares, and what each role makes of it."""
