@@ -243,9 +243,13 @@ class FrameSocket(FrameBuffers):
                 with passed_over(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            close_all(fds)
+            if fds:
+                close_all(fds)
             self.written += sent
-            self._sent(sent)
+            if sent == len(data) and self._outbox:
+                self._outbox.popleft()
+            else:
+                self._sent(sent)
         return not self._outbox
 
     def close(self) -> None:

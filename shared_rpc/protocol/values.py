@@ -264,6 +264,8 @@ def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict
         values, named = _read_args(args), _read_kwargs(kwargs)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the arguments of a call cannot be read: {error}") from error
+    if not values and not named:
+        return values, named
     reader = _Reader()
     reader.count(len(values) + len(named))
     return [reader.read(value, 0) for value in values], {name: reader.read(value, 0) for name, value in named.items()}

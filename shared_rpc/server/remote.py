@@ -226,6 +226,8 @@ class RemoteCaller:
             if waiting.get(self._number) is not self:
                 return False
             del waiting[self._number]
+        if not self._number and not isinstance(message, m.Error):
+            return True  # nobody waits for the answer, see Free
         return self._client.send(message, self._number, payload, fds)
 
     @property

@@ -910,3 +910,11 @@ def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
 def connections() -> list[remote_module.RemoteClient]:
     """Those of all servers of this process."""
     return [thing for thing in gc.get_objects() if type(thing) is remote_module.RemoteClient]
+
+
+def test_chunks_are_given_back_without_an_answer(server: Server) -> None:
+    """A client that gives back what it has done with reads nothing for it."""
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Free([1]), 0)
+        raw.say(m.Free([1]), 7)
+        assert raw.hear_frame().request_id == 7
