@@ -119,6 +119,7 @@ class BlockingDriver(BaseClient, Blocking):
         deadline = self._deadline(self._limit(timeout))
         patience = self._connect_timeout if patience is None else patience
         advance = functools.partial(operation.send, None)
+        step: Any = None
         try:
             while True:
                 # Around this alone: an endpoint may raise StopIteration too.
@@ -159,8 +160,9 @@ class BlockingDriver(BaseClient, Blocking):
                     advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
-            # It may hold an error whose frames hold this one, and the caller's tensors with it.
+            # They may hold an error whose frames hold this one, and the caller's tensors with it.
             del advance
+            step = None
 
     def _handle(self, step: Lend, turn: Turn) -> Handle[Any]:
         session, message = turn.session, step.message

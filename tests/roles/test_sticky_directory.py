@@ -18,6 +18,7 @@ from shared_rpc.cli.discovery import live_servers
 from shared_rpc.cli.doctor import examine
 from shared_rpc.client import connection as connection_module
 from shared_rpc.errors import ConfigurationError, ConnectError
+from shared_rpc.options import ServeOptions
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.provider.spawn.starting import ServerStarter, log_path
@@ -338,7 +339,7 @@ def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> 
         if suffix == "lock":
             server().start()
         else:
-            ServerStarter(lambda: "app.py", [])(path, 5.0, float("inf"))
+            ServerStarter(lambda: "app.py", ServeOptions())(path, 5.0, float("inf"))
     assert precious.read_text() == "precious"
 
 
@@ -352,7 +353,7 @@ def test_a_second_name_of_a_file_of_ours(path: str, suffix: str) -> None:
         if suffix == "lock":
             server().start()
         else:
-            ServerStarter(lambda: "app.py", [])(path, 5.0, float("inf"))
+            ServerStarter(lambda: "app.py", ServeOptions())(path, 5.0, float("inf"))
     assert precious.read_text() == "7\nprecious"
 
 
