@@ -25,8 +25,9 @@ from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.borrowing import Borrower
-from shared_rpc.memory.devices import device_kind
+from shared_rpc.memory.devices import device_kind, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record
@@ -71,6 +72,7 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     :raises PoolFull: if the pool has no room now.
     """
     if value is None:
+        _is_done(device)
         return Record(_NONE, EMPTY_TABLE, (), 0, device)
     kind = device_kind(device)
     if pool is not None and access == "read_write" and type(value) is torch.Tensor:
@@ -120,17 +122,35 @@ class Soon:
 
 
 @without_modes
-def publish_soon(value: Any, device: str, endpoint: str, pool: Pool) -> Record | Soon | None:
+def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: float) -> Record | Soon | None:
     """:func:`publish` into a pool where that is a matter of microseconds, for a thread that has no more; else None.
 
+    :param seconds: that the GPU has to come to the end of an endpoint that returns nothing.
     :raises PoolFull: if the pool has no room now.
     """
     if value is None:
-        return Record(_NONE, EMPTY_TABLE, (), 0, device)
+        return Record(_NONE, EMPTY_TABLE, (), 0, device) if _is_done(device, seconds) else None
     if type(value) is not torch.Tensor:
         return None
     copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", limit=_SMALL)
     return Soon(value, copied, pool) if copied is not None else None
+
+
+def _is_done(device: str, seconds: float | None = None) -> bool:
+    """Wait for what the endpoint has queued on the current stream: it may have written to memory of its caller.
+
+    :param seconds: to wait at most; None for no limit.
+    :returns: whether all of it is done.
+    """
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device == "cpu" or not initialized or torch.cuda.is_current_stream_capturing():
+        return True
+    stream = torch.cuda.current_stream(torch_device(device)).cuda_stream
+    backend = backend_for(device)
+    if seconds is not None:
+        return backend.wait_briefly(seconds, stream)
+    backend.wait(stream)
+    return True
 
 
 @without_modes
@@ -158,7 +178,7 @@ def _copy_record(copied: Copied) -> Record:
 
 
 def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
-    # PickledBuffers, and tensors that belong there, are on the host whatever the device is.
+    # Buffers, and tensors that belong there, are on the host whatever the device is.
     devices = [segment.info.device for segment in placed.segments]
     where = next((name for name in devices if device_kind(name) == device_kind(device)), device)
     private = len(skeleton) + placed.repacked

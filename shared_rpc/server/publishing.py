@@ -98,7 +98,7 @@ class Publisher:
                 record = publish_back(value, lane.borrower, _PATIENCE)
                 if record is not None:
                     return Produced(record, None)
-            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results)
+            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results, _PATIENCE)
             record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
                 return soon if isinstance(soon, Soon) else None

@@ -64,8 +64,24 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     def add(target: torch.Tensor, other: torch.Tensor) -> None:
         target += other
 
+    @provider.share(cache=False)
+    def add_late(target: torch.Tensor, other: torch.Tensor) -> None:
+        busy(target.device)
+        target += other
+
+    @provider.share(cache=False)
+    async def add_later(target: torch.Tensor, other: torch.Tensor) -> None:
+        busy(target.device)
+        target += other
+
     with Server(provider):
         yield provider
+
+
+def busy(device: torch.device) -> None:
+    """Give a GPU something to do for a while, as a model would."""
+    if device.type == "cuda":
+        torch.cuda._sleep(200_000_000)
 
 
 def own(provider: Provider, endpoint: str, *args: object) -> torch.Tensor:
@@ -153,6 +169,25 @@ with client.call("constants") as handle:
     )
     assert child.expect("at").split("at ")[1].strip() == str([own(shared, "constants").data_ptr()])
     assert child.expect("copied").strip() == "copied 0"
+
+
+@pytest.mark.parametrize("endpoint", ["add_late", "add_later"])
+def test_what_an_endpoint_writes_is_there_when_it_has_ended(
+    shared: Provider, device: str, children: list[Child], endpoint: str
+) -> None:
+    """Also where it returns nothing: the reply waits for the GPU."""
+    child = client(
+        children,
+        device,
+        f"""
+with client.call("weights", 1000) as handle:
+    for _ in range(3):
+        client.call({endpoint!r}, handle.value, torch.ones(1000, device={device!r}))
+        print("sum", handle.value.sum().item())
+""",
+    )
+    begin = sum(range(1000))
+    assert [float(child.expect("sum").split()[1]) for _ in range(3)] == [begin + 1000, begin + 2000, begin + 3000]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -42,7 +42,7 @@ def answered(workers: list[Any], *then: Any) -> Any:
 
 def says(free: int | None = None, error: str = "") -> Any:
     """A worker answers."""
-    return lambda requests, number: requests.take(w.Allocated(free=free, error=error), Frame(0, number, b""))
+    return lambda requests, number: requests.take(cast(Any, None), w.Allocated(free=free, error=error), Frame(0, number, b""))
 
 
 def test_another_worker_is_asked_where_one_ends() -> None:
