@@ -78,15 +78,19 @@ class FramedStream:
         """Whether the other side leaves more unread than it may."""
         return self._socket.unsent > self._backpressure
 
-    def send(self, message: Message, request_id: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+    def send(
+        self, message: Message, request_id: int = 0, payload: bytes = b"", fds: tuple[int, ...] = (), *, at_once: bool = False
+    ) -> None:
         """Queue a message, and write as much as goes at once. The descriptors are duplicated. Never waits.
 
+        :param at_once: whether it is written now though frames are being handled, at the end of which all goes in one write:
+            for what the other side must know before this process does anything else.
         :raises ProtocolError: if it is too large, or has too many descriptors; the stream stays good.
         :raises OSError: if this process cannot open more files.
         """
         if not self.closed:
             self._socket.queue(message, request_id, payload, fds)
-            if not self._gathering and not self.congested:
+            if (at_once or not self._gathering) and not self.congested:
                 self._flush()
 
     def close(self) -> None:

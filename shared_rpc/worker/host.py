@@ -255,7 +255,8 @@ class WorkerHost:
 
     def began(self, run: Run[None]) -> None:
         """See :class:`Owner`."""
-        self._stream.send(w.Begun(), run.number)
+        # Before the endpoint runs, which may end this process: what is known to have begun is not begun again elsewhere.
+        self._stream.send(w.Begun(), run.number, at_once=True)
         if HOOKS.registered:
             run.begun_at = time.monotonic()
             HOOKS.emit(BuildStarted(endpoint=run.spec.name, request_id=run.request_id, cached=run.cached))

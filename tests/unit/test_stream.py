@@ -28,3 +28,29 @@ async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
     stream.close()
     assert [type(message) for message in taken] == [w.Loaded]
     assert "what a process had sent before its end cannot be read" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_what_cannot_wait_for_the_others(at_once: bool) -> None:
+    """What is sent while a frame is handled goes in one write with what else that brings, but for what cannot wait: it has
+    left when the call returns, whatever becomes of this process then.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    arrived: list[bool] = []
+
+    def handle(_: object) -> None:
+        stream.send(w.Begun(), 1, at_once=at_once)
+        try:
+            arrived.append(bool(theirs.recv(1 << 16)))
+        except BlockingIOError:
+            arrived.append(False)
+
+    stream = FramedStream(ours, handle, lambda error: None)
+    with theirs:
+        kind, body = encode_message(w.Loaded())
+        theirs.sendall(b"".join(encode_frame(kind, 0, body)))
+        stream.drain()
+        stream.close()
+    assert arrived == [at_once]
