@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ __all__ = ["Rename", "materialize"]
 #: A map of names and patterns, or a function: the model's name of a source's tensor, None to leave the tensor out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
+#: Collections at the end of a block, until what is left there is taken for kept.
+_COLLECTIONS = 5
 #: Leases of models: given back when the model is collected, or by the owner of the handle.
 _kept: weakref.WeakKeyDictionary[nn.Module, Lease[Any]] = weakref.WeakKeyDictionary()
 #: Modules that a block has filled: a block around it leaves them as they are.
@@ -425,13 +428,15 @@ class _Block(TorchFunctionMode):
         self.formers.clear()
         self._steps.clear()
         self._values.clear()
-        for attempt in range(2):
+        left: list[str] = []
+        for attempt in range(_COLLECTIONS + 1):
+            if attempt:
+                time.sleep(0.01 * (attempt - 1))
+                gc.collect()  # which does nothing where another thread collects just now
             # One use is the one here. A private count of torch, of 2.1 to 2.13; it spares a walk over all objects.
             left = [name for key, (name, _) in self._origins.items() if torch._C._storage_Use_Count(key) > 1]
             if not left:
                 return
-            if attempt == 0:
-                gc.collect()
         names = list(dict.fromkeys(left))
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         raise CapabilityError(

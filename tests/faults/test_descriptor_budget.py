@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -128,14 +130,22 @@ def test_more_clients_than_descriptors(served: Child, client: Client, connect: C
         client.call("cached", n)
     others: list[Client] = []
     refused: errors.ServerBusy | None = None
-    while refused is None:
+    since = 0.0
+    # What makes room is given back by threads of the client, and of the server: it is full when it stays so.
+    while refused is None or time.monotonic() - since < 1.0:
         others.append(connect(socket_path=client.socket_path))
         try:
             others[-1].ping()
+            refused = None
         except errors.ServerBusy as error:
+            since = time.monotonic() if refused is None else since
             refused = error
+            if time.monotonic() - since < 1.0:
+                others.pop().close()
+                time.sleep(0.02)
         assert len(others) < LIMIT
-    assert f"nearly all of its {LIMIT} file descriptors open: {len(others)} connections" in str(refused)
+    told = re.search(rf"nearly all of its {LIMIT} file descriptors open: (\d+) connections", str(refused))
+    assert told is not None and abs(int(told[1]) - len(others)) <= 3  # some that were refused may not have ended yet
     assert len(others) > LIMIT - SHARE  # cached results made room
     assert client.call("cached", 1)[0] == 1
     for other in others:
