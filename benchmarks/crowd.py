@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.processes import configuration, next_command, say
 from shared_rpc import Client
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.results import Result
+from shared_rpc.client.results import ReceivedResult
 from shared_rpc.client.steps import Request
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import calls
@@ -22,7 +22,7 @@ __all__: list[str] = []
 _TIMEOUT = 60.0
 
 
-def fetch(connection: Connection, endpoint: str, *args: Any) -> Result:
+def fetch(connection: Connection, endpoint: str, *args: Any) -> ReceivedResult:
     """Call an endpoint and take its memory, without torch."""
     operation = calls.fetch(endpoint, args, {}, "cpu")
     step = operation.send(None)
@@ -31,7 +31,7 @@ def fetch(connection: Connection, endpoint: str, *args: Any) -> Result:
             assert isinstance(step, Request), "a call without tensors is one request"
             step = operation.send(connection.exchange(step, time.monotonic() + _TIMEOUT))
     except StopIteration as stop:
-        result: Result = stop.value
+        result: ReceivedResult = stop.value
         return result
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
-from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.ticket import Ticket
 
@@ -95,7 +95,7 @@ class Lease(Generic[T]):
         self._lock = threading.Lock()
         #: Where its revision is, once somebody has asked.
         self._page: Page | None = None
-        REAPER.start()
+        FINALIZER.start()
 
     @property
     def value(self) -> T:
@@ -146,7 +146,7 @@ class Lease(Generic[T]):
         if not getattr(self, "_released", True):
             self._released = True
             giver, object_id, session = self._giver, self.object_id, self._session
-            REAPER.submit(lambda: giver.give_back(object_id, session))
+            FINALIZER.submit(lambda: giver.give_back(object_id, session))
 
     def __repr__(self) -> str:
         state = "released" if self._released else type(self._value).__name__

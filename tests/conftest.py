@@ -205,7 +205,7 @@ def no_leaks(warm: None) -> Iterator[None]:
     yield
 
     def clean() -> bool:
-        # The reaper's thread may be about to unmap what it took from the queue; a collection takes time, and is rarely needed.
+        # The finaliser thread may be about to unmap what it took from the queue; a collection takes time, and is rarely needed.
         MAPPINGS.drain()
         if len(MAPPINGS) <= mappings and open_fds() <= fds:
             return True

@@ -165,8 +165,8 @@ class Broker:
         self._memory = MemoryRequests(self._current)
         handlers: dict[type[Message], Handler] = {
             **self._dispatcher.handlers,
-            w.Ran: self._ran,
-            w.Returned: self._returned,
+            w.RunFinished: self._ran,
+            w.ChunksReturned: self._returned,
             w.Allocated: self._memory.take,
         }
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
@@ -221,7 +221,7 @@ class Broker:
             Registry(message.endpoints),
             executor,
             message.device,
-            executor.lanes,
+            executor.transfers,
             max_bytes=self._options.max_bytes,
             max_tasks=self._options.max_tasks,
             result_ttl=self._options.result_ttl,
@@ -274,17 +274,17 @@ class Broker:
 
     # What workers say.
 
-    def _ran(self, worker: Worker, message: w.Ran, frame: Frame) -> None:
+    def _ran(self, worker: Worker, message: w.RunFinished, frame: Frame) -> None:
         bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
         if bound:
             self._bound.setdefault(worker, set()).update(bound)
         self._dispatcher.ended(worker, message, frame)
 
-    def _returned(self, worker: Worker, message: w.Returned, frame: Frame) -> None:
+    def _returned(self, worker: Worker, message: w.ChunksReturned, frame: Frame) -> None:
         service = self._services.get(message.key)
-        lane = service.executor.lanes.find(message.session) if service is not None else None
-        if lane is not None:
-            lane.came_back(worker, message.chunks)
+        transfer = service.executor.transfers.find(message.session) if service is not None else None
+        if transfer is not None:
+            transfer.came_back(worker, message.chunks)
 
     # What the supervisor tells; see Watcher.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.broker.lanes import RelayedLane
+from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Arguments, Record
@@ -20,8 +20,8 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.executor import Owner
-from shared_rpc.server.outcomes import Failure, Produced
-from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.outcomes import Completed, Failure
+from shared_rpc.server.session_transfer import Transfers
 from shared_rpc.server.state.descriptors import open_limit
 from shared_rpc.server.state.runs import Run
 
@@ -46,7 +46,7 @@ class _Place:
     worker: Worker | None = None
     #: Whether it is in the backlog.
     waits: bool = False
-    starving: bool = False
+    awaiting: bool = False
     #: Whether a worker has ended under it before it had begun.
     again: bool = False
     #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
@@ -181,8 +181,8 @@ class Dispatcher:
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
-        arguments, lane = place.arguments, place.executor.lanes.find(place.session)
-        message, fds = _message(run, worker, lane)
+        arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
+        message, fds = _message(run, worker, transfer)
         if place.waits:
             self._waiting.take(run)
             place.waits = False
@@ -197,8 +197,8 @@ class Dispatcher:
         place.worker = worker
         worker.runs[place.number] = run
         self._sent.add(run)
-        if lane is not None:
-            lane.sent(worker, arguments.chunks)
+        if transfer is not None:
+            transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
@@ -217,7 +217,7 @@ class Dispatcher:
 
     def abandon(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        if run not in self._sent or not run.place.starving:
+        if run not in self._sent or not run.place.awaiting:
             return False
         self._forget(run, w.Drop())
         return True
@@ -234,7 +234,7 @@ class Dispatcher:
             run.place.timer.cancel()
         if not run.running:
             # What a worker was given of the client's comes back from there.
-            run.place.arguments.loans = {}
+            run.place.arguments.pooled = {}
             run.place.arguments.close()
 
     # What workers say.
@@ -243,64 +243,64 @@ class Dispatcher:
     def handlers(self) -> Mapping[type[Message], Handler]:
         """What is to be called with each message about a run."""
         return {
-            w.Begun: self._began,
-            w.Said: self._progressed,
-            w.Hungry: self._starved,
-            w.Ran: self.ended,
-            w.Failed: self.ended,
-            w.Withdrawn: self._withdrawn,
+            w.RunStarted: self._began,
+            w.RunProgress: self._progressed,
+            w.AwaitingMemory: self._out_of_memory,
+            w.RunFinished: self.ended,
+            w.RunFailed: self.ended,
+            w.RunWithdrawn: self._withdrawn,
         }
 
-    def _began(self, worker: Worker, message: w.Begun, frame: Frame) -> None:
+    def _began(self, worker: Worker, message: w.RunStarted, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
         if run is None or run.place.forgotten:
             return
         place: _Place = run.place
         # Until now it might have gone to another worker.
-        place.arguments.loans = {}
+        place.arguments.pooled = {}
         place.arguments.close()
         if self._build_timeout is not None:
             place.timer = asyncio.get_running_loop().call_later(self._build_timeout, self._overdue, run)
         run.running = True
         place.owner.began(run)
 
-    def _progressed(self, worker: Worker, message: w.Said, frame: Frame) -> None:
+    def _progressed(self, worker: Worker, message: w.RunProgress, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
         if run is not None and not run.place.forgotten:
             run.place.owner.progressed(run, message.progress)
 
-    def _starved(self, worker: Worker, message: w.Hungry, frame: Frame) -> None:
+    def _out_of_memory(self, worker: Worker, message: w.AwaitingMemory, frame: Frame) -> None:
         run = worker.runs.get(frame.request_id)
         if run is None or run.place.forgotten:
             return
-        run.place.starving = True
+        run.place.awaiting = True
         if run.place.timer is not None:
             run.place.timer.cancel()
-        run.place.owner.starved(run, message.why)
+        run.place.owner.out_of_memory(run, message.why)
 
-    def _withdrawn(self, worker: Worker, message: w.Withdrawn, frame: Frame) -> None:
+    def _withdrawn(self, worker: Worker, message: w.RunWithdrawn, frame: Frame) -> None:
         run = worker.runs.pop(frame.request_id, None)
-        lane = run.place.executor.lanes.find(run.place.session) if run is not None else None
-        if lane is not None:
-            lane.came_back(worker, message.returned)
+        transfer = run.place.executor.transfers.find(run.place.session) if run is not None else None
+        if transfer is not None:
+            transfer.came_back(worker, message.returned)
 
     def _overdue(self, run: Run[Any]) -> None:
         run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
-    def ended(self, worker: Worker, message: w.Ran | w.Failed, frame: Frame) -> None:
+    def ended(self, worker: Worker, message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
         """Take the outcome of a run."""
         run = worker.runs.pop(frame.request_id, None)
         if run is None:
             return
         place: _Place = run.place
         outcome = _outcome(message, frame)
-        record = outcome.record if isinstance(outcome, Produced) else None
-        lane = place.executor.lanes.find(place.session)
-        if lane is not None:
+        record = outcome.record if isinstance(outcome, Completed) else None
+        transfer = place.executor.transfers.find(place.session)
+        if transfer is not None:
             if record is not None:
-                lane.made(worker, record)
+                transfer.made(worker, record)
             if message.returned:
-                lane.came_back(worker, message.returned)
+                transfer.came_back(worker, message.returned)
         if not place.forgotten:
             self._let_go(run)
             place.owner.ended(run, outcome)
@@ -323,14 +323,14 @@ class Dispatcher:
             if place.forgotten:
                 continue
             if run.running or place.again:
-                place.arguments.loans = {}
+                place.arguments.pooled = {}
                 self._end(run, Failure.of(crash))
             else:
                 place.worker, place.again = None, True
                 self._add(run)
-                lane = place.executor.lanes.find(place.session)
-                if lane is not None:
-                    lane.not_begun(place.arguments.chunks)
+                transfer = place.executor.transfers.find(place.session)
+                if transfer is not None:
+                    transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
         """The broker ends."""
@@ -352,7 +352,7 @@ class WorkerExecutor:
         self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], dict[str, Any]]
     ) -> None:
         self.key = key
-        self.lanes: Lanes[RelayedLane] = Lanes(lambda session: RelayedLane(key, session))
+        self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
         self._workers = workers
         self._zygote = zygote
@@ -375,8 +375,8 @@ class WorkerExecutor:
 
     def lost(self, worker: Worker) -> None:
         """A worker has ended: nobody has anything of its."""
-        for lane in self.lanes.all():
-            lane.lost(worker)
+        for transfer in self.transfers.all():
+            transfer.lost(worker)
 
     async def finish(self) -> None:
         """See :class:`Executor`."""
@@ -404,25 +404,25 @@ class WorkerExecutor:
 
     def take_back(self, run: Run[Any], record: Record) -> None:
         """See :class:`Executor`."""
-        lane = self.lanes.find(run.session)
-        if lane is not None:
-            lane.give(record.chunks)
+        transfer = self.transfers.find(run.session)
+        if transfer is not None:
+            transfer.give(record.chunks)
 
     def lane_owner(self, run: Run[Any]) -> Worker | None:
         """The worker whose results a run takes as arguments: no other one can hold them."""
-        lane = self.lanes.find(run.place.session)
-        return lane.owner(run.place.arguments.held) if lane is not None else None
+        transfer = self.transfers.find(run.place.session)
+        return transfer.owner(run.place.arguments.held) if transfer is not None else None
 
 
-def _message(run: Run[Any], worker: Worker, lane: RelayedLane | None) -> tuple[w.Run, tuple[int, ...]]:
+def _message(run: Run[Any], worker: Worker, transfer: ForwardedTransfer | None) -> tuple[w.StartRun, tuple[int, ...]]:
     """A run as it travels, and the descriptors that go with it."""
     place: _Place = run.place
     arguments = place.arguments
     known = worker.arenas.get(place.session, ())
     #: Of a session that has ended nothing comes back: its memory is that of any caller.
-    arenas = sorted(arguments.arenas) if lane is not None and arguments.chunks else []
+    arenas = sorted(arguments.arenas) if transfer is not None and arguments.chunks else []
     kept = [number for number in arenas if arguments.segments[number].info.id in known]
-    message = w.Run(
+    message = w.StartRun(
         run.spec.name,
         arguments.args,
         arguments.kwargs,
@@ -431,10 +431,10 @@ def _message(run: Run[Any], worker: Worker, lane: RelayedLane | None) -> tuple[w
         skeletons=[len(skeleton) for skeleton in arguments.skeletons],
         kept=kept,
         arenas=arenas,
-        chunks=list(arguments.chunks) if lane is not None else [],
-        held=list(arguments.held) if lane is not None else [],
-        pooled=run.pooled and lane is not None,
-        returnable=arguments.returnable and lane is not None,
+        chunks=list(arguments.chunks) if transfer is not None else [],
+        held=list(arguments.held) if transfer is not None else [],
+        pooled=run.pooled and transfer is not None,
+        returnable=arguments.returnable and transfer is not None,
         chain=sorted(run.chain),
         key=place.executor.key,
         session=place.session,
@@ -446,13 +446,13 @@ def _message(run: Run[Any], worker: Worker, lane: RelayedLane | None) -> tuple[w
     return message, fds
 
 
-def _outcome(message: w.Ran | w.Failed, frame: Frame) -> Produced | Failure:
+def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame) -> Completed | Failure:
     """How a run ended, by its worker's word. The frame's descriptors belong to the record."""
-    if isinstance(message, w.Failed):
+    if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
     fds = frame.take_fds() if frame.fds else []
     segments = [Segment(info, fd) for info, fd in zip(message.segments, fds, strict=True)]
-    return Produced(
+    return Completed(
         Record(
             frame.payload,
             bytes(message.table),

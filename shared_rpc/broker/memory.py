@@ -86,7 +86,7 @@ class MemoryRequests:
 class RelayedMemory:
     """The memory of one provider's devices; see :class:`DeviceMemory`."""
 
-    def __init__(self, requests: MemoryRequests, devices: Sequence[w.Device]) -> None:
+    def __init__(self, requests: MemoryRequests, devices: Sequence[w.DeviceMechanism]) -> None:
         self._requests = requests
         self._facts = {
             device.id: DeviceFacts(device.id, device.kind, device.name, device.total, device.granularity) for device in devices

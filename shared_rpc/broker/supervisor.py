@@ -22,7 +22,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 
-__all__ = ["Supervisor", "Watcher"]
+__all__ = ["Supervisor", "WorkerObserver"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -36,7 +36,7 @@ _SHORT = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
-class Watcher(Protocol):
+class WorkerObserver(Protocol):
     """What a broker wants to know of its workers."""
 
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
@@ -64,7 +64,7 @@ class Supervisor:
         self,
         command: WorkerCommand,
         count: int,
-        watcher: Watcher,
+        watcher: WorkerObserver,
         zygote: WorkerZygote,
         handlers: Mapping[type[Message], Handler],
     ) -> None:

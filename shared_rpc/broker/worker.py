@@ -16,7 +16,7 @@ from typing import Any, Literal
 from shared_rpc.broker import want_of_memory
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.stderr import Tail
-from shared_rpc.broker.zygote import Begun
+from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
@@ -56,7 +56,7 @@ class Worker:
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
-        begun: Begun | None = None,
+        begun: ForkedWorker | None = None,
     ) -> None:
         self.number = number
         self.restarts = restarts

@@ -26,7 +26,7 @@ from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preloa
 from shared_rpc.zygote.process import ForkedProcess, adopting
 from shared_rpc.zygote.title import ROOM
 
-__all__ = ["Begun", "WorkerZygote"]
+__all__ = ["ForkedWorker", "WorkerZygote"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -51,7 +51,7 @@ _GAUGE = 5.0
 
 
 @dataclass(frozen=True)
-class Begun:
+class ForkedWorker:
     """A worker's process, and this end of its socket pair."""
 
     process: ForkedProcess
@@ -327,7 +327,7 @@ class WorkerZygote:
                 steps.append(step)
         return Preload(steps, imports.own, imports.folders)
 
-    async def begin(self, number: int) -> Begun | None:
+    async def begin(self, number: int) -> ForkedWorker | None:
         """A worker that is a fork; None where it has to be a new process."""
         if self._plain_next:
             self._plain_next = False
@@ -343,7 +343,7 @@ class WorkerZygote:
                 return None
             return begun
 
-    async def _fork(self, running: _Running, number: int) -> Begun | None:
+    async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
         supposed = msgspec.json.encode(_supposed(running.imports)).decode()
         words = [*self._command.words(number, _LINK), "--forked", supposed]
         request = Fork("shared_rpc.worker", words, [0, 1, 2, _LINK], running.imports.first)
@@ -384,10 +384,10 @@ class _Ends:
             self.theirs = [nothing.fileno(), 1, writing, theirs.fileno()]
             self._opened = opened.pop_all()
 
-    def begun(self, pid: int) -> Begun:
+    def begun(self, pid: int) -> ForkedWorker:
         """The fork, with this side's ends."""
         errors = os.fdopen(os.dup(self._errors.fileno()), "rb", 0)
-        return Begun(ForkedProcess(pid, errors), self._link.dup())
+        return ForkedWorker(ForkedProcess(pid, errors), self._link.dup())
 
     def close(self) -> None:
         """Close what has not been given away."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
-from shared_rpc.client.results import Result
+from shared_rpc.client.results import ReceivedResult
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
 from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.records import TensorTable
@@ -83,7 +83,7 @@ def _check(info: TaskInfo) -> None:
         raise TaskCancelled(f"{what} was cancelled")
 
 
-def _facts(result: Result, client: Client) -> dict[str, Any]:
+def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
     message = result.message
     table = msgspec.msgpack.decode(message.table, type=TensorTable)
     return {

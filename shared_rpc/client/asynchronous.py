@@ -19,11 +19,11 @@ import anyio.to_thread
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import Search, Session, Takeover, held_of
-from shared_rpc.client.steps import Coroutines, Lend, Notify, Operation, Reach, Reply, Request, Tell, Within, Work
+from shared_rpc.client.session import ClientSession, Search, Takeover, held_of
+from shared_rpc.client.steps import CoroutineMethods, Lend, Notify, Operation, Reach, Reply, Request, Tell, Within, Work
 from shared_rpc.client.thread_job import ShieldedThreadJob
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.handle import AsyncHandle, AsyncIssuer
 from shared_rpc.lifecycle.finalizer import Job
@@ -38,7 +38,7 @@ T = TypeVar("T")
 _QUICK = 2048
 
 
-class CoroutineDriver(BaseClient, Coroutines):
+class CoroutineDriver(BaseClient, CoroutineMethods):
     """Drives operations over one connection, all at once. See :class:`shared_rpc.AsyncClient`."""
 
     @classmethod
@@ -52,7 +52,7 @@ class CoroutineDriver(BaseClient, Coroutines):
 
     def _begin(self) -> None:
         self._closed = False
-        self._new_lane = self._lanes()
+        self._new_transfer = self._transfers()
         self._disconnected()
 
     def _leaves(self) -> Job | None:
@@ -68,7 +68,7 @@ class CoroutineDriver(BaseClient, Coroutines):
 
     def _disconnected(self) -> None:
         self._channel: Channel | None = None
-        self._session: Session | None = None
+        self._session: ClientSession | None = None
         self._connecting = anyio.Lock()
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ class CoroutineDriver(BaseClient, Coroutines):
         if channel is not None:
             channel.say_goodbye()
         if session is not None:  # on a GPU it waits for the device
-            await anyio.to_thread.run_sync(session.lane.close)
+            await anyio.to_thread.run_sync(session.transfer.close)
         await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -105,18 +105,18 @@ class CoroutineDriver(BaseClient, Coroutines):
 
     def give_back(self, object_id: str, session: object) -> None:
         """See :class:`shared_rpc.handle.Giver`. Away from the loop: over a connection of its own, in the same session."""
-        if session is self._session and isinstance(session, Session):
+        if session is self._session and isinstance(session, ClientSession):
             with suppress(SharedRPCError, OSError):
                 self._tell(session, m.Release([object_id]))
 
-    def _lane(self) -> Lane | None:
-        return self._session.lane if self._session is not None else None
+    def _transfer(self) -> ClientTransfer | None:
+        return self._session.transfer if self._session is not None else None
 
     def _give_chunks_back(self, chunks: list[int]) -> None:
         if self._session is not None:
             self._tell(self._session, m.Free(chunks))
 
-    def _tell(self, session: Session, message: m.Message) -> None:
+    def _tell(self, session: ClientSession, message: m.Message) -> None:
         connection = Connection(self.socket_path).open(session.token, 1.0)
         try:
             connection.exchange(Request(message, "a message"), time.monotonic() + 1.0)
@@ -125,7 +125,7 @@ class CoroutineDriver(BaseClient, Coroutines):
 
     # Driving operations.
 
-    def _known(self) -> Session | None:
+    def _known(self) -> ClientSession | None:
         return self._session
 
     def _handle(self, step: Lend) -> AsyncHandle[Any]:
@@ -160,7 +160,7 @@ class CoroutineDriver(BaseClient, Coroutines):
                             advance = functools.partial(operation.send, await self._exchange(step, deadline))
                         else:
                             advance = functools.partial(operation.send, await self._server())
-                    except (SharedRPCError, LaneClosed) as error:
+                    except (SharedRPCError, TransferClosed) as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Within):
@@ -198,8 +198,8 @@ class CoroutineDriver(BaseClient, Coroutines):
                 channel = await self._connected()
             if channel is None:
                 raise too_late(request.what)
-            if request.lane is not None and request.lane.closed:
-                raise LaneClosed
+            if request.transfer is not None and request.transfer.closed:
+                raise TransferClosed
             try:
                 return await channel.exchange(request, deadline)
             except ConnectionClosed:
@@ -207,7 +207,7 @@ class CoroutineDriver(BaseClient, Coroutines):
                 if self._closed or not request.repeatable or anyio.current_time() > deadline:
                     raise
 
-    async def _server(self) -> Session:
+    async def _server(self) -> ClientSession:
         if self._session is None:
             await self._connected()
         if self._session is None:
@@ -240,12 +240,12 @@ class CoroutineDriver(BaseClient, Coroutines):
             channel.close()
             raise ConnectionClosed("this client is closed")
         if not takeover.joined:
-            ended, self._session = self._session, takeover.begin(self._new_lane())
+            ended, self._session = self._session, takeover.begin(self._new_transfer())
             unwanted = takeover.move(self._session)
             if unwanted:
                 channel.tell(m.Release(unwanted))
             if ended is not None:
-                await anyio.to_thread.run_sync(ended.lane.close)
+                await anyio.to_thread.run_sync(ended.transfer.close)
         return channel
 
     async def _join(self, path: str) -> tuple[Channel, Takeover]:
@@ -267,10 +267,10 @@ class CoroutineDriver(BaseClient, Coroutines):
         return channel, takeover
 
 
-def _leave(channel: Channel | None, session: Session) -> None:
+def _leave(channel: Channel | None, session: ClientSession) -> None:
     if channel is not None:
         channel.say_goodbye()
-    session.lane.close()
+    session.transfer.close()
 
 
 async def _worked(step: Work) -> Any:

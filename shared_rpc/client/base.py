@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.preload import preload_codec
-from shared_rpc.client.sending import no_lane, send
-from shared_rpc.client.session import LeaseBook, Session
+from shared_rpc.client.sending import no_transfer, send
+from shared_rpc.client.session import ClientSession, LeaseBook
 from shared_rpc.client.steps import Operation, Reach, Reply
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
-from shared_rpc.lifecycle.finalizer import REAPER, Job, weakly
+from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -90,15 +90,15 @@ class BaseClient(ABC):
     def _begin(self) -> None:
         """Be ready to connect."""
 
-    def _lanes(self) -> Callable[[], Lane]:
+    def _transfers(self) -> Callable[[], ClientTransfer]:
         """Return what makes the pools of a new session."""
         options, flush = self._pool_options, weakly(self._give_chunks_back)
 
-        def new_lane() -> Lane:
-            REAPER.start()  # it ends what a client leaves that is dropped
-            return Lane(options, flush)
+        def new_transfer() -> ClientTransfer:
+            FINALIZER.start()  # it ends what a client leaves that is dropped
+            return ClientTransfer(options, flush)
 
-        return new_lane
+        return new_transfer
 
     @abstractmethod
     def _give_chunks_back(self, chunks: list[int]) -> None:
@@ -125,9 +125,9 @@ class BaseClient(ABC):
         job, watch = self._leaves(), self._watch
         if job is None or sys.is_finalizing():
             return  # at the end of the process the kernel hangs up
-        REAPER.submit(job)
+        FINALIZER.submit(job)
         if watch is not None:
-            REAPER.submit(watch.close)
+            FINALIZER.submit(watch.close)
 
     @property
     def socket_path(self) -> str:
@@ -135,21 +135,21 @@ class BaseClient(ABC):
         return self._address.path()
 
     @abstractmethod
-    def _known(self) -> Session | None:
+    def _known(self) -> ClientSession | None:
         """Return the session, if there is one."""
 
     @abstractmethod
-    def _lane(self) -> Lane | None:
+    def _transfer(self) -> ClientTransfer | None:
         """Return the pools of the session that there is now."""
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
-        server: Session = self._known() or (yield Reach())
-        lanes = self._lane if pooled else no_lane
-        return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, lanes))
+    ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
+        server: ClientSession = self._known() or (yield Reach())
+        transfers = self._transfer if pooled else no_transfer
+        return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, transfers))
 
-    def _watch_in(self, server: Session) -> Subscriptions:
+    def _watch_in(self, server: ClientSession) -> Subscriptions:
         """Return what the subscriptions belong to; its connection is in this session."""
         self._watched = server
         if self._watch is None:

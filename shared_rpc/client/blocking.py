@@ -10,10 +10,10 @@ from typing import Any, Self, TypeVar, cast
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.connection import PROMPT
-from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.pool import ConnectionPool, Turn
-from shared_rpc.client.session import Session
-from shared_rpc.client.steps import Blocking, Lend, Operation, Reach, Request, Tell, Within, Work, ask
+from shared_rpc.client.session import ClientSession
+from shared_rpc.client.steps import BlockingMethods, Lend, Operation, Reach, Request, Tell, Within, Work, ask
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.handle import Handle, Issuer
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _FOREVER = 10 * 365 * 86400.0
 
 
-class BlockingDriver(BaseClient, Blocking):
+class BlockingDriver(BaseClient, BlockingMethods):
     """Drives operations over connections of which every thread that waits has its own. See :class:`shared_rpc.Client`."""
 
     @classmethod
@@ -42,7 +42,7 @@ class BlockingDriver(BaseClient, Blocking):
         return method
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(self._address.path, self._lanes(), self._leases, weakly(self._moved))
+        self._pool = ConnectionPool(self._address.path, self._transfers(), self._leases, weakly(self._moved))
 
     def _leaves(self) -> Job | None:
         # There is no pool where the client could not be made.
@@ -86,17 +86,17 @@ class BlockingDriver(BaseClient, Blocking):
 
     def _interrupted(self, session: object) -> None:
         """See :class:`shared_rpc.handle.Issuer`."""
-        if isinstance(session, Session):
+        if isinstance(session, ClientSession):
             self._pool.retire_session(session)
 
     # Driving operations.
 
-    def _known(self) -> Session | None:
+    def _known(self) -> ClientSession | None:
         return self._pool.session
 
-    def _lane(self) -> Lane | None:
+    def _transfer(self) -> ClientTransfer | None:
         session = self._pool.session
-        return session.lane if session is not None else None
+        return session.transfer if session is not None else None
 
     def _give_chunks_back(self, chunks: list[int]) -> None:
         self._pool.exchange(Request(m.Free(chunks), "free"), time.monotonic() + PROMPT, 0)
@@ -134,7 +134,7 @@ class BlockingDriver(BaseClient, Blocking):
                             continue
                         until = max(deadline, time.monotonic() + PROMPT) if step.at_once else deadline
                         advance = functools.partial(operation.send, self._pool.exchange(step, until, patience, turn))
-                    except (SharedRPCError, LaneClosed) as error:
+                    except (SharedRPCError, TransferClosed) as error:
                         advance = functools.partial(operation.throw, error)
                     continue
                 if isinstance(step, Within):
@@ -183,10 +183,10 @@ class BlockingDriver(BaseClient, Blocking):
     def _deadline(timeout: float | None) -> float:
         return time.monotonic() + (timeout if timeout is not None else _FOREVER)
 
-    def _server(self) -> Session:
+    def _server(self) -> ClientSession:
         """Return the session: known since the first connection, and whatever server comes after has the same device."""
         return self._pool.session or self._run(_reached())
 
 
-def _reached() -> Operation[Session]:
-    return cast(Session, (yield Reach()))
+def _reached() -> Operation[ClientSession]:
+    return cast(ClientSession, (yield Reach()))

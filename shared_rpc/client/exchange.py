@@ -42,7 +42,7 @@ BRIEFLY = 1.0
 LAST_ID = (1 << 32) - 1
 
 #: The kind bytes of what may come before the answer to a request.
-_EVENTS = frozenset({number_of(m.TaskChanged), number_of(m.Starved)})
+_EVENTS = frozenset({number_of(m.TaskUpdate), number_of(m.OutOfPoolMemory)})
 
 
 class TooLate(TimeoutError):
@@ -215,18 +215,18 @@ class Exchanges:
                 raise
             exchange.answer = str(error)
             return
-        if frame.fds and exchange.request.lane is not None:
+        if frame.fds and exchange.request.transfer is not None:
             # The next answer may be of the same arena, and be taken first. Where no file can be opened, this one tells of it.
             with passed_over(OSError):
-                exchange.request.lane.learn(message, frame)
+                exchange.request.transfer.learn(message, frame)
 
     def _told(self, exchange: Exchange, frame: Frame) -> None:
         message = decode_message(frame)
-        if isinstance(message, m.TaskChanged):
+        if isinstance(message, m.TaskUpdate):
             if not exchange.withdrawn:
                 exchange.told.append(message.info)
         else:
-            self._buffers.queue(exchange.request.when_starved(), 0)
+            self._buffers.queue(exchange.request.when_out_of_memory(), 0)
         frame.close()
 
     def _stray(self, frame: Frame) -> None:
@@ -268,8 +268,8 @@ def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.
     """Close a reply that nobody waits for any more; return what gives back the lease which came with it, if one did."""
     try:
         message = decode_message(frame)
-        if request is not None and request.lane is not None:
-            request.lane.discard(message, frame)
+        if request is not None and request.transfer is not None:
+            request.transfer.discard(message, frame)
     except ProtocolError:
         return None
     finally:

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable
 
 from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
-from shared_rpc.client.lane import Lane, LaneClosed
-from shared_rpc.client.session import RETRY, LeaseBook, Search, Session, Takeover, held_of, to_hold
+from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Search, Takeover, held_of, to_hold
 from shared_rpc.client.steps import Reply, Request
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
-from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.protocol import messages as m
 
 __all__ = ["ConnectionPool", "Turn"]
@@ -35,7 +35,7 @@ class Turn:
         #: What it asked last, which has the answer.
         self.request: Request | None = None
         #: The session of its latest request: what came with the reply is there.
-        self.session: Session | None = None
+        self.session: ClientSession | None = None
 
 
 class ConnectionPool:
@@ -47,7 +47,7 @@ class ConnectionPool:
     noted or not, ends with it.
 
     :param path: the server's socket, looked up when the first connection is made.
-    :param new_lane: makes what a new session uses for short-lived memory.
+    :param new_transfer: makes what a new session uses for short-lived memory.
     :param leases: the handles whose leases a new session takes over.
     :param moved: called in another thread, before a session that was retired ends.
     """
@@ -55,12 +55,12 @@ class ConnectionPool:
     def __init__(
         self,
         path: Callable[[], str],
-        new_lane: Callable[[], Lane],
+        new_transfer: Callable[[], ClientTransfer],
         leases: LeaseBook,
         moved: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path
-        self._new_lane = new_lane
+        self._new_transfer = new_transfer
         self._leases = leases
         self._moved = moved
         self.closed = False
@@ -74,21 +74,21 @@ class ConnectionPool:
         for session in self._sessions():
             for connection in session.connections:
                 connection.close()
-            session.lane.closed = True
+            session.transfer.closed = True
         self._begin()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        #: Whether the reaper looks for answers that are owed to connections that are parked.
+        #: Whether the finaliser thread looks for answers that are owed to connections that are parked.
         self._looked_after = False
         #: Operations that run.
         self._turns: set[Turn] = set()
         #: Sessions in which an operation was interrupted, with the operations that may still be in them.
-        self._retired: dict[Session, set[Turn]] = {}
+        self._retired: dict[ClientSession, set[Turn]] = {}
         #: None before the first connection, after one was retired, and after :meth:`close`.
-        self.session: Session | None = None
+        self.session: ClientSession | None = None
 
-    def _sessions(self) -> list[Session]:
+    def _sessions(self) -> list[ClientSession]:
         return [session for session in (self.session, *self._retired) if session is not None]
 
     @property
@@ -106,7 +106,7 @@ class ConnectionPool:
         """See to it that sessions end which waited for an operation that has ended."""
         self._turns.discard(turn)
         if self._retired:
-            REAPER.submit(functools.partial(_settle, weakref.ref(self)))
+            FINALIZER.submit(functools.partial(_settle, weakref.ref(self)))
 
     def retire(self, turn: Turn) -> None:
         """Have another session take over from that of an operation which was interrupted at a place that is not known."""
@@ -125,15 +125,15 @@ class ConnectionPool:
         if session is not None:
             self.retire_session(session)
 
-    def retire_session(self, session: Session) -> None:
+    def retire_session(self, session: ClientSession) -> None:
         """Have another session take over; see :meth:`retire`."""
         with self._lock:
             if session is not self.session:
                 return  # it was retired before, or has ended
             self.session = None
             self._retired[session] = set(self._turns)
-        REAPER.start()
-        REAPER.submit(functools.partial(_settle, weakref.ref(self)))
+        FINALIZER.start()
+        FINALIZER.submit(functools.partial(_settle, weakref.ref(self)))
 
     def end_retired(self) -> bool:
         """End the sessions that were retired, and that no operation is in any more; False if one is to be tried again.
@@ -146,7 +146,7 @@ class ConnectionPool:
                 done = self._end(session) and done
         return done
 
-    def _end(self, session: Session) -> bool:
+    def _end(self, session: ClientSession) -> bool:
         moving = self._leases.of(session)
         turn = Turn()
         try:
@@ -168,7 +168,7 @@ class ConnectionPool:
         self._retired.pop(session, None)
         return True
 
-    def _spare(self, session: Session) -> None:
+    def _spare(self, session: ClientSession) -> None:
         """Close a connection that this thread made, and that the session does not need."""
         with self._lock:
             surplus = session.idle.pop() if session.idle and len(session.connections) > 1 else None
@@ -188,9 +188,9 @@ class ConnectionPool:
         turn.request = request
         while True:
             session, connection = self._acquire(self._home(request, turn), deadline, patience, turn)
-            if request.lane is not None and request.lane is not session.lane:
+            if request.transfer is not None and request.transfer is not session.transfer:
                 self._put_back(session, connection)
-                raise LaneClosed
+                raise TransferClosed
             try:
                 reply = self._exchange_over(session, connection, request, deadline)
                 turn.connection = None
@@ -199,16 +199,16 @@ class ConnectionPool:
                 if is_of_handler(error) or self.closed or not request.repeatable or time.monotonic() > deadline:
                     raise
 
-    def _home(self, request: Request, turn: Turn) -> Session | None:
+    def _home(self, request: Request, turn: Turn) -> ClientSession | None:
         """Return the retired session that a request must go to; None for the current one."""
         if not self._retired:
             return None
         with self._lock:
-            if request.lane is not None:
-                return next((session for session in self._retired if session.lane is request.lane), None)
+            if request.transfer is not None:
+                return next((session for session in self._retired if session.transfer is request.transfer), None)
             return turn.session if turn.session in self._retired else None
 
-    def _exchange_over(self, session: Session, connection: Connection, request: Request, deadline: float) -> Reply:
+    def _exchange_over(self, session: ClientSession, connection: Connection, request: Request, deadline: float) -> Reply:
         try:
             reply = connection.exchange(request, deadline)
         except BaseException as error:
@@ -228,7 +228,7 @@ class ConnectionPool:
                 self._drop(session, connection)
         return reply
 
-    def need_session(self, deadline: float, patience: float, turn: Turn) -> Session:
+    def need_session(self, deadline: float, patience: float, turn: Turn) -> ClientSession:
         """The current session, of a server that is there; one that was restarted since is noticed here."""
         session, connection = self._acquire(None, deadline, patience, turn)
         self._put_back(session, connection)
@@ -245,8 +245,8 @@ class ConnectionPool:
         try:
             self._end_all()
         except BaseException:
-            REAPER.start()
-            REAPER.submit(self._end_all)
+            FINALIZER.start()
+            FINALIZER.submit(self._end_all)
             raise
 
     def _end_all(self) -> None:
@@ -254,7 +254,7 @@ class ConnectionPool:
             self._hang_up(session)
             self._retired.pop(session, None)
 
-    def _hang_up(self, session: Session) -> None:
+    def _hang_up(self, session: ClientSession) -> None:
         """End a session, and go on with that where it was interrupted before."""
         with self._lock:
             session.ended = True
@@ -265,11 +265,13 @@ class ConnectionPool:
                 connection.close()
             else:
                 connection.hang_up()  # whoever waits on it closes it
-        session.lane.close()
+        session.transfer.close()
 
     # Connections.
 
-    def _acquire(self, home: Session | None, deadline: float, patience: float, turn: Turn) -> tuple[Session, Connection]:
+    def _acquire(
+        self, home: ClientSession | None, deadline: float, patience: float, turn: Turn
+    ) -> tuple[ClientSession, Connection]:
         while True:
             with self._lock:
                 if self.closed:
@@ -288,27 +290,27 @@ class ConnectionPool:
             return home, self._join(home, deadline, turn)
         return self._connect(deadline, patience, turn)
 
-    def _put_back(self, session: Session, connection: Connection) -> None:
+    def _put_back(self, session: ClientSession, connection: Connection) -> None:
         with self._lock:
             if connection in session.connections and not session.ended:
                 session.idle.append(connection)
                 return
         self._drop(session, connection)
 
-    def _drop(self, session: Session, connection: Connection) -> None:
+    def _drop(self, session: ClientSession, connection: Connection) -> None:
         with self._lock:
             session.connections.discard(connection)
         connection.close()
 
-    def _replace(self, session: Session, connection: Connection) -> None:
+    def _replace(self, session: ClientSession, connection: Connection) -> None:
         if connection.owed:
             # The answer may bring memory, which nobody else would give back; and until then the session goes on.
             with self._lock:
                 session.parked.append(connection)
                 looked_after, self._looked_after = self._looked_after, True
             if not looked_after:
-                REAPER.start()
-                REAPER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
+                FINALIZER.start()
+                FINALIZER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
             return
         try:
             self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()))
@@ -341,7 +343,7 @@ class ConnectionPool:
             self._looked_after = any(connection.owed for session in self._sessions() for connection in session.parked)
             return self._looked_after
 
-    def _join(self, session: Session, deadline: float, turn: Turn) -> Connection:
+    def _join(self, session: ClientSession, deadline: float, turn: Turn) -> Connection:
         """One more connection of a session that there is.
 
         :raises ConnectionClosed: if it has ended.
@@ -377,9 +379,9 @@ class ConnectionPool:
                 connection.close()
                 raise
 
-    def _connect(self, deadline: float, patience: float, turn: Turn) -> tuple[Session, Connection]:
+    def _connect(self, deadline: float, patience: float, turn: Turn) -> tuple[ClientSession, Connection]:
         connection, takeover = self._reach(deadline, patience, turn)
-        ended: Session | None = None
+        ended: ClientSession | None = None
         unwanted: list[str] = []
         parked: list[Connection] = []
         with self._lock:
@@ -389,7 +391,7 @@ class ConnectionPool:
             current = self.session
             if current is takeover.earlier and not takeover.joined:
                 ended = current
-                current = takeover.begin(self._new_lane())
+                current = takeover.begin(self._new_transfer())
                 current.connections.add(connection)
                 self.session = turn.session = current
                 unwanted = takeover.move(current)
@@ -416,14 +418,14 @@ class ConnectionPool:
 
 
 def _look(pool: weakref.ref[ConnectionPool]) -> None:
-    """In the reaper's thread, which must not keep a client that nobody has any more."""
+    """In the finaliser thread, which must not keep a client that nobody has any more."""
     found = pool()
     if found is not None and found.look_after():
-        REAPER.submit(functools.partial(_look, pool), after=_LOOK)
+        FINALIZER.submit(functools.partial(_look, pool), after=_LOOK)
 
 
 def _settle(pool: weakref.ref[ConnectionPool]) -> None:
-    """In the reaper's thread, as :func:`_look`."""
+    """In the finaliser thread, as :func:`_look`."""
     found = pool()
     if found is not None and not found.end_retired():
-        REAPER.submit(functools.partial(_settle, pool), after=_LOOK)
+        FINALIZER.submit(functools.partial(_settle, pool), after=_LOOK)

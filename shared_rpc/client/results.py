@@ -7,27 +7,27 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.errors.interrupts import is_interrupt
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
-__all__ = ["Result", "result_of", "valued"]
+__all__ = ["ReceivedResult", "result_of", "valued"]
 
 
 @dataclass(slots=True)
-class Result:
+class ReceivedResult:
     """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`. ``what`` it is the result of."""
 
     what: str
     message: m.Result
     skeleton: bytes
     segments: list[Segment]
-    loans: dict[int, Borrower] = field(default_factory=dict)
+    pooled: dict[int, ChunkReferences] = field(default_factory=dict)
     #: Of the client's own pool, in place of segments.
     chunk: Chunk | None = None
 
@@ -35,18 +35,18 @@ class Result:
         """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
         for segment in self.segments:
             segment.close()
-        for chunk, borrower in self.loans.items():
-            borrower.unused([chunk])
-        self.loans = {}
+        for chunk, references in self.pooled.items():
+            references.unused([chunk])
+        self.pooled = {}
 
-    def __enter__(self) -> Result:
+    def __enter__(self) -> ReceivedResult:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Result:
+def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()) -> ReceivedResult:
     """The result in a reply, whose descriptors it owns.
 
     :param held: chunks of the client's pool that went with the call and were held for it: it has that hold of the one that it
@@ -59,30 +59,30 @@ def result_of(what: str, reply: Reply, lane: Lane | None = None, held: Sequence[
     if (
         not isinstance(message, m.Result)
         or len(message.segments) != len(frame.fds) + kept
-        or (lane is None and (kept or message.own))
+        or (transfer is None and (kept or message.own))
     ):
         frame.close()
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
-    if lane is None:
+    if transfer is None:
         segments = [Segment(info, -1) for info in message.segments]
         for segment in segments:
             segment.adopt(frame.fds)
-        return Result(what, message, frame.payload, segments)
+        return ReceivedResult(what, message, frame.payload, segments)
     if message.freed:
-        lane.arguments.give(message.freed)
+        transfer.arguments.give(message.freed)
     if message.own:
         frame.close()
-        chunk = lane.own_chunk(message, held)
-        return Result(what, message, frame.payload, [], {chunk.number: lane.own}, chunk)
-    segments = lane.segments(message.segments, message.kept, message.arenas, frame.fds)
-    if lane.closed and any(segment.closed for segment in segments):
+        chunk = transfer.own_chunk(message, held)
+        return ReceivedResult(what, message, frame.payload, [], {chunk.number: transfer.own}, chunk)
+    segments = transfer.segments(message.segments, message.kept, message.arenas, frame.fds)
+    if transfer.closed and any(segment.closed for segment in segments):
         for segment in segments:
             segment.close()
         raise ConnectionClosed(f"the server went away before the result of {what} was taken")
-    return Result(what, message, frame.payload, segments, dict.fromkeys(message.chunks, lane.borrower))
+    return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references))
 
 
-def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
+def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
     """Rebuild a result: ``(message, value)``. Where that fails, the lease that came with it is given back.
 
     :param values: the values that live in this process, by object id.
@@ -108,17 +108,17 @@ def valued(result: Result, values: MutableMapping[str, Any]) -> Operation[tuple[
     return result.message, value
 
 
-def _rebuild(result: Result, values: MutableMapping[str, Any]) -> Any:
+def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec import decode_result, take_back
 
     with result:
-        loans, result.loans = result.loans, {}
+        pooled, result.pooled = result.pooled, {}
         message = result.message
         if result.chunk is not None:
-            return take_back(result.skeleton, message.table, result.chunk, loans[result.chunk.number])
+            return take_back(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
-        value = [decode_result(result.skeleton, message.table, result.segments, message.owner, loans, message.arenas, label)]
+        value = [decode_result(result.skeleton, message.table, result.segments, message.owner, pooled, message.arenas, label)]
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
                 value.append(values.setdefault(result.message.object_id, value[0]))

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from shared_rpc.client.lane import Lane, LaneClosed
 from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.context import CALLED_BY
 from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
 from shared_rpc.memory.devices import device_kind
@@ -19,13 +19,13 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import encode_call, lower_call
 
-__all__ = ["Lanes", "lower", "no_lane", "send"]
+__all__ = ["Transfers", "lower", "no_transfer", "send"]
 
 #: The pools of the session that a client has now.
-Lanes = Callable[[], Lane | None]
+Transfers = Callable[[], ClientTransfer | None]
 
 
-def no_lane() -> None:
+def no_transfer() -> None:
     """For a client that does without pools."""
     return
 
@@ -38,39 +38,39 @@ def send(
     device: str,
     server: str,
     what: str,
-    lanes: Lanes,
-) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+    transfers: Transfers,
+) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
     """Send a call of a kind: the reply, the pools that were used for it, and the chunks of its own that its result lies in, or
     one of them, for :func:`~shared_rpc.client.results.result_of`.
 
     :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
-    :param lanes: where the current pools are.
+    :param transfers: where the current pools are.
     :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
-        lane = lanes()
+        transfer = transfers()
         try:
-            arguments = yield from lower(args, kwargs, device, server, lane, what)
-            reply, held = yield from _send_lowered(kind, endpoint, arguments, what, lane)
-            return reply, lane, held
-        except (LaneClosed, PoolClosed):
+            arguments = yield from lower(args, kwargs, device, server, transfer, what)
+            reply, held = yield from _send_lowered(kind, endpoint, arguments, what, transfer)
+            return reply, transfer, held
+        except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
             # An object was dropped meanwhile, or another server has come.
             if not MAPPINGS.disown(error.segments):
                 raise
         except PoolFull as full:
-            assert lane is not None, "there is a pool"
-            if (yield Work(lane.reclaim)):
+            assert transfer is not None, "there is a pool"
+            if (yield Work(transfer.reclaim)):
                 continue
-            yield from _await_room(lane, what, str(full))
+            yield from _await_room(transfer, what, str(full))
 
 
 def _send_lowered(
-    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, lane: Lane | None
+    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, transfer: ClientTransfer | None
 ) -> Operation[tuple[Reply, list[int]]]:
     held: list[int] = []
-    freed = lane.to_give_back() if lane is not None else []
+    freed = transfer.to_give_back() if transfer is not None else []
     request: Request | None = None
     try:
         if not arguments.segments and not arguments.skeletons:
@@ -81,15 +81,15 @@ def _send_lowered(
                 arguments.kwargs,
                 table,
                 freed=freed,
-                pooled=lane is not None,
+                pooled=transfer is not None,
                 chain=sorted(CALLED_BY.get()),
             )
-            request = Request(message, what, lane=lane)
+            request = Request(message, what, transfer=transfer)
         else:
-            if lane is not None and lane.returnable:
+            if transfer is not None and transfer.returnable:
                 # For as long as the call, and its result if that stays there: the server may give the chunks back before.
-                held = [chunk.number for chunk in lane.arguments.hold(arguments.chunks)]
-            request = _with_memory(kind, endpoint, arguments, what, lane, freed, returnable=bool(held))
+                held = [chunk.number for chunk in transfer.arguments.hold(arguments.chunks)]
+            request = _with_memory(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
         reply: Reply = yield request
         if isinstance(reply.message, m.Result) and reply.message.own:
             kept, held = held, []
@@ -97,14 +97,14 @@ def _send_lowered(
         return reply, []
     finally:
         arguments.close()
-        if lane is not None:
+        if transfer is not None:
             if held:
-                lane.arguments.give(held)
+                transfer.arguments.give(held)
             if request is None or not request.sent:
-                lane.arguments.give(arguments.chunks)
-                lane.borrower.put_back(freed)
-            elif request.starved:
-                lane.hungry -= 1
+                transfer.arguments.give(arguments.chunks)
+                transfer.references.put_back(freed)
+            elif request.out_of_memory:
+                transfer.waiting -= 1
 
 
 #: The table of a call without memory.
@@ -116,7 +116,7 @@ def _with_memory(
     endpoint: str,
     arguments: Arguments,
     what: str,
-    lane: Lane | None,
+    transfer: ClientTransfer | None,
     freed: list[int],
     *,
     returnable: bool,
@@ -133,7 +133,7 @@ def _with_memory(
         chunks=list(arguments.chunks),
         held=list(arguments.held),
         freed=freed,
-        pooled=lane is not None,
+        pooled=transfer is not None,
         chain=sorted(CALLED_BY.get()),
         returnable=returnable,
     )
@@ -141,19 +141,19 @@ def _with_memory(
     fds = tuple(
         segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
     )
-    return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, lane=lane)
+    return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
 
 
-def _await_room(lane: Lane, what: str, why: str) -> Operation[None]:
+def _await_room(transfer: ClientTransfer, what: str, why: str) -> Operation[None]:
     """Until the server gives chunks of this client's pool back.
 
     :raises ServerBusy: if it does not in time.
     """
     try:
-        free = yield from ask(Request(m.AwaitFree(), what, lane=lane), m.Free)
+        free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer), m.Free)
     except DeadlineExceeded as error:
         raise ServerBusy(f"{what}: {why}") from error
-    lane.arguments.give(free.chunks)
+    transfer.arguments.give(free.chunks)
 
 
 class _HasMemory(Exception):
@@ -161,14 +161,19 @@ class _HasMemory(Exception):
 
 
 def lower(
-    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, lane: Lane | None = None, what: str = ""
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    server: str,
+    transfer: ClientTransfer | None = None,
+    what: str = "",
 ) -> Operation[Arguments]:
     """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
     try:
         return Arguments(*encode_call(*lower_call(args, kwargs, _no_memory)))
     except _HasMemory:
         pass
-    pool = lane.arguments if lane is not None else None
+    pool = transfer.arguments if transfer is not None else None
 
     def undo(arguments: Arguments) -> None:
         arguments.close()

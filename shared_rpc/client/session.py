@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.client.connection import Connection, Stranger, nobody_listens
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Reply, Request
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.handle import Lease
 from shared_rpc.protocol import messages as m
 
-__all__ = ["RETRY", "LeaseBook", "Search", "Session", "Takeover", "held_of", "to_hold"]
+__all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold"]
 
 #: Seconds between two tries to reach a server that is not there yet.
 RETRY = 0.05
@@ -31,7 +31,7 @@ _SUMMONS = 3
 
 
 @dataclass(eq=False)
-class Session:
+class ClientSession:
     """The server's account of this process: its identity is what handles remember.
 
     A blocking client has its connections here: all of them, those that nobody uses, and those that are unusable, and open to
@@ -41,7 +41,7 @@ class Session:
     server_id: str
     token: str
     device: str
-    lane: Lane
+    transfer: ClientTransfer
     connections: set[Connection] = field(default_factory=set)
     idle: list[Connection] = field(default_factory=list)
     parked: list[Connection] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Takeover:
     :param earlier: the session whose token the handshake had; None if it had none.
     """
 
-    def __init__(self, leases: LeaseBook, earlier: Session | None, welcome: m.Welcome) -> None:
+    def __init__(self, leases: LeaseBook, earlier: ClientSession | None, welcome: m.Welcome) -> None:
         self.earlier = earlier
         self.welcome = welcome
         self.joined = earlier is not None and earlier.token == welcome.token
@@ -122,11 +122,11 @@ class Takeover:
                 raise
             raise ConnectError(f"the server at {path} hung up: {error}") from error
 
-    def begin(self, lane: Lane) -> Session:
+    def begin(self, transfer: ClientTransfer) -> ClientSession:
         """Return the session that begins."""
-        return Session(self.welcome.server_id, self.welcome.token, self.welcome.device, lane)
+        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
 
-    def move(self, session: Session) -> list[str]:
+    def move(self, session: ClientSession) -> list[str]:
         """Have the handles follow into the session that began; return the ids of leases that nobody wants any more."""
         return LeaseBook.move(self.moving, self.held, session)
 

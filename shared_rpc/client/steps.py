@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from shared_rpc.client.lane import Lane
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
@@ -25,8 +25,8 @@ from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = [
-    "Blocking",
-    "Coroutines",
+    "BlockingMethods",
+    "CoroutineMethods",
     "Driver",
     "Known",
     "Lend",
@@ -57,7 +57,7 @@ class Request:
     the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
 
     ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
-    of the others. ``lane`` takes what the server has to say of memory meanwhile.
+    of the others. ``transfer`` takes what the server has to say of memory meanwhile.
     """
 
     message: m.Message
@@ -68,11 +68,11 @@ class Request:
     at_once: bool = False
     again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
-    lane: Lane | None = None
+    transfer: ClientTransfer | None = None
     #: Whether it was queued on a connection that may have taken all of it, and whether the server has said that it waits for
     #: memory.
     sent: bool = False
-    starved: bool = False
+    out_of_memory: bool = False
     #: The answer that has come: where its asker is interrupted, its descriptors are closed.
     frame: Frame | None = None
     #: How many connections broke under it, and where it ends in what is written to the current one.
@@ -103,21 +103,21 @@ class Request:
 
     def forgotten(self) -> Request:
         """What an answer that comes after all has to be known by."""
-        return Request(self.message, self.what, lane=self.lane)
+        return Request(self.message, self.what, transfer=self.transfer)
 
     def meanwhile(self) -> None:
         """What there is to do while the server works."""
-        if self.lane is not None:
-            self.lane.settle()
+        if self.transfer is not None:
+            self.transfer.poll()
 
-    def when_starved(self) -> m.Free:
+    def when_out_of_memory(self) -> m.Free:
         """Return what to tell a server that needs memory for the result."""
-        if self.lane is None:
+        if self.transfer is None:
             return m.Free([])
-        if not self.starved:
-            self.starved = True
-            self.lane.hungry += 1
-        return self.lane.starved()
+        if not self.out_of_memory:
+            self.out_of_memory = True
+            self.transfer.waiting += 1
+        return self.transfer.out_of_memory()
 
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
@@ -221,13 +221,13 @@ class Driver(ABC):
         """Return the method that drives an operation, for a class of this driver."""
 
 
-class Blocking(Driver):
+class BlockingMethods(Driver):
     """A driver whose operations return when they have ended."""
 
     _HANDLE = "Handle"
 
 
-class Coroutines(Driver):
+class CoroutineMethods(Driver):
     """A driver whose operations are coroutines."""
 
     _HANDLE = "AsyncHandle"

@@ -16,7 +16,7 @@ from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Arguments
@@ -123,14 +123,14 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """
     if arguments.table == EMPTY_TABLE:
         return _lifted(arguments, [], [])
-    if len(arguments.loans) == 1 and not arguments.skeletons:
+    if len(arguments.pooled) == 1 and not arguments.skeletons:
         single = rebuild_single(
-            arguments.table, arguments.segments, cast("dict[int, Borrower]", arguments.loans), arguments.arenas
+            arguments.table, arguments.segments, cast("dict[int, ChunkReferences]", arguments.pooled), arguments.arenas
         )
         if single is not None:
             return _lifted(arguments, [single], [])
     with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
-        tensors = tensors_of(read_table(arguments.table), mappings, cast("dict[int, Borrower]", arguments.take_loans()))
+        tensors = tensors_of(read_table(arguments.table), mappings, cast("dict[int, ChunkReferences]", arguments.take_pooled()))
         return _lifted(arguments, *tensors)
 
 

@@ -106,5 +106,5 @@ def _view(entry: BufferEntry, mappings: Sequence[Mapping]) -> memoryview:
         raise CodecError(f"a buffer of {entry.nbytes} bytes at {entry.offset} leaves its segment, number {entry.segment}")
     view = HOST.view(mapping.address + entry.offset, entry.nbytes)
     # The object under all views of it, arrays included.
-    MAPPINGS.lend([(mapping, view.obj)])
+    MAPPINGS.keep_for([(mapping, view.obj)])
     return view.toreadonly() if mapping.info.access == "read" else view

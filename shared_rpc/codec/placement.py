@@ -21,7 +21,7 @@ from shared_rpc.codec.tensors import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.borrowing import chunk_of
+from shared_rpc.memory.chunk_references import chunk_of
 from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
@@ -270,7 +270,7 @@ def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Bl
 def _rebind(scan: Scan, users: dict[int, list[torch.Tensor]], block: Block, mapping: Mapping, offset: int) -> None:
     for span in block.spans:
         new = make_storage(mapping, offset + span.address - block.address, span.nbytes, block.device)
-        MAPPINGS.lend([(mapping, new)])
+        MAPPINGS.keep_for([(mapping, new)])
         scan.storages[span.storage] = new
         for tensor in users[span.storage]:
             _move(tensor, new)

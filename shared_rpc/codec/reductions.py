@@ -148,7 +148,7 @@ def _rebuild_storage(hold: MappingHold, offset: int, nbytes: int) -> torch.Untyp
             storage._fix_weakref()  # type: ignore[attr-defined]
             return storage
         storage = make_storage(mapping, offset, nbytes, torch_device(mapping.info.device))
-        MAPPINGS.lend([(mapping, storage)])
+        MAPPINGS.keep_for([(mapping, storage)])
         _storages[mapping, offset, nbytes] = storage
         return storage
 

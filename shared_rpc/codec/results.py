@@ -26,7 +26,7 @@ from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_kind, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
@@ -154,9 +154,9 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
 
 
 @without_modes
-def publish_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> Record | None:
+def publish_back(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
     """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`hand_back`."""
-    found = hand_back(value, borrower, seconds)
+    found = hand_back(value, references, seconds)
     if found is None:
         return None
     table, chunk, nbytes, device = found
@@ -200,14 +200,14 @@ def decode_result(
     table: bytes | msgspec.Raw,
     segments: Sequence[Segment],
     owner: str = "",
-    loans: dict[int, Borrower] | None = None,
+    pooled: dict[int, ChunkReferences] | None = None,
     arenas: Collection[int] = (),
     label: str = "",
 ) -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
     :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
-    :param loans: the chunks of the server's pool that it lies in, and to whom they are given back.
+    :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back.
     :param arenas: the numbers of the segments that are the pool's.
     :param label: what the result is, for people.
     :raises CapabilityError: if this process cannot map the memory.
@@ -215,8 +215,8 @@ def decode_result(
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [], []) if skeleton != _NONE else None
-    if loans and skeleton in FIRST:
-        single = rebuild_single(table, segments, loans, arenas, owner, trusted=True)
+    if pooled and skeleton in FIRST:
+        single = rebuild_single(table, segments, pooled, arenas, owner, trusted=True)
         if single is not None:
             _settle()
             return single
@@ -225,7 +225,7 @@ def decode_result(
     hidden = {entry.segment for entry in found.buffers}
     attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
-        tensors, storages = tensors_of(found, mappings, loans if loans is not None else {}, trusted=True)
+        tensors, storages = tensors_of(found, mappings, pooled if pooled is not None else {}, trusted=True)
         # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
         value = [_load(skeleton, tensors, storages, buffers_of(found, mappings))]
     _settle()

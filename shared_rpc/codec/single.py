@@ -15,7 +15,7 @@ from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
-from shared_rpc.memory.borrowing import Borrower, keep
+from shared_rpc.memory.chunk_references import ChunkReferences, keep
 from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool
@@ -120,7 +120,9 @@ def copy_single(
         raise
 
 
-def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None) -> tuple[bytes, int, int, str] | None:
+def hand_back(
+    value: list[Any], references: ChunkReferences, seconds: float | None = None
+) -> tuple[bytes, int, int, str] | None:
     """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
 
     None where somebody else in this process has a tensor over the chunk, and could write to what the reader takes for a value.
@@ -133,27 +135,27 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
     if type(tensor) is not torch.Tensor or not _plain(tensor):
         return None
     storage = tensor.untyped_storage()
-    loan = borrower.loan_of(storage)
+    reference = references.reference_of(storage)
     # It stays mapped whatever becomes of the session.
-    hold = borrower.arena(loan.mapping.info.id) if loan is not None else None
+    hold = references.arena(reference.mapping.info.id) if reference is not None else None
     nbytes, device = tensor.nbytes, tensor.device
-    if loan is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
+    if reference is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
     stream, offset = _stream(device), storage.data_ptr() - hold.mapping.address
     if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
         return None  # torch has moved the storage meanwhile, into shared memory of its own
     if seconds is None:
-        loan.backend.wait(stream)
-    elif not loan.backend.wait_briefly(seconds, stream):
+        reference.backend.wait(stream)
+    elif not reference.backend.wait_briefly(seconds, stream):
         return None
     entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
     # What keeps the chunk goes with its last user: if this is not the last, there is something left.
     del tensor, storage
     value.clear()
-    pin = loan()
+    pin = reference()
     if pin is None:
-        table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, loan.number),), (entry,))
-        return _encode(table), loan.number, nbytes, hold.mapping.info.device
+        table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, reference.number),), (entry,))
+        return _encode(table), reference.number, nbytes, hold.mapping.info.device
     storage = make_storage(hold.mapping, offset, nbytes, device)
     keep(storage, pin)
     value.append(make_tensor(entry, storage))
@@ -161,10 +163,10 @@ def hand_back(value: list[Any], borrower: Borrower, seconds: float | None = None
 
 
 @without_modes
-def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrower: Borrower) -> torch.Tensor:
+def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
     """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
 
-    :param borrower: to whom the chunk is given back.
+    :param references: to whom the chunk is given back.
     :raises CodecError: if the table says anything else.
     """
     found = read_table(table)
@@ -172,12 +174,12 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrowe
     place = found.storages[0] if fits else None
     end = chunk.offset + chunk.nbytes
     if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
-        borrower.unused((chunk.number,))
+        references.unused((chunk.number,))
         raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
     mapping = chunk.arena.mapping
     device = torch_device(mapping.info.device)
     storage = make_storage(mapping, place.offset, place.nbytes, device)
-    borrower.lend(chunk.number, chunk.nbytes, mapping, (storage,))
+    references.acquire(chunk.number, chunk.nbytes, mapping, (storage,))
     try:
         return make_tensor(found.tensors[0], storage)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
@@ -187,7 +189,7 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, borrowe
 def rebuild_single(
     table: bytes | msgspec.Raw,
     segments: Sequence[Segment],
-    loans: dict[int, Borrower],
+    pooled: dict[int, ChunkReferences],
     arenas: Collection[int],
     owner: str = "",
     *,
@@ -195,21 +197,21 @@ def rebuild_single(
 ) -> torch.Tensor | None:
     """The tensor that a table says lies in a chunk of an arena that is mapped already; None where that is not all there is.
 
-    For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the loan is taken from ``loans`` if there is a tensor.
+    For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is taken if there is a tensor.
 
     :param owner: the id of the server that keeps the arena, if one does.
 
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
-    if len(segments) != 1 or len(loans) != 1 or 0 not in arenas:
+    if len(segments) != 1 or len(pooled) != 1 or 0 not in arenas:
         return None
     found = read_table(table)
     if len(found.storages) != 1 or len(found.tensors) != 1:
         return None
     place, entry = found.storages[0], found.tensors[0]
-    borrower = loans.get(place.chunk)
-    hold = borrower.arena(segments[0].info.id) if borrower is not None else None
-    if borrower is None or hold is None or place.segment != 0 or entry.storage != 0:
+    references = pooled.get(place.chunk)
+    hold = references.arena(segments[0].info.id) if references is not None else None
+    if references is None or hold is None or place.segment != 0 or entry.storage != 0:
         return None
     mapping = hold.mapping
     if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > mapping.info.nbytes:
@@ -217,8 +219,8 @@ def rebuild_single(
     mapping.owner = owner or mapping.owner
     make: Any = make_trusted if trusted else make_tensor
     storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
-    del loans[place.chunk]
-    borrower.lend(place.chunk, place.nbytes, mapping, (storage,))
+    del pooled[place.chunk]
+    references.acquire(place.chunk, place.nbytes, mapping, (storage,))
     try:
         tensor: torch.Tensor = make(entry, storage)
     except (AttributeError, TypeError, RuntimeError) as error:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from shared_rpc.errors import CodecError
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
@@ -87,14 +87,14 @@ def _finished(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(
-    table: TensorTable, mappings: Sequence[Mapping], loans: dict[int, Borrower], *, trusted: bool = False
+    table: TensorTable, mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences], *, trusted: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
     """All tensors and storages of a table, over the segments' mappings.
 
     A mapping, or the chunk of a pool that a storage names, is kept while a storage over it, or any tensor, view or autograd
     graph of that, lives.
 
-    :param loans: the chunks that came with the table, and to whom they are given back, also if this raises.
+    :param pooled: the chunks that came with the table, and to whom they are given back, also if this raises.
     :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
@@ -103,27 +103,27 @@ def tensors_of(
     try:
         storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
         placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
-        MAPPINGS.lend((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in loans)
-        _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in loans], mappings, loans)
+        MAPPINGS.keep_for((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
+        _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
         return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
     except (IndexError, AttributeError, TypeError, RuntimeError) as error:
         raise CodecError(f"the tensor table does not fit its memory: {error}") from error
     finally:
-        for chunk, borrower in loans.items():
-            borrower.unused([chunk])
+        for chunk, references in pooled.items():
+            references.unused([chunk])
 
 
 def _lend_chunks(
-    placed: list[tuple[StorageEntry, torch.UntypedStorage]], mappings: Sequence[Mapping], loans: dict[int, Borrower]
+    placed: list[tuple[StorageEntry, torch.UntypedStorage]], mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences]
 ) -> None:
-    """Those that are lent are not among the loans any more."""
+    """Those that are lent are not among the pooled any more."""
     sharing: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
     for entry, storage in placed:
         sharing[entry.chunk].append(storage)
     for entry, storage in placed:
-        borrower = loans.pop(entry.chunk, None)
-        if borrower is not None:
-            borrower.lend(entry.chunk, storage.nbytes(), mappings[entry.segment], sharing[entry.chunk])
+        references = pooled.pop(entry.chunk, None)
+        if references is not None:
+            references.acquire(entry.chunk, storage.nbytes(), mappings[entry.segment], sharing[entry.chunk])
 
 
 def _storage(

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["REAPER", "Reaper", "weakly"]
+__all__ = ["FINALIZER", "FinalizerThread", "weakly"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
     return call
 
 
-class Reaper:
+class FinalizerThread:
     """A queue of jobs and one daemon thread, started with the first :meth:`start`."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Reaper:
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="shared-rpc-reaper", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name="shared-rpc-finalizer", daemon=True)
                     self._thread.start()
 
     def submit(self, job: Job, after: float = 0.0) -> None:
@@ -91,5 +91,5 @@ class Reaper:
         self.__init__()  # type: ignore[misc]
 
 
-REAPER = Reaper()
-os.register_at_fork(after_in_child=REAPER._after_fork)
+FINALIZER = FinalizerThread()
+os.register_at_fork(after_in_child=FINALIZER._after_fork)

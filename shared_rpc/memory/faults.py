@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
-from shared_rpc.lifecycle import finalizer as reaper
+from shared_rpc.lifecycle import finalizer
 
 __all__ = ["ReadOnlyRange", "forget_read_only", "watch_read_only"]
 
@@ -97,7 +97,7 @@ _FORBIDDEN, _RAISED = 2, -6
 _PATIENCE = 5.0
 _STDERR = 2
 #: A thread of ours that writes to nothing.
-_REAPER = reaper.__file__
+_FINALIZER = finalizer.__file__
 #: Frames of a thread that are told, and places.
 _FRAMES, _PLACES = 64, 8
 _ADVICE = (
@@ -204,7 +204,7 @@ def _where() -> Iterator[str]:
         return
     yield "    a thread without Python; the others are in\n"
     for ident, other in sys._current_frames().items():
-        if ident != threading.get_ident() and other.f_code.co_filename != _REAPER:
+        if ident != threading.get_ident() and other.f_code.co_filename != _FINALIZER:
             yield f"    thread {ident:#x}\n"
             yield from _lines(other)
 

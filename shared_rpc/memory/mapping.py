@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.errors.interrupts import is_of_handler
-from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import ReadOnlyRange, forget_read_only, watch_read_only
 from shared_rpc.memory.segments import Backend, Segment
@@ -45,7 +45,7 @@ class Mapping:
     """
 
     __slots__ = (
-        *("address", "backend", "descriptor", "fresh", "gone", "hidden", "info", "labels", "loans"),
+        *("address", "backend", "descriptor", "fresh", "gone", "hidden", "info", "labels", "uses"),
         *("number", "owner", "pins", "pooled", "publishes", "sealed"),
     )
 
@@ -63,7 +63,7 @@ class Mapping:
         self.fresh = False
         self.sealed = info.access != "read_write"
         self.pins = 0
-        self.loans: set[_Loan] = set()
+        self.uses: set[_Use] = set()
         self.labels: list[str] = []
 
     def label(self, text: str) -> None:
@@ -87,8 +87,8 @@ class Mapping:
 
     @property
     def users(self) -> int:
-        """Blocks that use the mapping now, and loans of it that have not ended."""
-        return self.pins + len(self.loans)
+        """Blocks that use the mapping now, and uses of it that have not ended."""
+        return self.pins + len(self.uses)
 
     def seal(self) -> None:
         """Refuse later writable mappings of a segment that this process made; its own stays writable."""
@@ -102,19 +102,19 @@ class Mapping:
 
 
 class _Pin:
-    """What the objects over a mapping hold, those of one loan together: it goes with the last of them."""
+    """What the objects over a mapping hold, those of one use together: it goes with the last of them."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Loan(weakref.ref[_Pin]):
+class _Use(weakref.ref[_Pin]):
     """A pin's end, and the mapping it is about."""
 
     __slots__ = ("mapping",)
 
     mapping: Mapping
 
-    # A weak reference takes its attributes after it is made; see MappingTable.lend().
+    # A weak reference takes its attributes after it is made; see MappingTable.keep_for().
 
 
 #: One in so many of the descriptors that the process may have open is for mappings that can do without: a model has one segment
@@ -145,7 +145,7 @@ class MappingTable:
         self._mappings: dict[tuple[str, Access, int], Mapping] = {}
         self._copies = itertools.count(1)
         self._by_address: list[tuple[int, Mapping]] = []
-        self._gone: deque[_Loan] = deque()
+        self._gone: deque[_Use] = deque()
         self._draining = threading.Lock()
         #: Those that a block has let go of, and that may have no other user.
         self._unpinned: list[Mapping] = []
@@ -295,21 +295,21 @@ class MappingTable:
         if _tells_of_faults(info):
             watch_read_only(ReadOnlyRange(address, info.nbytes, mapping.__str__))
 
-    def lend(self, loans: Iterable[tuple[Mapping, object]]) -> None:
+    def keep_for(self, users: Iterable[tuple[Mapping, object]]) -> None:
         """Keep each mapping while the object beside it lives. To be called while it is created or attached.
 
         The objects take an attribute: that costs a tenth of a weak reference to each.
         """
-        REAPER.start()
+        FINALIZER.start()
         pins: dict[Mapping, _Pin] = {}
-        for mapping, user in loans:
+        for mapping, user in users:
             pin = pins.get(mapping)
             if pin is None:
                 pin = pins[mapping] = _Pin()
-                loan = _Loan(pin, self._pin_gone)
-                loan.mapping = mapping
+                use = _Use(pin, self._pin_gone)
+                use.mapping = mapping
                 with self._lock:
-                    mapping.loans.add(loan)
+                    mapping.uses.add(use)
             attributes = user.__dict__
             held = attributes.setdefault(_HELD, pin)
             if held is not pin:
@@ -318,14 +318,14 @@ class MappingTable:
     def hold(self, mapping: Mapping) -> MappingHold:
         """An object that keeps the mapping. To be called while it is created or attached."""
         hold = MappingHold(mapping)
-        self.lend([(mapping, hold)])
+        self.keep_for([(mapping, hold)])
         return hold
 
-    def _pin_gone(self, loan: _Loan) -> None:
+    def _pin_gone(self, use: _Use) -> None:
         # Runs in a finaliser: enqueue, nothing else.
-        self._gone.append(loan)
-        if loan.mapping.backend.unmaps_in_background:
-            REAPER.submit(self._drain_in_background)
+        self._gone.append(use)
+        if use.mapping.backend.unmaps_in_background:
+            FINALIZER.submit(self._drain_in_background)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """The mapping that holds ``address`` and the offset in it, in bytes."""
@@ -359,12 +359,12 @@ class MappingTable:
             self._unmap(may_unmap)
 
     def _settle(self) -> None:
-        """End the loans of the objects that are gone. One stays in the queue until that is done, and may be ended twice."""
+        """End the uses of the objects that are gone. One stays in the queue until that is done, and may be ended twice."""
         with self._lock:
             while self._gone:
-                loan = self._gone[0]
-                loan.mapping.loans.discard(loan)  # that of a lender who was interrupted is not among them
-                self._forget_unused(loan.mapping)
+                use = self._gone[0]
+                use.mapping.uses.discard(use)  # that of a caller who was interrupted is not among them
+                self._forget_unused(use.mapping)
                 del self._gone[0]
             self._look()
 
@@ -446,9 +446,9 @@ class MappingTable:
         for mapping in self._mappings.values():
             if mapping.info.device != "cpu":
                 mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
-            for loan in mapping.loans:
-                if loan() is None:  # the parent's reaper was about to end it
-                    self._gone.append(loan)
+            for use in mapping.uses:
+                if use() is None:  # the parent's finaliser thread was about to end it
+                    self._gone.append(use)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
 
 

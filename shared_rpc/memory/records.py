@@ -11,10 +11,10 @@ import msgspec
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
 
-__all__ = ["Arguments", "Lender", "Record"]
+__all__ = ["Arguments", "ChunkSink", "Record"]
 
 
-class Lender(Protocol):
+class ChunkSink(Protocol):
     """To whom chunks are given back."""
 
     def unused(self, numbers: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class Arguments:
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
-    are read, ``loans`` tells to whom each chunk is to be given back: a :class:`Borrower` in the process that maps them.
+    are read, ``pooled`` tells to whom each chunk is to be given back: a :class:`ChunkReferences` in the process that maps them.
 
     ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
     where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.
@@ -90,18 +90,18 @@ class Arguments:
     held: Sequence[int] = ()
     returnable: bool = False
     session: str = ""
-    loans: dict[int, Lender] = field(default_factory=dict)
+    pooled: dict[int, ChunkSink] = field(default_factory=dict)
     nbytes: int = 0
 
-    def take_loans(self) -> dict[int, Lender]:
-        """The loans, which the caller sees to from here on."""
-        loans, self.loans = self.loans, {}
-        return loans
+    def take_pooled(self) -> dict[int, ChunkSink]:
+        """The pooled, which the caller sees to from here on."""
+        pooled, self.pooled = self.pooled, {}
+        return pooled
 
     def close(self) -> None:
         """Close the descriptors, and give back the chunks that nothing has used."""
         for segment in self.segments:
             segment.close()
-        if self.loans:
-            for chunk, borrower in self.take_loans().items():
-                borrower.unused([chunk])
+        if self.pooled:
+            for chunk, references in self.take_pooled().items():
+                references.unused([chunk])

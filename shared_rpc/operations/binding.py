@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of, valued
-from shared_rpc.client.steps import Blocking, Coroutines, Driver, Known, Lend, Operation, Reach, Reply, Tell
+from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Driver, Known, Lend, Operation, Reach, Reply, Tell
 from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.protocol import messages as m
 
@@ -49,7 +49,7 @@ class Context(ABC):
     @abstractmethod
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, Lane | None, Sequence[int]]]:
+    ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
         """Send a call of a kind: what :func:`taken` needs.
 
         :param pooled: whether its arguments and result may lie in pools.
@@ -73,9 +73,9 @@ class operation(_Unbound[P, R]):
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...
     @overload
-    def __get__(self, owner: Blocking, kind: type) -> Callable[P, R]: ...
+    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, R]: ...
     @overload
-    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
         """Return the operation itself: a class that was bound has a method in its place."""
         return self
@@ -87,9 +87,9 @@ class lending(_Unbound[P, Leased[T]], Generic[P, T]):
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...
     @overload
-    def __get__(self, owner: Blocking, kind: type) -> Callable[P, Handle[T]]: ...
+    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, Handle[T]]: ...
     @overload
-    def __get__(self, owner: Coroutines, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
+    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
         """See :class:`operation`."""
         return self
@@ -135,13 +135,15 @@ def reached(ctx: Context) -> Operation[Known]:
     return ctx._known() or cast(Known, (yield Reach()))
 
 
-def taken(ctx: Context, what: str, reply: Reply, lane: Lane | None = None, held: Sequence[int] = ()) -> Operation[Any]:
+def taken(
+    ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()
+) -> Operation[Any]:
     """Take the result out of a reply: a handle, where a lease came with the value.
 
-    :param lane: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
+    :param transfer: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
     """
     if not reply.live:
-        message, value = yield from valued(result_of(what, reply, lane, held), ctx._values)
+        message, value = yield from valued(result_of(what, reply, transfer, held), ctx._values)
         return (yield Lend(message, value)) if message.managed else value
     assert isinstance(reply.message, m.Result), "a value comes with a result"
     if not reply.message.managed:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared_rpc.client.results import Result, result_of
-from shared_rpc.client.sending import Lanes, lower, no_lane, send
+from shared_rpc.client.results import ReceivedResult, result_of
+from shared_rpc.client.sending import Transfers, lower, no_transfer, send
 from shared_rpc.client.steps import Operation, Request, ask
 from shared_rpc.operations.binding import Context, Steps, operation, reached, taken
 from shared_rpc.protocol import messages as m
@@ -16,17 +16,22 @@ __all__ = ["CallOperations", "fetch"]
 
 
 def fetch(
-    endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str = "", lanes: Lanes = no_lane
-) -> Operation[Result]:
+    endpoint: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    server: str = "",
+    transfers: Transfers = no_transfer,
+) -> Operation[ReceivedResult]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
 
     :param device: the id of the server's device.
     :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
-    :param lanes: the pools of the current session, None to do without.
+    :param transfers: the pools of the current session, None to do without.
     """
     what = f"{endpoint}()"
-    reply, lane, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, lanes)
-    return result_of(what, reply, lane, held)
+    reply, transfer, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, transfers)
+    return result_of(what, reply, transfer, held)
 
 
 class CallOperations:
@@ -49,8 +54,8 @@ class CallOperations:
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
         what = f"{endpoint}()"
-        reply, lane, held = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
-        return (yield from taken(ctx, what, reply, lane, held))
+        reply, transfer, held = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
+        return (yield from taken(ctx, what, reply, transfer, held))
 
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:

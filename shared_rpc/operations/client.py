@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
-from shared_rpc.client.steps import Blocking, Operation
+from shared_rpc.client.steps import BlockingMethods, Operation
 from shared_rpc.handle import Handle, updating
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
@@ -18,7 +18,7 @@ __all__ = ["BlockingOperations", "Client"]
 T = TypeVar("T")
 
 
-class BlockingOperations(Operations, Blocking):
+class BlockingOperations(Operations, BlockingMethods):
     """All operations, and what is iterated over or entered, as blocking classes have it."""
 
     @abstractmethod

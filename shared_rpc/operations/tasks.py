@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from shared_rpc.client.results import Result, result_of
+from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask
 from shared_rpc.errors import ProtocolError
 from shared_rpc.operations.binding import Context, Steps, operation, taken
@@ -18,7 +18,7 @@ __all__ = ["TaskOperations", "fetch_task", "watched"]
 Callback = Callable[[TaskInfo], object]
 
 
-def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[Result]:
+def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[ReceivedResult]:
     """Wait for a task and take its record, without rebuilding the value.
 
     :param callback: is told of every change. If it raises, the result was not taken.

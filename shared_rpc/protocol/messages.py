@@ -191,8 +191,8 @@ class TaskIs(Message):
     info: TaskInfo
 
 
-class TaskChanged(Message):
-    """A task that is waited for has changed. As :class:`Starved`, it is not the last answer to its request."""
+class TaskUpdate(Message):
+    """A task that is waited for has changed. As :class:`OutOfPoolMemory`, it is not the last answer to its request."""
 
     info: TaskInfo
 
@@ -253,7 +253,7 @@ class AwaitFree(Message):
     """Ask for :class:`Free`, when the server has chunks of the client's pool to give back."""
 
 
-class Starved(Message):
+class OutOfPoolMemory(Message):
     """A call's result waits for room in the server's pool: the client may give chunks back. Its answer is still to come."""
 
     text: str

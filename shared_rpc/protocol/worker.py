@@ -18,31 +18,31 @@ __all__ = [
     "Allocate",
     "Allocated",
     "AwaitChunks",
-    "Begun",
-    "Device",
+    "AwaitingMemory",
+    "ChunksReturned",
+    "DeviceMechanism",
     "Drop",
-    "EndSession",
-    "Failed",
     "FreeBytes",
-    "Give",
-    "Hungry",
     "Imports",
     "Loaded",
-    "Ran",
     "Reclaim",
     "Refused",
-    "Returned",
-    "Run",
-    "Said",
+    "ReleaseChunks",
+    "RunFailed",
+    "RunFinished",
+    "RunProgress",
+    "RunStarted",
+    "RunWithdrawn",
     "Serve",
+    "SessionEnded",
     "Shared",
+    "StartRun",
     "Stop",
     "Withdraw",
-    "Withdrawn",
 ]
 
 
-class Device(msgspec.Struct, frozen=True, array_like=True):
+class DeviceMechanism(msgspec.Struct, frozen=True, array_like=True):
     """A device that the worker makes memory on; see :class:`shared_rpc.memory.inventory.DeviceFacts`."""
 
     id: str
@@ -63,7 +63,7 @@ class Serve(Message):
     device: str
     endpoints: list[EndpointSpec]
     mechanism: dict[str, Any]
-    devices: list[Device]
+    devices: list[DeviceMechanism]
     quotas: dict[str, int]
 
 
@@ -108,23 +108,23 @@ class Refused(Message):
     detail: dict[str, str]
 
 
-class Begun(Message):
+class RunStarted(Message):
     """A run has a thread."""
 
 
-class Said(Message):
+class RunProgress(Message):
     """What the endpoint says of itself."""
 
     progress: Progress
 
 
-class Hungry(Message):
+class AwaitingMemory(Message):
     """The endpoint has ended, and its result waits for room in the session's pool."""
 
     why: str
 
 
-class Ran(Message):
+class RunFinished(Message):
     """A run that went well: its record, with the skeleton as payload and the descriptors with the frame.
 
     ``arenas``, ``chunks``, ``own`` and ``returned`` are what ``arenas``, ``chunks``, ``own`` and ``freed`` are in a result for
@@ -142,7 +142,7 @@ class Ran(Message):
     private_nbytes: int
 
 
-class Failed(Message):
+class RunFailed(Message):
     """A run that did not. The payload is the endpoint's own exception, pickled, where it has one."""
 
     code: str
@@ -151,13 +151,13 @@ class Failed(Message):
     returned: list[int]
 
 
-class Withdrawn(Message):
+class RunWithdrawn(Message):
     """A run that was withdrawn, or its result dropped, is done with."""
 
     returned: list[int]
 
 
-class Returned(Message):
+class ChunksReturned(Message):
     """Chunks of a client's pool that the worker has done with."""
 
     key: str
@@ -176,7 +176,7 @@ class Allocated(Message):
 # From the broker.
 
 
-class Run(Call):
+class StartRun(Call):
     """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
     descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.server.state.runs.Run`.
     """
@@ -200,7 +200,7 @@ class Drop(Message):
     """Drop a result that waits for memory."""
 
 
-class Give(Message):
+class ReleaseChunks(Message):
     """A client has done with chunks of its pool of results."""
 
     key: str
@@ -209,13 +209,13 @@ class Give(Message):
 
 
 class AwaitChunks(Message):
-    """Say :class:`Returned` when there are chunks of the session's to give back, waiting for the GPU if need be."""
+    """Say :class:`ChunksReturned` when there are chunks of the session's to give back, waiting for the GPU if need be."""
 
     key: str
     session: str
 
 
-class EndSession(Message):
+class SessionEnded(Message):
     """A session ended: all that it had in the worker goes."""
 
     key: str

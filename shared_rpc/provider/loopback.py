@@ -25,7 +25,7 @@ import msgspec
 
 from shared_rpc.client.exchange import giving_back
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.steps import Blocking, Lend, Notify, Operation, Reply, Request, Tell, Within, Work
+from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Tell, Within, Work
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
@@ -150,11 +150,11 @@ class LocalCaller:
 
     def notify(self, message: m.Message) -> None:
         """See :class:`Caller`."""
-        assert isinstance(message, m.TaskChanged), "nothing else is told"
+        assert isinstance(message, m.TaskUpdate), "nothing else is told"
         if self.events is not None:
             self.events.put(message.info)
 
-    def starved(self, why: str) -> None:
+    def out_of_memory(self, why: str) -> None:
         """See :class:`Caller`. What a caller in this process gets is in no pool."""
 
     def cancel(self) -> None:
@@ -169,7 +169,7 @@ class LocalCaller:
         return True
 
 
-class LoopbackDriver(Blocking):
+class LoopbackDriver(BlockingMethods):
     """Drives operations by handing what they ask to the engine of this process, and blocking until it is answered.
 
     There is no timeout but that of an operation itself.

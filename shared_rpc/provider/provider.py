@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, ov
 import msgspec
 
 from shared_rpc.client.preload import preload_codec
-from shared_rpc.client.steps import Blocking, Operation
+from shared_rpc.client.steps import BlockingMethods, Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
@@ -95,7 +95,7 @@ class ManagedDecorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...
 
 
-class RoleDriver(Blocking, ABC):
+class RoleDriver(BlockingMethods, ABC):
     """Has operations driven by the role that this process plays."""
 
     @abstractmethod

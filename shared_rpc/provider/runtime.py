@@ -20,8 +20,8 @@ from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.lanes import lanes_of
 from shared_rpc.server.server import App, Server
+from shared_rpc.server.transfer import transfers_of
 from shared_rpc.settings import Role
 
 __all__ = ["ClientRuntime", "ClientSettings", "LocalRuntime", "Runtime", "ServerRuntime"]
@@ -99,9 +99,9 @@ class LocalRuntime(LoopbackRuntime):
     role: Role = "local"
 
     def __init__(self, app: App, inherited: Runtime | None = None) -> None:
-        lanes = lanes_of()
-        executor = InProcessExecutor(app.endpoints, app.device_id, lanes, shares=False)
-        core = Core(app.registry, executor, app.device_id, lanes)
+        transfers = transfers_of()
+        executor = InProcessExecutor(app.endpoints, app.device_id, transfers, shares=False)
+        core = Core(app.registry, executor, app.device_id, transfers)
         if isinstance(inherited, LocalRuntime):
             core.objects.adopt(inherited._engine.core.objects)
         engine = Engine(core, executor, "this provider")

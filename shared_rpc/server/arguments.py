@@ -15,14 +15,14 @@ from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.state.objects import ObjectStore
 
 __all__ = ["read_arguments"]
 
 
 def read_arguments(
-    frame: Frame, message: m.Call, session: str, lanes: Lanes[SessionLane], objects: ObjectStore | None
+    frame: Frame, message: m.Call, session: str, transfers: Transfers[SessionTransfer], objects: ObjectStore | None
 ) -> Arguments:
     """Return the arguments of a call. They own the frame's descriptors from here on.
 
@@ -30,7 +30,7 @@ def read_arguments(
         every segment that is no arena, and whose ids are good.
     """
     if message.freed:
-        lanes.of(session).give(message.freed)
+        transfers.of(session).give(message.freed)
     memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
@@ -42,21 +42,21 @@ def read_arguments(
     arguments.returnable = message.returnable and message.pooled
     #: Those that are known by their ids have to be looked for.
     segments: list[Segment | None] = [None] * len(message.segments)
-    lane = lanes.of(session) if message.arenas or message.chunks or message.held else None
+    transfer = transfers.of(session) if message.arenas or message.chunks or message.held else None
     try:
-        if lane is not None and message.chunks:
-            arguments.loans = lane.lent(message.chunks)
+        if transfer is not None and message.chunks:
+            arguments.pooled = transfer.lent(message.chunks)
         if frame.fds:
             # First what came: the client will not send an arena again, whatever becomes of this call.
-            _take_sent(segments, frame, message, lane, trusted=objects is None)
-        if lane is not None and message.held:
+            _take_sent(segments, frame, message, transfer, trusted=objects is None)
+        if transfer is not None and message.held:
             # Chunks of its results that the session names: they stay as long as the endpoint has them.
-            held = lane.hold(message.held)
+            held = transfer.hold(message.held)
             if held is None:
                 raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
-            arguments.loans.update(held)
+            arguments.pooled.update(held)
         if message.kept:
-            _find_kept(segments, message, lane or lanes.find(session), objects)
+            _find_kept(segments, message, transfer or transfers.find(session), objects)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])
@@ -82,7 +82,7 @@ def _check(frame: Frame, message: m.Call) -> None:
 
 
 def _take_sent(
-    segments: list[Segment | None], frame: Frame, message: m.Call, lane: SessionLane | None, *, trusted: bool
+    segments: list[Segment | None], frame: Frame, message: m.Call, transfer: SessionTransfer | None, *, trusted: bool
 ) -> None:
     """Own the segments whose descriptors came."""
     kept, arenas = frozenset(message.kept), frozenset(message.arenas)
@@ -91,8 +91,8 @@ def _take_sent(
         for number, info in enumerate(message.segments):
             if number in kept:
                 continue
-            if number in arenas and lane is not None:
-                segments[number] = lane.take_arena(info, sent.popleft())
+            if number in arenas and transfer is not None:
+                segments[number] = transfer.take_arena(info, sent.popleft())
             else:
                 segments[number] = Segment(info if trusted else _renamed(info), sent.popleft())
     finally:
@@ -105,14 +105,16 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
     return msgspec.structs.replace(info, id=new_segment_id())
 
 
-def _find_kept(segments: list[Segment | None], message: m.Call, lane: SessionLane | None, objects: ObjectStore | None) -> None:
+def _find_kept(
+    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, objects: ObjectStore | None
+) -> None:
     """Duplicate the segments that are known by their ids: arenas of the session's, and what the server keeps."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
         # Of an object, or of the session's results; it stays theirs.
         found = objects.segment(segment_id) if objects is not None else None
-        found = found or (lane.result_segment(segment_id) if lane is not None else None)
+        found = found or (transfer.result_segment(segment_id) if transfer is not None else None)
         if found is None:
             unknown.append(segment_id[:100])
         elif segments[number] is None:
@@ -121,5 +123,5 @@ def _find_kept(segments: list[Segment | None], message: m.Call, lane: SessionLan
     if unknown:
         raise SegmentNotFound(f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown)
     for number in message.kept:
-        if segments[number] is None and lane is not None:
-            segments[number] = lane.arena(message.segments[number].id)
+        if segments[number] is None and transfer is not None:
+            segments[number] = transfer.arena(message.segments[number].id)

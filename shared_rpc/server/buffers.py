@@ -16,7 +16,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server.device_memory import DeviceMemory
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.runs import Delivery, Waiter, tell
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.quotas import Quotas
@@ -62,7 +62,7 @@ class Buffers:
         device = message.device or self._device
         self._work(
             waiter,
-            lambda: Produced(None, self._facts(device)),
+            lambda: Completed(None, self._facts(device)),
             lambda found: self._allocate(waiter, message, extent, found.live),
         )
 
@@ -76,14 +76,14 @@ class Buffers:
             self._coming -= 1
             self._quotas.redeem(facts.id, size)
 
-        def keep(made: Produced) -> None:
+        def keep(made: Completed) -> None:
             assert made.record is not None, "a buffer has a record"
             stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses, keep=message.keep)
             if message.ttl is not None:
                 self._look_within(message.ttl)
             tell(waiter, Delivery(stored.record, None, stored, True))
 
-        self._work(waiter, lambda: Produced(self._new_record(extent, facts.id), None), keep, ended)
+        self._work(waiter, lambda: Completed(self._new_record(extent, facts.id), None), keep, ended)
 
     def get(self, waiter: Waiter, object_id: str) -> None:
         """Hand a buffer out, at once.
@@ -96,12 +96,12 @@ class Buffers:
     def list_devices(self, waiter: Waiter, answer: Callable[[list[dict[str, Any]]], object]) -> None:
         """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
 
-        def look() -> Produced:
-            return Produced(
+        def look() -> Completed:
+            return Completed(
                 None, [(self._memory.facts(device), self._memory.free(device)) for device in self._memory.devices()]
             )
 
-        def show(found: Produced) -> None:
+        def show(found: Completed) -> None:
             answer([self._shown(facts, free) for facts, free in found.live])
 
         self._work(waiter, look, show)
@@ -148,8 +148,8 @@ class Buffers:
     def _work(
         self,
         waiter: Waiter,
-        work: Callable[[], Produced],
-        then: Callable[[Produced], None],
+        work: Callable[[], Completed],
+        then: Callable[[Completed], None],
         ended: Callable[[], None] | None = None,
     ) -> None:
         """Do ``work`` in the thread, and ``then`` on the loop; ``ended`` before that, whatever has become of it.
@@ -161,7 +161,7 @@ class Buffers:
             return
         self._waiting.add(waiter)
 
-        def attempt() -> Produced | Failure:
+        def attempt() -> Completed | Failure:
             if waiter not in self._waiting:
                 return _gone()
             try:
@@ -171,11 +171,11 @@ class Buffers:
             except Exception as error:  # out of descriptors, or a driver that fails
                 return Failure.of(CapabilityError(f"the server cannot do that: {type(error).__name__}: {error}"))
 
-        def done(outcome: Produced | Failure) -> None:
+        def done(outcome: Completed | Failure) -> None:
             if ended is not None:
                 ended()
             if waiter not in self._waiting:
-                if isinstance(outcome, Produced) and outcome.record is not None:
+                if isinstance(outcome, Completed) and outcome.record is not None:
                     outcome.record.close()
                 return
             self._waiting.discard(waiter)

@@ -34,7 +34,7 @@ from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.revisions import page_of
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
-from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.clock import Clock
@@ -59,7 +59,7 @@ class Core:
 
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
-    :param lanes: the pools of sessions, which end with these.
+    :param transfers: the pools of sessions, which end with these.
     :param max_bytes: see :class:`ObjectStore`.
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
@@ -76,7 +76,7 @@ class Core:
         registry: Registry,
         executor: Executor,
         device: str,
-        lanes: Lanes[SessionLane],
+        transfers: Transfers[SessionTransfer],
         *,
         max_bytes: int | None = None,
         max_tasks: int = 1000,
@@ -92,7 +92,7 @@ class Core:
         self.device = device
         self.mechanism = mechanism
         self.registry = registry
-        self.lanes = lanes
+        self.transfers = transfers
         self._told = Listeners(self.server_id)
         self._clock = clock = clock or BootClock()
         self._sweeper = Sweeper(clock)
@@ -144,7 +144,7 @@ class Core:
         self.buffers.stop()
         self.generations.stop(Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")))
         self.objects.clear()
-        self.lanes.close()
+        self.transfers.close()
 
     def close(self) -> None:
         """The loop has ended."""
@@ -258,7 +258,7 @@ class Core:
 
         :param clean: False for one that ends without having said so.
         """
-        self.lanes.end(session)
+        self.transfers.end(session)
         with self._told.reclaiming("" if clean else session):
             ended = self.leases.end_session(session)
         self._settle(*ended)
@@ -385,7 +385,7 @@ class Core:
             "nbytes": self.objects.nbytes,
             "descriptors": self.objects.descriptors.facts(),
             "leases": len(self.leases),
-            "pools": self.lanes.facts(),
+            "pools": self.transfers.facts(),
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
             **self.runs.statistics.totals(),

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.tasks import Progress
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
 
 __all__ = ["Executor", "Owner"]
@@ -22,10 +22,10 @@ class Owner(Protocol):
     def progressed(self, run: Run[Any], progress: Progress) -> None:
         """The endpoint said something."""
 
-    def starved(self, run: Run[Any], why: str) -> None:
+    def out_of_memory(self, run: Run[Any], why: str) -> None:
         """The endpoint has ended, and its result waits until its reader gives memory back."""
 
-    def ended(self, run: Run[Any], outcome: Produced | Failure) -> None:
+    def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
         """The run ended; nothing is raised that the endpoint raised."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
-from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments, Record
@@ -19,13 +19,13 @@ from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.endpoints import Endpoint
 from shared_rpc.server.executor import Owner
 from shared_rpc.server.forks import end_if_forked
-from shared_rpc.server.lanes import Lane
-from shared_rpc.server.outcomes import Failure, Produced, Starving
+from shared_rpc.server.outcomes import AwaitingRoom, Completed, Failure
 from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.server.reporter import Reporter
-from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.session_transfer import Transfers
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.server.transfer import ServerTransfer
 
 __all__ = ["InProcessExecutor"]
 
@@ -40,7 +40,7 @@ class InProcessExecutor:
     :param endpoints: by name.
     :param device: the id of the device results must be on.
     :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
-    :param lanes: the pools of sessions.
+    :param transfers: the pools of sessions.
     :param shares: whether results are moved into shared memory; False where nobody but this process asks for them.
     """
 
@@ -48,14 +48,14 @@ class InProcessExecutor:
         self,
         endpoints: dict[str, Endpoint],
         device: str,
-        lanes: Lanes[Lane],
+        transfers: Transfers[ServerTransfer],
         max_workers: int | None = None,
         *,
         shares: bool = True,
     ) -> None:
         self._endpoints = endpoints
-        self._lanes = lanes
-        self._publisher = Publisher(device, lanes, shares=shares)
+        self._transfers = transfers
+        self._publisher = Publisher(device, transfers, shares=shares)
         self._device = device
         self._kind = device_kind(device)
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
@@ -90,8 +90,8 @@ class InProcessExecutor:
 
     def reclaim(self) -> None:
         """See :class:`Executor`."""
-        REAPER.start()
-        REAPER.submit(MAPPINGS.drain)
+        FINALIZER.start()
+        FINALIZER.submit(MAPPINGS.drain)
 
     def facts(self) -> dict[str, Any]:
         """See :class:`Executor`."""
@@ -117,10 +117,10 @@ class InProcessExecutor:
             run.running = True
             owner.began(run)
 
-        def ended(outcome: Produced | Failure) -> None:
+        def ended(outcome: Completed | Failure) -> None:
             run.place = None
             reporter.close()
-            if isinstance(outcome, Starving):
+            if isinstance(outcome, AwaitingRoom):
                 self._park(endpoint, run, owner, outcome, ended)
             else:
                 owner.ended(run, outcome)
@@ -130,7 +130,7 @@ class InProcessExecutor:
             job = self._job(run, lambda: self._call(endpoint, run, context), ended, begun)
         elif not run.background and loads_soon(run):
             begun()
-            loaded = guarded(lambda: Produced(None, load(run)))
+            loaded = guarded(lambda: Completed(None, load(run)))
             if isinstance(loaded, Failure):
                 asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
             else:
@@ -139,7 +139,7 @@ class InProcessExecutor:
         else:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
-                lambda: guarded(lambda: Produced(None, load(run))),
+                lambda: guarded(lambda: Completed(None, load(run))),
                 begun,
                 lambda loaded: self._await(endpoint, run, context, loaded, ended),
             )
@@ -168,8 +168,8 @@ class InProcessExecutor:
         endpoint: Endpoint,
         run: Run[Any],
         context: RunContext,
-        loaded: Produced | Failure,
-        ended: Callable[[Produced | Failure], None],
+        loaded: Completed | Failure,
+        ended: Callable[[Completed | Failure], None],
     ) -> None:
         """Run an ``async def`` endpoint with the arguments that were loaded."""
         if isinstance(loaded, Failure):
@@ -199,20 +199,20 @@ class InProcessExecutor:
         endpoint: Endpoint,
         run: Run[Any],
         value: list[Any],
-        ended: Callable[[Produced | Failure], None],
+        ended: Callable[[Completed | Failure], None],
     ) -> None:
         """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
         outcome = self._publisher.publish_soon(endpoint, run, value)
-        if isinstance(outcome, (Produced, Failure)):
+        if isinstance(outcome, (Completed, Failure)):
             value.clear()
             let_go(run, outcome)
             ended(outcome)
             self._settle(run)
             return
 
-        def publish() -> Produced:
+        def publish() -> Completed:
             if outcome is not None:
-                return Produced(outcome.wait(), None)
+                return Completed(outcome.wait(), None)
             return self._publisher.publish(endpoint, run, value)
 
         threads = self._background if run.background else self._threads
@@ -220,46 +220,46 @@ class InProcessExecutor:
 
     def abandon(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        lane = self._lanes.find(run.session)
-        return lane is not None and lane.unpark(run)
+        transfer = self._transfers.find(run.session)
+        return transfer is not None and transfer.unpark(run)
 
     def take_back(self, run: Run[Any], record: Record) -> None:
         """See :class:`Executor`."""
-        lane = self._lanes.find(run.session)
-        if lane is not None:
-            lane.give(record.chunks)
+        transfer = self._transfers.find(run.session)
+        if transfer is not None:
+            transfer.give(record.chunks)
 
     def _park(
         self,
         endpoint: Endpoint,
         run: Run[Any],
         owner: Owner,
-        starving: Starving,
-        ended: Callable[[Produced | Failure], None],
+        awaiting: AwaitingRoom,
+        ended: Callable[[Completed | Failure], None],
     ) -> None:
         """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
 
-        def publish() -> Produced:
-            return self._publisher.publish(endpoint, run, [starving.live])
+        def publish() -> Completed:
+            return self._publisher.publish(endpoint, run, [awaiting.live])
 
         job = self._job(run, publish, ended)
-        lane = self._lanes.find(run.session)
-        if lane is None:
+        transfer = self._transfers.find(run.session)
+        if transfer is None:
             ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
             return
-        lane.park(run, lambda: self._threads.start(job), starving.frees)
-        owner.starved(run, starving.why)
+        transfer.park(run, lambda: self._threads.start(job), awaiting.frees)
+        owner.out_of_memory(run, awaiting.why)
 
     def _job(
         self,
         run: Run[Any],
-        work: Callable[[], Produced],
-        ended: Callable[[Produced | Failure], None],
+        work: Callable[[], Completed],
+        ended: Callable[[Completed | Failure], None],
         begun: Callable[[], None] = _nothing,
     ) -> Job:
         """What is done in a thread of a run that ends with it."""
 
-        def settled() -> Produced | Failure:
+        def settled() -> Completed | Failure:
             # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
             outcome = [guarded(work)]
             let_go(run, outcome[0])
@@ -269,11 +269,11 @@ class InProcessExecutor:
 
     def _settle(self, run: Run[Any]) -> None:
         """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
-        lane = self._lanes.find(run.session)
-        if lane is not None:
-            lane.settle()
+        transfer = self._transfers.find(run.session)
+        if transfer is not None:
+            transfer.poll()
 
-    def _call(self, endpoint: Endpoint, run: Run[Any], context: RunContext) -> Produced:
+    def _call(self, endpoint: Endpoint, run: Run[Any], context: RunContext) -> Completed:
         args, kwargs = load(run)
         token = CURRENT_RUN.set(context)
         pid = os.getpid()

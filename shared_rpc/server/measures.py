@@ -32,7 +32,7 @@ def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
                 found[name][endpoint,] += getattr(counts, attribute)
         for run in core.runs.calls:
             found["builds_running" if run.running else "builds_queued"][run.spec.name,] += 1
-        buffers, pools = len(core.buffers.table), core.lanes.facts()
+        buffers, pools = len(core.buffers.table), core.transfers.facts()
         found["objects"]["result",] += len(core.objects) - buffers
         found["objects"]["buffer",] += buffers
         found["object_bytes"][core.device,] += 0

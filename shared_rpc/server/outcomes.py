@@ -11,14 +11,14 @@ from typing import Any
 from shared_rpc.errors import RemoteError, class_of, text_of, to_wire
 from shared_rpc.memory.records import Record
 
-__all__ = ["Failure", "Produced", "Starving"]
+__all__ = ["AwaitingRoom", "Completed", "Failure"]
 
 #: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
 
 
 @dataclass(slots=True)
-class Produced:
+class Completed:
     """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
 
     record: Record | None
@@ -26,7 +26,7 @@ class Produced:
 
 
 @dataclass(slots=True)
-class Starving(Produced):
+class AwaitingRoom(Completed):
     """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what.
 
     ``frees`` is how many chunks had become free when it was tried.

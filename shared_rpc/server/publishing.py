@@ -13,10 +13,10 @@ from shared_rpc.memory.pool import PoolFull
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.endpoints import Endpoint
-from shared_rpc.server.lanes import Lane
-from shared_rpc.server.outcomes import Failure, Produced, Starving
-from shared_rpc.server.session_lanes import Lanes
+from shared_rpc.server.outcomes import AwaitingRoom, Completed, Failure
+from shared_rpc.server.session_transfer import Transfers
 from shared_rpc.server.state.runs import Run
+from shared_rpc.server.transfer import ServerTransfer
 
 if TYPE_CHECKING:
     from shared_rpc.codec import Soon
@@ -36,43 +36,43 @@ class Publisher:
     :param shares: whether results are moved into shared memory.
     """
 
-    def __init__(self, device: str, lanes: Lanes[Lane], *, shares: bool) -> None:
+    def __init__(self, device: str, transfers: Transfers[ServerTransfer], *, shares: bool) -> None:
         self._device = device
         self._kind = device_kind(device)
-        self._lanes = lanes
+        self._transfers = transfers
         self._shares = shares
 
-    def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Produced:
+    def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Completed:
         """The outcome of a run, in one of its threads.
 
         :param only: the value, which nobody else in the library has.
         """
         from shared_rpc.codec import check_result, publish, publish_back
 
-        lane = self._lanes.find(run.session) if run.pooled else None
-        if lane is not None and self._shares and returnable(run):
-            record = publish_back(only, lane.borrower)
+        transfer = self._transfers.find(run.session) if run.pooled else None
+        if transfer is not None and self._shares and returnable(run):
+            record = publish_back(only, transfer.references)
             if record is not None:
-                return Produced(record, None)
+                return Completed(record, None)
         # It stays in its list, which is emptied: code of its own that runs below may have this frame kept.
         spec = endpoint.spec
         try:
             if not run.publish or not self._shares:
                 nbytes = check_result(only[0], spec.name, self._kind)
-                return Produced(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if run.publish else None, only[0])
-            if lane is None:
-                return Produced(publish(only[0], self._device, spec.access, spec.name), only[0])
+                return Completed(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if run.publish else None, only[0])
+            if transfer is None:
+                return Completed(publish(only[0], self._device, spec.access, spec.name), only[0])
             for again in (True, False):
                 try:
-                    return Produced(publish(only[0], self._device, spec.access, spec.name, lane.results), None)
+                    return Completed(publish(only[0], self._device, spec.access, spec.name, transfer.results), None)
                 except PoolFull as full:
-                    if not (again and lane.reclaim()):
-                        return Starving(None, only[0], str(full), full.frees)
+                    if not (again and transfer.reclaim()):
+                        return AwaitingRoom(None, only[0], str(full), full.frees)
             raise AssertionError("it was published, or it starves")
         finally:
             only.clear()
 
-    def elsewhere(self, work: Callable[[], Produced]) -> Callable[[], Produced]:
+    def elsewhere(self, work: Callable[[], Completed]) -> Callable[[], Completed]:
         """``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
         if self._kind == "cpu":
             return work
@@ -80,36 +80,36 @@ class Publisher:
 
         stream = torch.cuda.current_stream()
 
-        def on_stream() -> Produced:
+        def on_stream() -> Completed:
             with torch.cuda.stream(stream):
                 return work()
 
         return on_stream
 
-    def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Produced | Failure | Soon | None:
+    def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Soon | None:
         """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
-        lane = self._lanes.find(run.session) if run.pooled and self._shares else None
-        if lane is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
+        transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
+        if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
             return None
         from shared_rpc.codec import Soon, publish_back, publish_soon
 
         try:
             if returnable(run):
-                record = publish_back(value, lane.borrower, _PATIENCE)
+                record = publish_back(value, transfer.references, _PATIENCE)
                 if record is not None:
-                    return Produced(record, None)
-            soon = publish_soon(value[0], self._device, endpoint.spec.name, lane.results, _PATIENCE)
+                    return Completed(record, None)
+            soon = publish_soon(value[0], self._device, endpoint.spec.name, transfer.results, _PATIENCE)
             record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
                 return soon if isinstance(soon, Soon) else None
-            return Produced(record, None)
+            return Completed(record, None)
         except PoolFull:
             return None
         except Exception as error:
             return failure(error)
 
 
-def let_go(run: Run[Any], outcome: Produced | Failure) -> None:
+def let_go(run: Run[Any], outcome: Completed | Failure) -> None:
     """A caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()
@@ -143,7 +143,7 @@ def load(run: Run[Any]) -> tuple[Any, Any]:
         run.arguments.close()
 
 
-def guarded(work: Callable[[], Produced]) -> Produced | Failure:
+def guarded(work: Callable[[], Completed]) -> Completed | Failure:
     """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
     try:
         return work()

@@ -155,7 +155,7 @@ class RemoteClient:
 class RemoteCaller:
     """The asker of one request of a connection: see :class:`shared_rpc.server.handlers.Caller`."""
 
-    __slots__ = ("_client", "_frame", "_number", "_starved", "_waiter", "core", "session")
+    __slots__ = ("_client", "_frame", "_number", "_out_of_memory", "_waiter", "core", "session")
 
     local = False
 
@@ -167,7 +167,7 @@ class RemoteCaller:
         self._number = frame.request_id
         self._waiter: Waiter | None = None
         #: Why its result waits for memory.
-        self._starved = ""
+        self._out_of_memory = ""
 
     @property
     def name(self) -> str:
@@ -180,7 +180,7 @@ class RemoteCaller:
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """See :class:`Caller`. They are read only where that is needed."""
-        return None, read_arguments(self._frame, message, self.session, self.core.lanes, self.core.objects)
+        return None, read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
 
     def wait(self) -> Waiter:
         """See :class:`Caller`."""
@@ -207,12 +207,16 @@ class RemoteCaller:
         if caller is not None:
             caller.leave()
             text = "the call was given up by its caller"
-            caller.reply(m.Error(ServerBusy.code, caller._starved) if caller._starved else m.Error(DeadlineExceeded.code, text))
+            caller.reply(
+                m.Error(ServerBusy.code, caller._out_of_memory)
+                if caller._out_of_memory
+                else m.Error(DeadlineExceeded.code, text)
+            )
 
-    def starved(self, why: str) -> None:
+    def out_of_memory(self, why: str) -> None:
         """See :class:`Caller`."""
-        self._starved = why
-        self._client.send(m.Starved(why), self._number)
+        self._out_of_memory = why
+        self._client.send(m.OutOfPoolMemory(why), self._number)
 
     def notify(self, message: m.Message) -> None:
         """See :class:`Caller`."""
@@ -259,7 +263,7 @@ class RemoteCaller:
             return True
         record, stored = outcome.record, outcome.stored
         assert record is not None and self._waiter is not None, "a call from another process needs a record"
-        lane, sent = self.core.lanes.find(self.session), self._client.sent
+        transfer, sent = self.core.transfers.find(self.session), self._client.sent
         kept = [number for number in record.arenas if record.segments[number].info.id in sent]
         message = m.Result(
             object_id=stored.object_id if stored is not None else "",
@@ -272,15 +276,15 @@ class RemoteCaller:
             arenas=list(record.arenas),
             chunks=list(record.chunks),
             own=list(record.own),
-            freed=lane.freed() if lane is not None and self._waiter.pooled else [],
+            freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
         )
         fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
         if self.reply(message, record.skeleton, fds):
             sent.update(message.segments[number].id for number in record.arenas)
             return True
-        if lane is not None:
-            lane.give(record.chunks)
-            lane.put_back(message.freed)
+        if transfer is not None:
+            transfer.give(record.chunks)
+            transfer.put_back(message.freed)
         if outcome.managed:
             self.core.release(self.session, [message.object_id])
         return False

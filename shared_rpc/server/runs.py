@@ -19,7 +19,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.observing import Observed
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import CallArguments, Run, RunTable
@@ -59,7 +59,7 @@ class Waiter:
     :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
     :param on_progress: called with what the endpoint says of it.
-    :param on_starved: called with why, if the result has to wait for memory.
+    :param on_out_of_memory: called with why, if the result has to wait for memory.
     :param on_leave: called when it no longer waits, of one that the core does not know of.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of somebody who waits for a task: called with every change.
@@ -77,7 +77,7 @@ class Waiter:
     claims: bool = False
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
-    on_starved: Callable[[str], None] | None = None
+    on_out_of_memory: Callable[[str], None] | None = None
     on_leave: Callable[[], None] | None = None
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
@@ -249,26 +249,26 @@ class Runs:
             if waiter.on_progress is not None:
                 waiter.on_progress(progress)
 
-    def starved(self, run: Run[Waiter], why: str) -> None:
+    def out_of_memory(self, run: Run[Waiter], why: str) -> None:
         """See :class:`Owner`."""
         # The endpoint itself has ended: others need not wait for the memory that this one's caller holds.
         self._next_turn(run)
         for waiter in tuple(run.waiters):
-            if waiter.on_starved is not None:
-                waiter.on_starved(why)
+            if waiter.on_out_of_memory is not None:
+                waiter.on_out_of_memory(why)
         if not run.waiters:  # they left while the endpoint worked
             self._abandon(run)
 
-    def ended(self, run: Run[Waiter], outcome: Produced | Failure) -> None:
+    def ended(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
         """See :class:`Owner`."""
         run.over = True
         if run.running:
             self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
-        if isinstance(outcome, Produced) and outcome.record is not None and not run.waiters:
+        if isinstance(outcome, Completed) and outcome.record is not None and not run.waiters:
             self._executor.take_back(run, outcome.record)
         if run in self.calls:
             self._finish(run, outcome)
-        elif isinstance(outcome, Produced) and outcome.record is not None:
+        elif isinstance(outcome, Completed) and outcome.record is not None:
             outcome.record.close()  # the server was stopped
         if run.spec.concurrency != "parallel":
             self._next_turn(run)
@@ -303,7 +303,7 @@ class Runs:
         elif had_turn:
             self._executor.start(line[0], self)
 
-    def _finish(self, run: Run[Waiter], outcome: Produced | Failure) -> None:
+    def _finish(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
         if isinstance(outcome, Failure):
             self._close(run, outcome)
             return

@@ -19,9 +19,9 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Endpoint, Registry
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.lanes import lanes_of
 from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
+from shared_rpc.server.transfer import transfers_of
 from shared_rpc.settings import resolve_base_path, socket_path
 
 if TYPE_CHECKING:
@@ -154,13 +154,13 @@ class Server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
         mechanism = self._provider.mechanism_facts
-        lanes = lanes_of(self._pool or self._provider.pool)
-        executor = InProcessExecutor(self._provider.endpoints, device, lanes, self._max_workers)
+        transfers = transfers_of(self._pool or self._provider.pool)
+        executor = InProcessExecutor(self._provider.endpoints, device, transfers, self._max_workers)
         core = Core(
             self._provider.registry,
             executor,
             device,
-            lanes,
+            transfers,
             max_bytes=self._max_bytes,
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,

@@ -38,7 +38,7 @@ class Session:
         return {"session": self.session_id, "pid": self.peer.pid, "connections": self.connections}
 
 
-class EndSession(Protocol):
+class OnSessionEnd(Protocol):
     """Gives back all that a session held."""
 
     def __call__(self, session: str, *, clean: bool) -> None:
@@ -52,7 +52,7 @@ class Sessions:
     :param on_end: called when a session has ended.
     """
 
-    def __init__(self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: EndSession) -> None:
+    def __init__(self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: OnSessionEnd) -> None:
         self._server_id = server_id
         self._objects = objects
         self._leases = leases

@@ -35,11 +35,11 @@ from shared_rpc.provider.overrides import Overrides
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
-from shared_rpc.server.lanes import Lane
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
+from shared_rpc.server.transfer import ServerTransfer
 from shared_rpc.worker.hosted import Hosted, given_back
 from shared_rpc.worker.runtime import WorkerRuntime
 
@@ -69,13 +69,13 @@ class WorkerHost:
         self._adopting = threading.RLock()
         self._runs: dict[int, tuple[Hosted, Run[None]]] = {}
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
-            w.Run: self._run,
+            w.StartRun: self._run,
             w.Withdraw: self._withdraw,
             w.Stop: self._stop,
             w.Drop: self._drop,
-            w.Give: self._give,
+            w.ReleaseChunks: self._give,
             w.AwaitChunks: self._await_chunks,
-            w.EndSession: self._end_session,
+            w.SessionEnded: self._end_session,
             w.Reclaim: self._reclaim,
             w.Allocate: self._allocate,
             w.FreeBytes: self._free_bytes,
@@ -121,7 +121,7 @@ class WorkerHost:
                 provider.device_id,
                 provider.registry.all(),
                 provider.mechanism_facts,
-                [w.Device(*facts_of(device)) for device in devices_of(provider.device_id)],
+                [w.DeviceMechanism(*facts_of(device)) for device in devices_of(provider.device_id)],
                 self._quotas(provider.device_id),
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)
@@ -219,14 +219,14 @@ class WorkerHost:
         self._stream.close()
         self._hang_up.set()
 
-    def _run(self, frame: Frame, message: w.Run) -> None:
+    def _run(self, frame: Frame, message: w.StartRun) -> None:
         number = frame.request_id
         hosted = self._hosted.get(message.key)
         endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
         arguments: Arguments | None = None
         try:
             if hosted is not None:  # whatever becomes of the run: a client's arena comes once
-                arguments = read_arguments(frame, message, message.session, hosted.lanes, None)
+                arguments = read_arguments(frame, message, message.session, hosted.transfers, None)
             if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
                     f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "
@@ -245,7 +245,7 @@ class WorkerHost:
             chain=frozenset(message.chain),
             background=message.background,
             session=message.session,
-            pooled=message.pooled and hosted.lanes.of(message.session) is not None,
+            pooled=message.pooled and hosted.transfers.of(message.session) is not None,
             request_id=message.request_id,
             cached=message.cached,
             number=number,
@@ -256,20 +256,20 @@ class WorkerHost:
     def began(self, run: Run[None]) -> None:
         """See :class:`Owner`."""
         # Before the endpoint runs, which may end this process: what is known to have begun is not begun again elsewhere.
-        self._stream.send(w.Begun(), run.number, at_once=True)
+        self._stream.send(w.RunStarted(), run.number, at_once=True)
         if HOOKS.registered:
             run.begun_at = time.monotonic()
             HOOKS.emit(BuildStarted(endpoint=run.spec.name, request_id=run.request_id, cached=run.cached))
 
     def progressed(self, run: Run[None], progress: Progress) -> None:
         """See :class:`Owner`."""
-        self._stream.send(w.Said(progress), run.number)
+        self._stream.send(w.RunProgress(progress), run.number)
 
-    def starved(self, run: Run[None], why: str) -> None:
+    def out_of_memory(self, run: Run[None], why: str) -> None:
         """See :class:`Owner`."""
-        self._stream.send(w.Hungry(why), run.number)
+        self._stream.send(w.AwaitingMemory(why), run.number)
 
-    def ended(self, run: Run[None], outcome: Produced | Failure) -> None:
+    def ended(self, run: Run[None], outcome: Completed | Failure) -> None:
         """See :class:`Owner`."""
         hosted, _ = self._runs.pop(run.number)
         failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)
@@ -290,11 +290,11 @@ class WorkerHost:
                 )
             )
 
-    def _hand_over(self, hosted: Hosted, run: Run[None], produced: Produced) -> Failure | None:
+    def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
         """Why it cannot be done, where that is so."""
         record = produced.record
         assert record is not None, "what goes to a broker is published"
-        message = w.Ran(
+        message = w.RunFinished(
             msgspec.Raw(record.table),
             [segment.info for segment in record.segments],
             record.nbytes,
@@ -308,10 +308,10 @@ class WorkerHost:
         try:
             self._stream.send(message, run.number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
         except Exception as error:
-            lane = hosted.find(run.session)
-            if lane is not None:
-                lane.give(record.chunks)
-                lane.put_back(message.returned)
+            transfer = hosted.find(run.session)
+            if transfer is not None:
+                transfer.give(record.chunks)
+                transfer.put_back(message.returned)
             return Failure.of(CapabilityError(f"the result of {run.spec.name}() cannot be handed over: {error}"))
         finally:
             record.close()
@@ -319,7 +319,7 @@ class WorkerHost:
 
     def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
         returned = [*given_back(hosted, session), *unused]
-        self._stream.send(w.Failed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
+        self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
         hosted, run = self._runs.get(frame.request_id, (None, None))
@@ -338,27 +338,27 @@ class WorkerHost:
 
     def _forget(self, hosted: Hosted, run: Run[None]) -> None:
         del self._runs[run.number]
-        self._stream.send(w.Withdrawn(given_back(hosted, run.session)), run.number)
+        self._stream.send(w.RunWithdrawn(given_back(hosted, run.session)), run.number)
         self._tell_end(run)
 
-    def _lane(self, message: w.Give | w.AwaitChunks) -> Lane | None:
+    def _transfer(self, message: w.ReleaseChunks | w.AwaitChunks) -> ServerTransfer | None:
         hosted = self._hosted.get(message.key)
         return hosted.find(message.session) if hosted is not None else None
 
-    def _give(self, frame: Frame, message: w.Give) -> None:
-        lane = self._lane(message)
-        if lane is not None:
-            lane.give(message.chunks)
+    def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
+        transfer = self._transfer(message)
+        if transfer is not None:
+            transfer.give(message.chunks)
 
     def _await_chunks(self, frame: Frame, message: w.AwaitChunks) -> None:
-        lane = self._lane(message)
-        if lane is not None:
-            lane.await_chunks(lambda: self._on_loop(lambda: self._return(self._hosted[message.key], message.session)))
+        transfer = self._transfer(message)
+        if transfer is not None:
+            transfer.await_chunks(lambda: self._on_loop(lambda: self._return(self._hosted[message.key], message.session)))
 
-    def _end_session(self, frame: Frame, message: w.EndSession) -> None:
+    def _end_session(self, frame: Frame, message: w.SessionEnded) -> None:
         hosted = self._hosted.get(message.key)
         if hosted is not None:
-            hosted.lanes.end(message.session)
+            hosted.transfers.end(message.session)
 
     def _reclaim(self, frame: Frame, message: w.Reclaim) -> None:
         for hosted in self._hosted.values():
@@ -373,7 +373,7 @@ class WorkerHost:
     def _return(self, hosted: Hosted, session: str) -> None:
         chunks = given_back(hosted, session)
         if chunks:
-            self._stream.send(w.Returned(hosted.key, session, chunks))
+            self._stream.send(w.ChunksReturned(hosted.key, session, chunks))
 
     def _on_loop(self, job: Callable[[], None]) -> None:
         with suppress(RuntimeError):

@@ -8,7 +8,7 @@ import select
 import signal
 import warnings
 
-__all__ = ["fork", "fork_for_reaper"]
+__all__ = ["fork", "fork_for_subreaper"]
 
 
 def fork() -> int:
@@ -22,7 +22,7 @@ def fork() -> int:
         return os.fork()
 
 
-def fork_for_reaper() -> int:
+def fork_for_subreaper() -> int:
     """Fork a process that is a child of the nearest ancestor that is a subreaper; without one, of the system's first process.
 
     That is how a program gets a child which it can wait for, whose exit status reaches it whatever becomes of the zygote, and

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.child import Identity, become, run_module
-from shared_rpc.zygote.forking import fork_for_reaper
+from shared_rpc.zygote.forking import fork_for_subreaper
 from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Stream, Unfit
 from shared_rpc.zygote.preloading import Files, preload, shadowed
 from shared_rpc.zygote.safety import try_fork, unsafe
@@ -137,7 +137,7 @@ class Zygote:
         if refused := self.refusal(request.folders):
             return refused
         try:
-            pid = fork_for_reaper()
+            pid = fork_for_subreaper()
         except (OSError, MemoryError) as error:
             return ForkRefused(f"it cannot be forked: {str(error) or 'out of memory'}")
         if pid:

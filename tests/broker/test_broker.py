@@ -385,8 +385,8 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
 
     def settled() -> bool:
         impatient.call("plain")
-        lane = impatient._lane()
-        return lane is not None and lane.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
+        transfer = impatient._transfer()
+        return transfer is not None and transfer.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
 
     client.call("plain")
     eventually(settled)
@@ -407,8 +407,8 @@ def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
 
     def settled() -> bool:
         client.call("plain")
-        lane = client._lane()
-        return lane is not None and lane.arguments.used == 0
+        transfer = client._transfer()
+        return transfer is not None and transfer.arguments.used == 0
 
     eventually(settled)
 

@@ -49,7 +49,7 @@ BROKER = """
     from shared_rpc.protocol.records import EMPTY_TABLE
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
-    from shared_rpc.server.lanes import lanes_of
+    from shared_rpc.server.transfer import transfers_of
     from shared_rpc.server.engine import Engine
     from shared_rpc.protocol.values import decode_call
     from shared_rpc.server.outcomes import Produced
@@ -97,7 +97,7 @@ BROKER = """
 
     path = sys.argv[1]
     elsewhere = Elsewhere()
-    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", lanes_of())
+    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", transfers_of())
     acceptor = Acceptor(core, path, {os.geteuid()}, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)
     engine.start()

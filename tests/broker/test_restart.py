@@ -21,10 +21,10 @@ import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.client.connection import ExchangeSocket
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Reply
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.handle import Lease
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.pool import PoolOptions
@@ -316,16 +316,16 @@ def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_a_result_of_a_session_that_ended() -> None:
     """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
-    lane = Lane(PoolOptions(), lambda numbers: None)
+    transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
     with HOST.create(4096) as segment:
         message = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", [0], [0])
-        for taken in lane.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
+        for taken in transfer.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
             taken.close()
-        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane) as result:
+        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
             assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
-        lane.close()
+        transfer.close()
         with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was taken"):
-            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), lane)
+            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
 
 
 def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:

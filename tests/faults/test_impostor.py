@@ -244,7 +244,7 @@ def test_what_is_told_together_with_the_answer(impostor: Callable[[Manners], Non
 
     def manners(raw: Raw) -> None:
         raw.hear()
-        raw.send(b"".join(frame_of(m.TaskChanged(step), 1) for step in steps) + frame_of(m.TaskIs(end), 1))
+        raw.send(b"".join(frame_of(m.TaskUpdate(step), 1) for step in steps) + frame_of(m.TaskIs(end), 1))
         raw.hear_end()
 
     impostor(greeting(manners))

@@ -158,7 +158,7 @@ def held(watcher: Client, client: Client) -> dict[str, int]:
     MAPPINGS.drain()
     info = watcher.get_server_info()
     session = client._pool.session
-    lane = session.lane if session is not None else None
+    transfer = session.transfer if session is not None else None
     # The thread that ends sessions may have needed a connection of its own at the same time, which is as good as the other.
     surplus = min(1, max(0, info["connections"] - 2))
     return {
@@ -169,8 +169,8 @@ def held(watcher: Client, client: Client) -> dict[str, int]:
         "objects": info["objects"],
         "chunks of the server's pools": info["pools"]["chunks"],
         "mappings": len(MAPPINGS),
-        "chunks of the client's pools": lane.arguments.used if lane is not None else 0,
-        "chunks in use": lane.borrower.in_use if lane is not None else 0,
+        "chunks of the client's pools": transfer.arguments.used if transfer is not None else 0,
+        "chunks in use": transfer.references.in_use if transfer is not None else 0,
     }
 
 
@@ -360,8 +360,8 @@ def test_a_broken_loan_keeps_no_other_from_ending() -> None:
 
     with table.create(4096, "cpu") as first, table.create(4096, "cpu") as second:
         users = [User(), User()]
-        table.lend([(first, users[0]), (second, users[1])])
-        first.loans.clear()  # as if it had never been noted
+        table.keep_for([(first, users[0]), (second, users[1])])
+        first.pooled.clear()  # as if it had never been noted
     users.clear()
     table.drain()
     assert len(table) == 0
@@ -377,7 +377,7 @@ def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
         users = [User() for _ in range(3)]
         for user in users:
             with table.create(4096, "cpu") as mapping:
-                table.lend([(mapping, user)])
+                table.keep_for([(mapping, user)])
 
     sample = MappingTable()
     fill(sample)

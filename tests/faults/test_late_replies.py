@@ -17,9 +17,9 @@ from shared_rpc import AsyncClient, Client, Provider, Server, codec
 from shared_rpc.client import channel as channel_module
 from shared_rpc.client import connection as connection_module
 from shared_rpc.client.channel import Channel
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.steps import Request
 from shared_rpc.client.thread_job import ShieldedThreadJob
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -101,11 +101,11 @@ def chunks(server: Server) -> int:
     return int(server.info()["pools"]["chunks"])
 
 
-def lane_of(client: Client | AsyncClient) -> Lane:
+def transfer_of(client: Client | AsyncClient) -> ClientTransfer:
     """The pools of its session."""
-    lane = client._lane()
-    assert lane is not None
-    return lane
+    transfer = client._transfer()
+    assert transfer is not None
+    return transfer
 
 
 # Replies that come after all.
@@ -125,13 +125,13 @@ def test_a_reply_that_comes_long_after_its_caller_left(
         with deaf_from(server, begun, go), pytest.raises(DeadlineExceeded, match="is stuck"):
             client.call(endpoint, torch.ones(100))
         monkeypatch.undo()
-        lane, session = lane_of(client), client._pool.session
+        transfer, session = transfer_of(client), client._pool.session
         eventually(lambda: chunks(server) == 0 and server.info()["leases"] == 0)
         client._timeout = 30.0
         # A call that comes before the connection is in order again opens another one.
         eventually(lambda: not session.parked)
         # What was in use then comes back with the next call, unless the answer that came late brought it.
-        eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and lane.arguments.used <= 1)
+        eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and transfer.arguments.used <= 1)
         assert client._pool.session is session
         # The lease may have gone back over another connection, while this one was not yet in order.
         eventually(lambda: server.info()["connections"] == len(session.connections) <= 2)
@@ -167,11 +167,11 @@ async def test_a_reply_that_comes_long_after_its_coroutine_left(
                 await client.call(endpoint, torch.ones(100))
             client._timeout = 30.0
         monkeypatch.undo()
-        lane, channel = lane_of(client), client._channel
+        transfer, channel = transfer_of(client), client._channel
         await client.ping()
         assert channel is not None and channel._exchanges.owed == {}
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
-        while lane.arguments.used > 1:  # what was in use then comes back with the next call
+        while transfer.arguments.used > 1:  # what was in use then comes back with the next call
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
         assert client._channel is channel
 
@@ -193,9 +193,9 @@ async def test_a_task_that_is_cancelled_while_it_takes_its_call_back(
             with pytest.raises(asyncio.CancelledError):
                 await task
         await client.ping()
-        lane = lane_of(client)
+        transfer = transfer_of(client)
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0)
-        while lane.arguments.used > 1:
+        while transfer.arguments.used > 1:
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
 
 
@@ -245,7 +245,7 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
 
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
-        lane = lane_of(client)
+        transfer = transfer_of(client)
         with monkeypatch.context() as patch:
             patch.setattr(codec, "encode_arguments", slowly)
             task = asyncio.create_task(client.call("doubled", torch.ones(100)))
@@ -257,7 +257,7 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
             go.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        while lane.arguments.used > 1:
+        while transfer.arguments.used > 1:
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
 
 
@@ -278,7 +278,7 @@ async def test_a_task_that_is_cancelled_before_a_thread_is_free(server: Server, 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert lane_of(client).arguments.used <= 1
+        assert transfer_of(client).arguments.used <= 1
         go.set()
         await busy
         limiter.total_tokens = free

@@ -20,7 +20,7 @@ from shared_rpc import AsyncClient, errors
 from shared_rpc.broker import dispatch as dispatch_module
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Backlog
-from shared_rpc.broker.lanes import RelayedLane
+from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
@@ -230,20 +230,20 @@ def test_a_worker_is_asked_for_chunks_once() -> None:
     """However often the client asks for them, until the worker has given some back, or has ended."""
     peer = Peer()
     worker = cast("Worker", peer)
-    lane = RelayedLane("app", "session")
-    lane.sent(worker, [1, 2, 3])
+    transfer = ForwardedTransfer("app", "session")
+    transfer.sent(worker, [1, 2, 3])
     for _ in range(100):
-        lane.await_chunks(lambda: None)
+        transfer.await_chunks(lambda: None)
     assert peer.sent == [w.AwaitChunks("app", "session")]
-    lane.came_back(worker, [])
-    lane.await_chunks(lambda: None)
+    transfer.came_back(worker, [])
+    transfer.await_chunks(lambda: None)
     assert len(peer.sent) == 1
-    lane.came_back(worker, [1])
-    lane.await_chunks(lambda: None)
+    transfer.came_back(worker, [1])
+    transfer.await_chunks(lambda: None)
     assert len(peer.sent) == 2
-    lane.lost(worker)
-    lane.sent(worker, [4])
-    lane.await_chunks(lambda: None)
+    transfer.lost(worker)
+    transfer.sent(worker, [4])
+    transfer.await_chunks(lambda: None)
     assert len(peer.sent) == 3
 
 

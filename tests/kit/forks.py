@@ -34,7 +34,7 @@ import msgspec
 
 from shared_rpc.zygote import child as forked
 from shared_rpc.zygote.child import Identity, become, new_main
-from shared_rpc.zygote.forking import fork, fork_for_reaper
+from shared_rpc.zygote.forking import fork, fork_for_subreaper
 from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.process import adopting
 from shared_rpc.zygote.safety import unsafe
@@ -351,7 +351,7 @@ class _Serving:
                 return None
             request = msgspec.msgpack.decode(_exactly(self._socket, *struct.unpack("!I", head)), type=_Request)
             try:
-                pid = fork_for_reaper()
+                pid = fork_for_subreaper()
             except OSError as error:
                 pid = -(error.errno or 1)
             if pid == 0:

@@ -20,9 +20,9 @@ import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo, TaskStatus
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.exchange import Exchange
-from shared_rpc.client.lane import Lane
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     ConnectError,
     ConnectionClosed,
@@ -485,7 +485,7 @@ async def test_what_is_told_together_with_the_answer() -> None:
     channel, server = Channel("here", ours), FrameSocket(theirs)
     steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
     for step in steps:
-        server.queue(m.TaskChanged(step), 1)
+        server.queue(m.TaskUpdate(step), 1)
     server.queue(m.Pong(), 1)
     server.flush()
     told: list[TaskInfo] = []
@@ -515,12 +515,12 @@ async def test_an_arena_whose_first_reply_is_taken_later() -> None:
     """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    channel, server, lane = Channel("here", ours), FrameSocket(theirs), Lane(PoolOptions(), lambda numbers: None)
+    channel, server, transfer = Channel("here", ours), FrameSocket(theirs), ClientTransfer(PoolOptions(), lambda numbers: None)
     taken: list[int] = []
 
     async def ask(number: int) -> None:
-        reply = await channel.exchange(Request(m.Ping(), "echo()", lane=lane))
-        with result_of("echo()", reply, lane) as result:
+        reply = await channel.exchange(Request(m.Ping(), "echo()", transfer=transfer))
+        with result_of("echo()", reply, transfer) as result:
             assert not result.segments[0].closed
         taken.append(number)
 
@@ -536,6 +536,6 @@ async def test_an_arena_whose_first_reply_is_taken_later() -> None:
             server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
             server.flush()
     assert sorted(taken) == [1, 2]
-    lane.close()
+    transfer.close()
     channel.close()
     server.close()

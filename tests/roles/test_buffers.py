@@ -736,7 +736,7 @@ BROKER = """
     from shared_rpc.server.endpoints import Registry
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
-    from shared_rpc.server.lanes import lanes_of
+    from shared_rpc.server.transfer import transfers_of
     from shared_rpc.server.engine import Engine
 
     class Nowhere:
@@ -751,7 +751,7 @@ BROKER = """
         def close(self):
             pass
 
-    core = Core(Registry([]), Nowhere(), DEVICE, lanes_of(), quotas={DEVICE: 1 << 30})
+    core = Core(Registry([]), Nowhere(), DEVICE, transfers_of(), quotas={DEVICE: 1 << 30})
     acceptor = Acceptor(core, sys.argv[1], {os.geteuid()}, 10)
     engine = Engine(core, Nowhere(), "the broker", acceptor.serve)
     engine.start()

@@ -144,8 +144,8 @@ def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
     assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
     assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
-    lane = client._pool.session.lane  # type: ignore[union-attr]
-    assert lane.arguments.nbytes <= 8 * MIB
+    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    assert transfer.arguments.nbytes <= 8 * MIB
 
 
 @pytest.mark.parametrize("offset", [0, 3, 99])
@@ -170,8 +170,8 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     pointers = {client.call("pointer", part).item() - part.storage_offset() * 4 for part in (result, result[10:], result)}
     assert len(pointers) == 1
     assert torch.equal(client.call("doubled", result), result * 2)
-    lane = client._pool.session.lane  # type: ignore[union-attr]
-    assert lane.arguments.nbytes == 0
+    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    assert transfer.arguments.nbytes == 0
 
 
 def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Client, kept: Kept, server: Server) -> None:
@@ -279,8 +279,8 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(8)]
     for call in calls:
         call.start()
-    lane = client._pool.session.lane  # type: ignore[union-attr]
-    eventually(lambda: lane.arguments.used == 8)
+    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    eventually(lambda: transfer.arguments.used == 8)
     timeout, client._timeout = client._timeout, 0.3
     with pytest.raises(ServerBusy, match=r"doubled\(\): .* 8 of arguments of slow\(\) with 8388608 bytes"):
         client.call("doubled", x)
@@ -303,11 +303,11 @@ def test_a_result_nobody_takes(
         client.call("slow", torch.ones(1000, device=device))
     client._timeout = 30.0
     go.set()
-    lane = client._pool.session.lane  # type: ignore[union-attr]
+    transfer = client._pool.session.transfer  # type: ignore[union-attr]
 
     def clean() -> bool:
         client.call("full", 1.0)
-        return lane.arguments.used == 0
+        return transfer.arguments.used == 0
 
     eventually(clean if device == "cpu" else lambda: (torch.cuda.synchronize(), clean())[1] or True)
     eventually(lambda: client.call("full", 1.0) is not None and pools(server)["chunks"] <= 40)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.lifecycle.finalizer import REAPER
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, SEGMENT_LIMIT, pack
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
@@ -77,19 +77,19 @@ def segments() -> Iterator[Callable[[int], list[Segment]]]:
 
 @pytest.fixture
 def reaper_held() -> Iterator[threading.Event]:
-    """The reaper's thread is kept busy until the event is set."""
+    """The finaliser thread is kept busy until the event is set."""
     free, held = threading.Event(), threading.Event()
-    REAPER.start()
-    REAPER.submit(lambda: (held.set(), free.wait(30)))
+    FINALIZER.start()
+    FINALIZER.submit(lambda: (held.set(), free.wait(30)))
     assert held.wait(10)
     yield free
     free.set()
 
 
 def let_reaper_work() -> None:
-    """Return when the reaper has done all that was submitted so far."""
+    """Return when the finaliser thread has done all that was submitted so far."""
     done = threading.Event()
-    REAPER.submit(done.set)
+    FINALIZER.submit(done.set)
     assert done.wait(10)
 
 
@@ -152,7 +152,7 @@ def test_attached_segments_are_borrowed(no_leaks: None, table: MappingTable) -> 
     """The caller may close its descriptor at once; a mapping needs none."""
     segment, user = HOST.create(1), User()
     with table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     segment.close()
     mapping.view()[:4] = b"here"
     assert bytes(mapping.view()[:4]) == b"here"
@@ -199,7 +199,7 @@ def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, mon
     backend, user = BoundHost(), User()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)
     with closing(backend.create(1)) as segment, table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     assert mapping.descriptor is not None
     assert backend.freed == []
     del user
@@ -297,7 +297,7 @@ def test_a_mapping_stays_for_its_last_user(table: MappingTable, segments: Callab
     (segment,) = segments(1)
     users = [User(), User()]
     with table.attach([segment]) as [mapping]:
-        table.lend((mapping, user) for user in users)
+        table.keep_for((mapping, user) for user in users)
     users.pop()
     table.drain()
     assert mapped().count(segment.info.id) == 1
@@ -311,7 +311,7 @@ def test_one_object_may_use_many_mappings(table: MappingTable, segments: Callabl
     made = segments(3)
     user = User()
     with table.attach(made) as mappings:
-        table.lend((mapping, user) for mapping in mappings)
+        table.keep_for((mapping, user) for mapping in mappings)
     assert len(table) == 3
     del user
     table.drain()
@@ -330,7 +330,7 @@ def test_equal_users_are_told_apart(table: MappingTable, segments: Callable[[int
     (segment,) = segments(1)
     users = [Equal(), Equal()]
     with table.attach([segment]) as [mapping]:
-        table.lend((mapping, user) for user in users)
+        table.keep_for((mapping, user) for user in users)
     users.pop()
     table.drain()
     assert len(table) == 1
@@ -340,25 +340,25 @@ def test_equal_users_are_told_apart(table: MappingTable, segments: Callable[[int
 
 
 def test_the_reaper_unmaps(table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]) -> None:
-    """Without anybody calling anything, the reaper's thread unmaps what nobody uses any more."""
+    """Without anybody calling anything, the finaliser thread unmaps what nobody uses any more."""
     (segment,) = segments(1)
     user = User()
     with table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     del user
     eventually(lambda: "unmap" in device.events, what="unmapped")
-    assert {thread.name for event, thread in device.log if event == "unmap"} == {"shared-rpc-reaper"}
+    assert {thread.name for event, thread in device.log if event == "unmap"} == {"shared-rpc-finalizer"}
 
 
 def test_a_finaliser_unmaps_nothing(
     table: MappingTable, device: Device, segments: Callable[[int], list[Segment]], reaper_held: threading.Event
 ) -> None:
-    """The end of the last user only enqueues: with the reaper busy, the memory is still mapped after it."""
+    """The end of the last user only enqueues: with the finaliser thread busy, the memory is still mapped after it."""
     (segment,) = segments(1)
     user = User()
     user.itself = user  # goes in a collection, between any two instructions
     with table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     mapping.view()[:5] = b"still"
     device.log.clear()
     del user
@@ -376,7 +376,7 @@ def test_a_mapping_may_be_used_again_before_it_is_undone(
     (segment,) = segments(1)
     user = User()
     with table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     del user
     with table.attach([segment]) as [again]:
         reaper_held.set()
@@ -392,7 +392,7 @@ def test_the_device_is_waited_for_before_unmapping(
     """A queued kernel may still use the memory: first wait, then unmap everything that waits with it."""
     user = User()
     with table.attach(segments(2)) as mappings:
-        table.lend((mapping, user) for mapping in mappings)
+        table.keep_for((mapping, user) for mapping in mappings)
     device.unmaps_in_background = False
     device.log.clear()
     del user
@@ -407,7 +407,7 @@ def test_a_device_that_the_process_works_on_is_left_alone(
     device.unmaps_in_background = False
     user = User()
     with table.attach(segments(1)) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     device.log.clear()
     del user
     let_reaper_work()
@@ -426,7 +426,7 @@ def test_a_device_that_cannot_be_waited_for_is_asked_again(
     (segment,) = segments(1)
     user = User()
     with table.attach([segment]) as [mapping]:
-        table.lend([(mapping, user)])
+        table.keep_for([(mapping, user)])
     del user
     table.drain()
     assert mapped().count(segment.info.id) == 1
@@ -443,12 +443,12 @@ def test_attaching_what_waits_to_be_unmapped(
     (segment,) = segments(1)
     user = User()
     with table.attach([segment]) as [old]:
-        table.lend([(old, user)])
+        table.keep_for([(old, user)])
     del user
     table.drain()
     user = User()
     with table.attach([segment]) as [new]:
-        table.lend([(new, user)])
+        table.keep_for([(new, user)])
         assert new is not old
     device.idle = True
     table.drain()
@@ -473,7 +473,7 @@ def test_many_threads(no_leaks: None, table: MappingTable, segments: Callable[[i
                 chosen = made[number % 3 : number % 3 + 2]
                 user = User()
                 with table.attach(chosen, keep=turn % 2 == 0) as mappings:
-                    table.lend((mapping, user) for mapping in mappings)
+                    table.keep_for((mapping, user) for mapping in mappings)
                 assert mappings[0].view()[0] == 0
                 with pytest.raises(ValueError, match="closed"), table.attach([made[3], closed]):
                     pass
@@ -553,7 +553,7 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
 
         users = [User(), User()]
         with MAPPINGS.create(1, "cpu") as mapping:
-            MAPPINGS.lend((mapping, user) for user in users)
+            MAPPINGS.keep_for((mapping, user) for user in users)
         mapping.view()[:5] = b"first"
         if os.fork() == 0:
             print("child reads:", bytes(mapping.view()[:5]).decode(), "descriptors:", segments(), mapping.segment)
@@ -574,22 +574,22 @@ def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> No
 
 
 def test_fork_forgets_no_user_that_was_just_gone(children: list[Child]) -> None:
-    """What the parent's reaper was about to unmap at the fork, the child unmaps at its own next safe point."""
+    """What the parent's finaliser thread was about to unmap at the fork, the child unmaps at its own next safe point."""
     child = python(
         """
         import os, threading
         from shared_rpc.memory.mapping import MAPPINGS
-        from shared_rpc.lifecycle.finalizer import REAPER
+        from shared_rpc.lifecycle.finalizer import FINALIZER
 
         class User: pass
 
         free, held = threading.Event(), threading.Event()
-        REAPER.start()
-        REAPER.submit(lambda: (held.set(), free.wait()))
+        FINALIZER.start()
+        FINALIZER.submit(lambda: (held.set(), free.wait()))
         held.wait()
         user = User()
         with MAPPINGS.create(1, "cpu") as mapping:
-            MAPPINGS.lend([(mapping, user)])
+            MAPPINGS.keep_for([(mapping, user)])
         del user
         if os.fork() == 0:
             MAPPINGS.drain()

@@ -26,7 +26,7 @@ from shared_rpc.errors import (
     ServerBusy,
     TaskCancelled,
 )
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
@@ -156,11 +156,11 @@ def client(server: Server) -> Iterator[Client]:
         yield client
 
 
-def lane(client: Client) -> Any:
+def transfer(client: Client) -> Any:
     """What the client uses for short-lived memory."""
     session = client._pool.session
     assert session is not None
-    return session.lane
+    return session.transfer
 
 
 def chunks(server: Server) -> int:
@@ -365,7 +365,7 @@ def test_an_argument_that_comes_back_is_not_copied(client: Client, server: Serve
     result = client.call(f"{kind}echo", x)
     x.zero_()
     assert torch.equal(result, numbers(device))
-    assert lane(client).own.in_use == 1
+    assert transfer(client).own.in_use == 1
     assert chunks(server) <= before
 
 
@@ -376,7 +376,7 @@ def test_one_that_is_written_to_and_turned(client: Client, device: str, kind: st
     result = client.call(f"{kind}turned", x)
     assert torch.equal(result, (x + 1).view(2, -1).T)
     assert result.stride() == (1, LARGE // 2)
-    assert lane(client).own.in_use == 1
+    assert transfer(client).own.in_use == 1
 
 
 @KINDS
@@ -389,7 +389,7 @@ def test_one_that_is_kept_is_copied(client: Client, device: str, kept: Kept, kin
         result = client.call(f"{kind}{how}", x)
     finally:
         gc.enable()
-    assert lane(client).own.in_use == 0
+    assert transfer(client).own.in_use == 0
     result.zero_()
     for _ in range(20):
         client.call(f"{kind}echo", torch.zeros_like(x))
@@ -403,14 +403,14 @@ def test_more_than_one_tensor_is_copied(client: Client, device: str, kind: str) 
     first, second = client.call(f"{kind}pair", x)
     first.zero_()
     assert second.sum() == 0
-    assert lane(client).own.in_use == 0
+    assert transfer(client).own.in_use == 0
 
 
 @KINDS
 def test_it_is_not_overwritten_while_it_is_held(client: Client, device: str, kind: str) -> None:
     """Neither by later arguments, nor when it goes back itself; more than the pool has room for are copied again."""
     results = [client.call(f"{kind}echo", torch.full((LARGE,), float(value), device=device)) for value in range(20)]
-    own = lane(client).own.in_use
+    own = transfer(client).own.in_use
     assert 0 < own < 16
     for value in range(50):
         client.call(f"{kind}echo", results[value % 20])
@@ -423,27 +423,27 @@ def test_what_came_back_is_given_back(client: Client, server: Server, device: st
     x = numbers(device)
     for _ in range(50):
         client.call(f"{kind}echo", x)
-    before = lane(client).arguments.nbytes, server.info()["pools"]["nbytes"]
+    before = transfer(client).arguments.nbytes, server.info()["pools"]["nbytes"]
     for _ in range(500):
         client.call(f"{kind}echo", x)
-    assert (lane(client).arguments.nbytes, server.info()["pools"]["nbytes"]) == before
+    assert (transfer(client).arguments.nbytes, server.info()["pools"]["nbytes"]) == before
 
     def all_back() -> bool:
         # The work of a GPU is marked for so many chunks together.
         if device == "cuda":
             torch.cuda.synchronize()
         client.call("full", 1.0)
-        lane(client).reclaim()
-        return lane(client).arguments.used <= (0 if device == "cpu" else 40)
+        transfer(client).reclaim()
+        return transfer(client).arguments.used <= (0 if device == "cpu" else 40)
 
     eventually(all_back)
-    assert device == "cuda" or lane(client).arguments.taken == 0
+    assert device == "cuda" or transfer(client).arguments.taken == 0
 
 
 def test_it_makes_room_for_arguments(client: Client, device: str) -> None:
     """What came back and was dropped is found when an argument has no room."""
     results = [client.call("echo", torch.ones(MIB // 4, device=device)) for _ in range(6)]
-    pool = lane(client).arguments
+    pool = transfer(client).arguments
     others = pool.take(next(iter(pool._arenas)), [MIB] * (8 - pool.used), "a test")
     del results
     client._timeout = 5.0
@@ -458,7 +458,7 @@ def test_a_caller_that_left_gets_its_chunk_back(
     client._timeout = 0.2
     with pytest.raises(DeadlineExceeded):
         client.call("slow", numbers(device))
-    (first,) = lane(client).arguments._chunks
+    (first,) = transfer(client).arguments._chunks
     client._timeout = 30.0
     go.set()
     eventually(lambda: server.info()["running"] == 0)
@@ -468,7 +468,7 @@ def test_a_caller_that_left_gets_its_chunk_back(
         for _ in range(40 if device == "cuda" else 1):
             client.call("full", 1.0)
             client.call("part", numbers(device, 8))
-        return first not in lane(client).arguments._chunks
+        return first not in transfer(client).arguments._chunks
 
     eventually(clean)
 
@@ -494,7 +494,7 @@ def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> Non
     """Nothing is made of a chunk that the call did not hold."""
     message = m.Result("", 1, False, msgspec.Raw(b""), [], own=own)
     with pytest.raises(ProtocolError, match="which the call had not"):
-        lane(client).own_chunk(message, [2])
+        transfer(client).own_chunk(message, [2])
 
 
 @pytest.mark.parametrize(
@@ -504,15 +504,15 @@ def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> Non
 )
 def test_a_table_that_leaves_its_chunk(no_leaks: None, offset: int, nbytes: int, shape: tuple[int, ...]) -> None:
     """It is refused, and the chunk is given back."""
-    pool, borrower = Pool(SMALL, "the pool"), Borrower(lambda: None)
+    pool, references = Pool(SMALL, "the pool"), ChunkReferences(lambda: None)
     _, chunk, _ = pool.take("cpu", [512, 512, 512], "a test")
     assert chunk.offset == 512
     table = TensorTable((), (StorageEntry(0, offset, nbytes),), (TensorEntry(0, "float32", 0, shape, (1,)),))
     with pytest.raises(CodecError, match="does not fit"):
-        take_back(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, borrower)
-    borrower.settle()
-    assert borrower.returned() == [chunk.number]
-    borrower.close()
+        take_back(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, references)
+    references.poll()
+    assert references.returned() == [chunk.number]
+    references.close()
     del chunk, _
     pool.close()
 

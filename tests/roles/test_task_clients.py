@@ -271,7 +271,7 @@ def test_everybody_who_waits_is_told(
                 wait.result(timeout=5)
         for raw in raws:
             answer = raw.hear()
-            while isinstance(answer, m.TaskChanged):
+            while isinstance(answer, m.TaskUpdate):
                 answer = raw.hear()
             assert isinstance(answer, m.Error)
             assert answer.code == "connection-closed"
@@ -370,7 +370,7 @@ def test_a_crowd_waits_for_one_task(
         object_id = ""
         for raw in raws:
             *events, result = [raw.hear(2) for _ in range(3)]
-            assert [type(event) for event in events] == [m.TaskChanged] * 2
+            assert [type(event) for event in events] == [m.TaskUpdate] * 2
             assert [event.info.status.value for event in events] == ["running", "completed"]
             assert isinstance(result, m.Result) and result.managed
             object_id = object_id or result.object_id
@@ -459,7 +459,7 @@ def test_one_who_does_not_read(
             frame = silent.hear_frame()
             frame.close()
             assert frame.request_id not in results
-            if frame.kind == number_of(m.TaskChanged):
+            if frame.kind == number_of(m.TaskUpdate):
                 told[frame.request_id] += 1
             else:
                 assert frame.kind == number_of(m.Result)

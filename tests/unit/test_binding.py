@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared_rpc import AsyncClient, Client, Provider
-from shared_rpc.client.steps import Blocking, Operation, Request, Work
+from shared_rpc.client.steps import BlockingMethods, Operation, Request, Work
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, operation
 
@@ -21,7 +21,7 @@ DEFINED = {
 }
 
 
-class Recorder(Blocking):
+class Recorder(BlockingMethods):
     """A driver that answers every request with its number."""
 
     @classmethod

@@ -19,7 +19,7 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.outcomes import Failure, Produced
+from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
 
 KEY, SESSION = "provider", "session"
@@ -58,8 +58,8 @@ class Setting:
         self.peers = [Peer()]
         self.dispatcher = Dispatcher(self.workers, lambda: None, None)
         self.executor = WorkerExecutor(KEY, self.dispatcher, self.workers, dict)
-        self.lane = self.executor.lanes.of(SESSION)
-        self.outcomes: list[Produced | Failure] = []
+        self.transfer = self.executor.transfers.of(SESSION)
+        self.outcomes: list[Completed | Failure] = []
         self.begun = 0
 
     def workers(self) -> list[Worker]:
@@ -68,7 +68,7 @@ class Setting:
 
     def start(self, *chunks: int) -> Run[Any]:
         """A run with chunks of the client's in its arguments."""
-        return self.start_with(Arguments(chunks=list(chunks), loans=self.lane.lent(chunks)), session=SESSION)
+        return self.start_with(Arguments(chunks=list(chunks), pooled=self.transfer.lent(chunks)), session=SESSION)
 
     def start_with(self, arguments: Arguments, session: str, **options: bool) -> Run[Any]:
         """A run that a test has put together."""
@@ -80,14 +80,14 @@ class Setting:
         """See :class:`Owner`."""
         self.begun += 1
 
-    def ended(self, run: Run[Any], outcome: Produced | Failure) -> None:
+    def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
         """See :class:`Owner`."""
         self.outcomes.append(outcome)
 
     def progressed(self, *_: object) -> None:
         """See :class:`Owner`."""
 
-    starved = progressed
+    out_of_memory = progressed
 
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """A worker says something about a run."""
@@ -103,33 +103,33 @@ def setting() -> Setting:
 
 
 @pytest.fixture
-def ran() -> Callable[..., tuple[w.Ran, list[int]]]:
+def ran() -> Callable[..., tuple[w.RunFinished, list[int]]]:
     """``ran(chunks, returned)``: a result in chunks of an arena, and its descriptors."""
 
-    def make(chunks: list[int], returned: list[int]) -> tuple[w.Ran, list[int]]:
+    def make(chunks: list[int], returned: list[int]) -> tuple[w.RunFinished, list[int]]:
         with HOST.create(4096) as segment:
             info, number = segment.info, os.dup(segment.fileno())
-        return w.Ran(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0), [number]
+        return w.RunFinished(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0), [number]
 
     return make
 
 
 def test_a_result_that_crosses_its_withdrawal(
-    setting: Setting, ran: Callable[..., tuple[w.Ran, list[int]]], no_leaks: None
+    setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None
 ) -> None:
     """The worker had ended it before it heard: nobody is told, the chunks of both pools go back, descriptors are closed."""
     started = setting.start(7, 8)
     (_, number) = setting.peers[0].sent[-1]
     assert setting.executor.withdraw(started)
     setting.peers[0].last(w.Withdraw)
-    setting.said(w.Begun(), number)
+    setting.said(w.RunStarted(), number)
     message, fds = ran([100], [7, 8])
     setting.said(message, number, fds)
-    give = setting.peers[0].last(w.Give)
+    give = setting.peers[0].last(w.ReleaseChunks)
     assert (give.session, give.chunks) == (SESSION, [100])
-    assert setting.lane.returned() == [7, 8]
+    assert setting.transfer.returned() == [7, 8]
     assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, {})
-    setting.lane.close()
+    setting.transfer.close()
 
 
 def test_a_withdrawal_in_time(setting: Setting) -> None:
@@ -137,9 +137,9 @@ def test_a_withdrawal_in_time(setting: Setting) -> None:
     started = setting.start(7)
     (_, number) = setting.peers[0].sent[-1]
     assert setting.executor.withdraw(started)
-    assert setting.lane.returned() == []
-    setting.said(w.Withdrawn([7]), number)
-    assert setting.lane.returned() == [7]
+    assert setting.transfer.returned() == []
+    setting.said(w.RunWithdrawn([7]), number)
+    assert setting.transfer.returned() == [7]
     assert setting.peers[0].runs == {}
 
 
@@ -147,7 +147,7 @@ def test_what_began_is_not_withdrawn(setting: Setting) -> None:
     """Others may join it, and its result is worth keeping."""
     started = setting.start()
     (_, number) = setting.peers[0].sent[-1]
-    setting.said(w.Begun(), number)
+    setting.said(w.RunStarted(), number)
     assert not setting.executor.withdraw(started)
 
 
@@ -157,16 +157,16 @@ def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
     first = setting.peers.pop()
     setting.dispatcher.lost(cast("Worker", first), WorkerCrashed("it was killed"))
     setting.executor.lost(cast("Worker", first))
-    assert setting.lane.returned() == []
+    assert setting.transfer.returned() == []
     setting.peers.append(Peer())
     setting.dispatcher.look()
-    assert setting.peers[0].last(w.Run).chunks == [7]
+    assert setting.peers[0].last(w.StartRun).chunks == [7]
     second = setting.peers.pop()
     setting.dispatcher.lost(cast("Worker", second), WorkerCrashed("it was killed"))
     setting.executor.lost(cast("Worker", second))
     (failure,) = setting.outcomes
     assert isinstance(failure, Failure) and failure.code == WorkerCrashed.code
-    assert setting.lane.returned() == [7]
+    assert setting.transfer.returned() == [7]
 
 
 def test_calls_go_to_the_worker_with_the_least_to_do(setting: Setting) -> None:
@@ -183,20 +183,20 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
     for _ in range(3):
         setting.start()
     busy = setting.peers[0]
-    setting.lane._results[100] = cast("Worker", busy)
-    arguments = Arguments(held=[100], loans=setting.lane.hold([100]) or {})
+    setting.transfer._results[100] = cast("Worker", busy)
+    arguments = Arguments(held=[100], pooled=setting.transfer.hold([100]) or {})
     setting.start_with(arguments, SESSION)
-    assert busy.last(w.Run).held == [100]
+    assert busy.last(w.StartRun).held == [100]
 
 
 def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     """Its run is of no session, and its arguments are: the worker is told whose, and gives them back to that one."""
-    arguments = Arguments(chunks=[7], loans=setting.lane.lent([7]), session=SESSION)
+    arguments = Arguments(chunks=[7], pooled=setting.transfer.lent([7]), session=SESSION)
     setting.start_with(arguments, "task 1", background=True, pooled=False)
-    run = setting.peers[0].last(w.Run)
+    run = setting.peers[0].last(w.StartRun)
     assert (run.session, run.chunks) == (SESSION, [7])
     (_, number) = setting.peers[0].sent[-1]
-    setting.said(w.Begun(), number)
-    setting.said(w.Failed("error", "", {}, [7]), number)
-    assert setting.lane.returned() == [7]
+    setting.said(w.RunStarted(), number)
+    setting.said(w.RunFailed("error", "", {}, [7]), number)
+    assert setting.transfer.returned() == [7]
     assert setting.peers[0].arenas == {}

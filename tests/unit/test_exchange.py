@@ -42,9 +42,9 @@ def result(object_id: str, *, managed: bool = False) -> m.Result:
     return m.Result(object_id, 1, managed, msgspec.Raw(EMPTY_TABLE), [])
 
 
-def changed(done: int) -> m.TaskChanged:
+def changed(done: int) -> m.TaskUpdate:
     """What is told of a task."""
-    return m.TaskChanged(TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(done)))
+    return m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(done)))
 
 
 KNOWN = m.Error(DeadlineExceeded.code, "nobody waits")
@@ -453,7 +453,7 @@ def test_a_server_that_needs_memory(connection: Connection) -> None:
     """It is answered at once, though the client has none."""
     exchange = connection.ask()
     connection.sent()
-    assert connection.come(m.Starved("no room"), 1) == [exchange]
+    assert connection.come(m.OutOfPoolMemory("no room"), 1) == [exchange]
     assert connection.sent() == [(0, m.Free([]))]
     assert exchange.answer is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 
 import pytest
 
@@ -13,7 +14,22 @@ PACKAGE = ROOT / "shared_rpc"
 GLOSSARY = (ROOT / "docs" / "reference" / "glossary.md").read_text()
 
 #: Words that stand for a term of the glossary no more, whole or as a part of a name.
-GONE = {"voucher": "export descriptor", "desk": "descriptor server"}
+GONE = {"voucher": "export descriptor", "desk": "descriptor server", "reaper": "finaliser thread", "crowd": "load client"}
+
+
+def classes() -> dict[str, list[str]]:
+    """The public classes of the package, with the files that have one of that name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(PACKAGE)))
+    return dict(found)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Whoever searches for one finds one."""
+    assert {name: files for name, files in classes().items() if len(files) > 1} == {}
 
 
 @pytest.mark.parametrize("place", sorted(set(re.findall(r"`([a-z_/]+(?:\.py|/))`", GLOSSARY))))

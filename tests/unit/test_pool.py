@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.arena import ALIGNMENT, Extents
-from shared_rpc.memory.borrowing import Borrower, chunk_of
+from shared_rpc.memory.chunk_references import ChunkReferences, chunk_of
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolClosed, PoolFull, PoolOptions
 
@@ -148,54 +148,54 @@ class TestBorrower:
     """What tells that a chunk is free."""
 
     @pytest.fixture
-    def borrower(self) -> Borrower:
+    def references(self) -> ChunkReferences:
         """One that tells nobody."""
-        return Borrower(lambda: None)
+        return ChunkReferences(lambda: None)
 
     @staticmethod
     def _storage() -> Any:
         return torch.zeros(4).untyped_storage()
 
-    def test_a_chunk_comes_back_with_its_last_user(self, pool: Pool, borrower: Borrower) -> None:
+    def test_a_chunk_comes_back_with_its_last_user(self, pool: Pool, references: ChunkReferences) -> None:
         """Not before both storages are gone, and then once."""
         (chunk,) = pool.take("cpu", [16], "a test")
         one, other = self._storage(), self._storage()
-        borrower.lend(chunk.number, 16, chunk.arena.mapping, [one, other])
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [one, other])
         assert chunk_of(one) == chunk_of(other) == chunk.number
         del one
-        borrower.settle()
-        assert borrower.returned() == []
+        references.poll()
+        assert references.returned() == []
         del other
-        borrower.settle()
-        assert borrower.returned() == [chunk.number]
-        assert borrower.returned() == []
-        assert borrower.in_use == 0
+        references.poll()
+        assert references.returned() == [chunk.number]
+        assert references.returned() == []
+        assert references.in_use == 0
 
-    def test_a_view_keeps_the_chunk(self, pool: Pool, borrower: Borrower) -> None:
+    def test_a_view_keeps_the_chunk(self, pool: Pool, references: ChunkReferences) -> None:
         """A tensor, or a view of one, is a user as long as it lives."""
         (chunk,) = pool.take("cpu", [16], "a test")
         tensor = torch.zeros(4)
-        borrower.lend(chunk.number, 16, chunk.arena.mapping, [tensor.untyped_storage()])
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [tensor.untyped_storage()])
         view = tensor[1:]
         del tensor
         gc.collect()
-        borrower.settle()
-        assert not borrower.has_returned
+        references.poll()
+        assert not references.has_returned
         del view
-        borrower.settle()
-        assert borrower.returned() == [chunk.number]
+        references.poll()
+        assert references.returned() == [chunk.number]
 
-    def test_the_mapping_outlives_the_session(self, borrower: Borrower) -> None:
-        """Tensors stay valid after the pool and the borrower have ended; the memory goes with them."""
+    def test_the_mapping_outlives_the_session(self, references: ChunkReferences) -> None:
+        """Tensors stay valid after the pool and the references have ended; the memory goes with them."""
         MAPPINGS.drain()
         before = len(MAPPINGS)
         pool = Pool(PoolOptions(), "the pool")
         (chunk,) = pool.take("cpu", [16], "a test")
         storage = self._storage()
-        borrower.lend(chunk.number, 16, chunk.arena.mapping, [storage])
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
         del chunk
         pool.close()
-        borrower.close()
+        references.close()
         assert len(MAPPINGS) == before + 1
         del storage
         MAPPINGS.drain()
@@ -204,10 +204,10 @@ class TestBorrower:
     def test_its_end_is_told(self, pool: Pool) -> None:
         """Somebody may be waiting for the memory."""
         told: list[int] = []
-        borrower = Borrower(lambda: told.append(1))
+        references = ChunkReferences(lambda: told.append(1))
         (chunk,) = pool.take("cpu", [16], "a test")
         storage = self._storage()
-        borrower.lend(chunk.number, 16, chunk.arena.mapping, [storage])
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
         assert told == []
         del storage
         assert told == [1]

@@ -41,7 +41,7 @@ async def test_what_cannot_wait_for_the_others(at_once: bool) -> None:
     arrived: list[bool] = []
 
     def handle(_: object) -> None:
-        stream.send(w.Begun(), 1, at_once=at_once)
+        stream.send(w.RunStarted(), 1, at_once=at_once)
         try:
             arrived.append(bool(theirs.recv(1 << 16)))
         except BlockingIOError:

@@ -12,7 +12,7 @@ import pytest
 from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import Supervisor
-from shared_rpc.broker.zygote import Begun, WorkerZygote
+from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
@@ -30,7 +30,7 @@ class FakeWorker:
         ended: Callable[[FakeWorker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
-        begun: Begun | None = None,
+        begun: ForkedWorker | None = None,
     ) -> None:
         self.number, self.restarts, self.pid = number, restarts, 0
         self.state, self.started = "starting", time.monotonic()

@@ -72,7 +72,7 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
         if stored.nbytes == 0:
             return tensor.reshape(stored.shape)
         storage = make_storage(mapping, offset, stored.nbytes, device)
-        MAPPINGS.lend([(mapping, storage)])
+        MAPPINGS.keep_for([(mapping, storage)])
         return tensor.set_(storage, 0, stored.shape, torch.empty(stored.shape, device="meta").stride())
 
 

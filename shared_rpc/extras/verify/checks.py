@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_rpc.extras.verify.clients import ClientFailed, RemoteClient
+from shared_rpc.extras.verify.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verify.gauges import Counts, DeviceGauge, HostGauge, counts_of
 from shared_rpc.extras.verify.stage import Stage, within
 from shared_rpc.extras.verify.verdict import Outcome, size
@@ -84,14 +84,14 @@ class Bench:
         self.stage.client().invalidate_call_cache(endpoint, self.nbytes, seed)
 
     @contextmanager
-    def attached(self, count: int, *, seed: int = _SEED, nbytes: int | None = None) -> Iterator[list[RemoteClient]]:
+    def attached(self, count: int, *, seed: int = _SEED, nbytes: int | None = None) -> Iterator[list[VerifyClient]]:
         """Start client processes that attach to the model, or to one of that size, at the same time."""
         with self.stage.clients(count) as clients:
             _all_of(clients, "attach", nbytes=nbytes or self.nbytes, seed=seed)
             yield clients
 
 
-def _all_of(clients: list[RemoteClient], do: str, **options: Any) -> list[Any]:
+def _all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
     """Have all clients carry out one command at the same time: the answers."""
     for client in clients:
         client.tell(do, **options)
@@ -217,7 +217,7 @@ def lifetimes(bench: Bench, outcome: Outcome) -> None:
     """Have processes start, attach, compute and end: with and without closing their client, and by SIGKILL."""
     stage, total, nbytes = bench.stage, bench.lifetimes, min(bench.nbytes, _SMALL)
     ends, codes, digests = itertools.cycle(_ENDS), [], set()
-    running: deque[RemoteClient] = deque()
+    running: deque[VerifyClient] = deque()
     try:
         with bench.attached(1, nbytes=nbytes) as (first,):
             right = first.ask("digest")
@@ -428,7 +428,7 @@ def kill_server(bench: Bench, outcome: Outcome) -> None:
     )
 
 
-def _shares(clients: list[RemoteClient]) -> bool:
+def _shares(clients: list[VerifyClient]) -> bool:
     """Tell whether a write of the first one is seen by all. It is taken back."""
     first = clients[0]
     (old,) = first.ask("read", count=1)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shared_rpc import Handle
 
-__all__ = ["LOG", "ClientFailed", "RemoteClient", "Subject"]
+__all__ = ["LOG", "ClientFailed", "Subject", "VerifyClient"]
 
 #: Name of the file that client processes write to, in the verification's directory.
 LOG = "clients.log"
@@ -162,7 +162,7 @@ class ClientFailed(Exception):
     """An error of a client process that could not do what it was asked for, or is not there any more."""
 
 
-class RemoteClient:
+class VerifyClient:
     """A new client process; it ends with the block, whatever it does.
 
     :param words: see :func:`_serve`.
@@ -232,7 +232,7 @@ class RemoteClient:
         """Hang up, which ends it."""
         self._connection.close()
 
-    def __enter__(self) -> RemoteClient:
+    def __enter__(self) -> VerifyClient:
         return self
 
     def __exit__(self, *_: object) -> None:

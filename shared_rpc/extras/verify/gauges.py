@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shared_rpc.extras.verify.clients import ClientFailed, RemoteClient
+from shared_rpc.extras.verify.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verify.stage import Stage
 
 __all__ = ["Counts", "DeviceGauge", "HostGauge", "counts_of", "memory_of", "segment_bytes"]
@@ -107,10 +107,10 @@ class DeviceGauge:
     )  # kernels that are loaded when they are first needed, and what a forward pass leaves with torch's allocator
     blur = 64 << 20
 
-    def __init__(self, connect: Callable[[], RemoteClient], device: str) -> None:
+    def __init__(self, connect: Callable[[], VerifyClient], device: str) -> None:
         self._connect = connect
         self._device = device
-        self._probe: RemoteClient | None = None
+        self._probe: VerifyClient | None = None
 
     def used(self) -> int:
         """Measure the bytes in use."""

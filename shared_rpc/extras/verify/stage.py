@@ -22,7 +22,7 @@ from typing import Any
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.extras.verify.clients import LOG, RemoteClient
+from shared_rpc.extras.verify.clients import LOG, VerifyClient
 from shared_rpc.extras.verify.interrupts import Interrupts
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
 
@@ -229,18 +229,18 @@ class Stage:
 
     # Client processes.
 
-    def connect(self) -> RemoteClient:
+    def connect(self) -> VerifyClient:
         """Start a new client process.
 
         :raises CannotRun: if the fork server has ended.
         """
         try:
-            return RemoteClient(self.socket_path, self._subject, self.folder)
+            return VerifyClient(self.socket_path, self._subject, self.folder)
         except (EOFError, OSError) as error:
             raise CannotRun(f"the process that forks clients has ended; {self.last_words(LOG)}") from error
 
     @contextmanager
-    def clients(self, count: int) -> Iterator[list[RemoteClient]]:
+    def clients(self, count: int) -> Iterator[list[VerifyClient]]:
         """Start so many new client processes."""
         with ExitStack() as stack:
             yield [stack.enter_context(self.connect()) for _ in range(count)]

@@ -15,9 +15,9 @@ def call(caller: Caller, message: m.Call) -> None:
     """Run an endpoint, join its run, or take its cached result."""
     waiter, lowered, arguments = entered(caller, message)
     if message.pooled:
-        caller.core.lanes.of(caller.session)  # which makes it
+        caller.core.transfers.of(caller.session)  # which makes it
         waiter.pooled = True
-    waiter.on_starved = caller.starved
+    waiter.on_out_of_memory = caller.out_of_memory
     caller.core.call(waiter, message.endpoint, lowered, arguments, frozenset(message.chain))
 
 
@@ -30,20 +30,20 @@ def cancel(caller: Caller, message: m.Cancel) -> None:
 @handles(m.Free)
 def free(caller: Caller, message: m.Free) -> m.Count:
     """Take chunks back that the caller has done with."""
-    caller.core.lanes.of(caller.session).give(message.chunks)
+    caller.core.transfers.of(caller.session).give(message.chunks)
     return m.Count(len(message.chunks))
 
 
 @handles(m.AwaitFree)
 def await_free(caller: Caller, message: m.AwaitFree) -> None:
     """Wait for chunks of the caller's that can be given back."""
-    lane, loop = caller.core.lanes.of(caller.session), asyncio.get_running_loop()
+    transfer, loop = caller.core.transfers.of(caller.session), asyncio.get_running_loop()
     waiting = True
 
     def answer() -> None:
         if waiting:
             left()
-            caller.reply(m.Free(lane.returned()))
+            caller.reply(m.Free(transfer.returned()))
 
     def told() -> None:
         with suppress(RuntimeError):  # the loop is closed
@@ -52,10 +52,10 @@ def await_free(caller: Caller, message: m.AwaitFree) -> None:
     def left() -> None:
         nonlocal waiting
         waiting = False
-        lane.forget(told)
+        transfer.forget(told)
 
     caller.wait().on_leave = left
-    lane.await_chunks(told)
+    transfer.await_chunks(told)
 
 
 @handles(m.InvalidateCall)

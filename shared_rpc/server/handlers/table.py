@@ -52,7 +52,7 @@ class Caller(Protocol):
     def notify(self, message: m.Message) -> None:
         """Send what is not the answer. One who leaves too much unread may miss it."""
 
-    def starved(self, why: str) -> None:
+    def out_of_memory(self, why: str) -> None:
         """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up meanwhile."""
 
     def wait(self) -> Waiter:

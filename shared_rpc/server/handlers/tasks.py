@@ -36,7 +36,7 @@ def wait_task(caller: Caller, message: m.WaitTask) -> None:
             caller.reply(m.TaskIs(tasks.table.get(message.task_id).info))
 
     if message.events:
-        waiter.on_event = lambda info: caller.notify(m.TaskChanged(info))
+        waiter.on_event = lambda info: caller.notify(m.TaskUpdate(info))
     if message.look:
         waiter.looks, waiter.claims, waiter.deliver = True, message.claim, show
     tasks.wait(waiter, message.task_id, poll=message.poll)

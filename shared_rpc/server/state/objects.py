@@ -25,7 +25,7 @@ from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 
-__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "Watcher", "usage_of"]
+__all__ = ["OBJECT_ID", "ListingObserver", "ObjectStore", "StoredObject", "usage_of"]
 
 #: What an object's id looks like.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
@@ -103,7 +103,7 @@ def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
     return usage
 
 
-class Watcher(Protocol):
+class ListingObserver(Protocol):
     """Who wants to know which objects are listed."""
 
     def listed(self, stored: StoredObject) -> None:
@@ -146,7 +146,7 @@ class ObjectStore:
         #: Their bytes, by device.
         self._nbytes: Counter[str] = Counter()
         #: None for nobody. At the end of the server it is not told that all objects go.
-        self.watcher: Watcher | None = None
+        self.watcher: ListingObserver | None = None
 
     @property
     def nbytes(self) -> int:

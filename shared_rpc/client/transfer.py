@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
-from shared_rpc.lifecycle.finalizer import REAPER, weakly
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["Lane", "LaneClosed"]
+__all__ = ["ClientTransfer", "TransferClosed"]
 
 #: Seconds without a request after which chunks are given back that no request has taken along.
 _IDLE = 0.05
@@ -27,11 +27,11 @@ def _nothing() -> None:
     """A chunk of this process's own is free when somebody looks for room."""
 
 
-class LaneClosed(Exception):
+class TransferClosed(Exception):
     """The session that a request was made for has ended: it is to be made anew for the one that began."""
 
 
-class Lane:
+class ClientTransfer:
     """The pool for arguments, and the chunks of the server's pool that results lie in.
 
     :param flush: tells the server of chunks, from another thread.
@@ -39,9 +39,9 @@ class Lane:
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
-        self.borrower = Borrower(weakly(self._chunk_dropped))
+        self.references = ChunkReferences(weakly(self._chunk_dropped))
         #: Chunks of the pool for arguments that came back as results.
-        self.own = Borrower(_nothing)
+        self.own = ChunkReferences(_nothing)
         self._flush = flush
         #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
         self._spare: dict[str, Segment] = {}
@@ -51,32 +51,32 @@ class Lane:
         #: When a request last took along what is to be given back (time.monotonic()).
         self._asked = 0.0
         #: Calls whose results wait for memory in the server.
-        self.hungry = 0
+        self.waiting = 0
         self.closed = False
 
     def to_give_back(self) -> list[int]:
         """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
         self._asked = time.monotonic()
-        self.settle(look=True)
-        return self.borrower.returned()
+        self.poll(look=True)
+        return self.references.returned()
 
-    def settle(self, *, look: bool = False) -> bool:
+    def poll(self, *, look: bool = False) -> bool:
         """See which chunks this process has done with: a safe point, best while there is nothing to do but to wait.
 
-        :param look: see :meth:`Borrower.settle`.
+        :param look: see :meth:`ChunkReferences.settle`.
         :returns: whether there is more room for arguments.
         """
-        self.borrower.settle(look=look)
-        self.own.settle(look=look)
-        if self.borrower.has_fenced:
+        self.references.poll(look=look)
+        self.own.poll(look=look)
+        if self.references.has_fenced:
             self._listen()
         returned = self.own.returned()
         return bool(returned) and self.arguments.give(returned) > 0
 
     def reclaim(self) -> bool:
         """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
-        self.own.wait()
-        return self.settle(look=True)
+        self.own.drain()
+        return self.poll(look=True)
 
     @property
     def returnable(self) -> bool:
@@ -99,10 +99,10 @@ class Lane:
             raise ConnectionClosed("this client was closed before it took the result")
         return chunk
 
-    def starved(self) -> m.Free:
+    def out_of_memory(self) -> m.Free:
         """What to tell a server that needs memory; waits for the GPU."""
-        self.borrower.wait()
-        return m.Free(self.borrower.returned())
+        self.references.drain()
+        return m.Free(self.references.returned())
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """A reply has come, and may be taken later than one that came after it: its arenas are known from here on."""
@@ -150,55 +150,55 @@ class Lane:
         for segment in self.segments(message.segments, message.kept, message.arenas, frame.fds):
             segment.close()
         self.arguments.give(message.freed)
-        self.borrower.unused(message.chunks)
+        self.references.unused(message.chunks)
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if self.hungry:
-            REAPER.submit(self._flush_now)
+        if self.waiting:
+            FINALIZER.submit(self._flush_now)
         elif not self._flushing and not self.closed:
             self._flushing = True
-            REAPER.submit(self._flush_now, after=_IDLE)
+            FINALIZER.submit(self._flush_now, after=_IDLE)
 
     def _listen(self) -> None:
         if not self._listening:
             self._listening = True
-            REAPER.start()
-            REAPER.submit(self._end_silence, after=_SILENCE)
+            FINALIZER.start()
+            FINALIZER.submit(self._end_silence, after=_SILENCE)
 
     def _end_silence(self) -> None:
         left = self._asked + _SILENCE - time.monotonic()
         if left > 0:
-            REAPER.submit(self._end_silence, after=left)
+            FINALIZER.submit(self._end_silence, after=left)
             return
         self._listening = False
         self._flush_now()
-        if self.borrower.has_fenced and not self.closed:
+        if self.references.has_fenced and not self.closed:
             self._listen()
 
     def _flush_now(self) -> None:
-        if not self.hungry and not self.closed and time.monotonic() - self._asked < _IDLE:
+        if not self.waiting and not self.closed and time.monotonic() - self._asked < _IDLE:
             # The next request is about to take them along, and this would need another connection.
-            REAPER.submit(self._flush_now, after=_IDLE)
+            FINALIZER.submit(self._flush_now, after=_IDLE)
             return
         self._flushing = False
         if self.closed:
             return
-        if self.hungry:
-            self.borrower.wait()
+        if self.waiting:
+            self.references.drain()
         else:
-            self.borrower.settle(background=True)
-        numbers = self.borrower.returned()
+            self.references.poll(background=True)
+        numbers = self.references.returned()
         if numbers:
             try:
                 self._flush(numbers)
             except (SharedRPCError, OSError):
-                self.borrower.put_back(numbers)  # for the next request, if there is one
+                self.references.put_back(numbers)  # for the next request, if there is one
 
     def close(self) -> None:
         """The session ended. The memory goes when neither side has a tensor over it."""
         self.closed = True
-        self.borrower.close()
+        self.references.close()
         self.own.close()
         for segment_id in tuple(self._spare):  # another thread may go on with what was interrupted here
             segment = self._spare.pop(segment_id, None)

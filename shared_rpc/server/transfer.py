@@ -7,23 +7,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from shared_rpc.lifecycle.finalizer import REAPER
-from shared_rpc.memory.borrowing import Borrower
+from shared_rpc.lifecycle.finalizer import FINALIZER
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
-from shared_rpc.memory.records import Lender
+from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment
-from shared_rpc.server.session_lanes import Lanes, SessionLane
+from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 
-__all__ = ["Lane", "lanes_of"]
+__all__ = ["ServerTransfer", "transfers_of"]
 
 
-def lanes_of(options: PoolOptions | None = None) -> Lanes[Lane]:
-    """The lanes of a server whose endpoints run in its own process."""
+def transfers_of(options: PoolOptions | None = None) -> Transfers[ServerTransfer]:
+    """The transfers of a server whose endpoints run in its own process."""
     chosen = options or PoolOptions()
-    return Lanes(lambda session: Lane(session, chosen))
+    return Transfers(lambda session: ServerTransfer(session, chosen))
 
 
-class Lane(SessionLane):
+class ServerTransfer(SessionTransfer):
     """The memory of one session, in the process that runs the endpoints.
 
     :param session: its id, for errors and the log.
@@ -33,9 +33,9 @@ class Lane(SessionLane):
         super().__init__()
         self.results = Pool(options, f"the pool for results of session {session}")
         #: Chunks of the client's pool.
-        self.borrower = Borrower(self._chunk_dropped)
+        self.references = ChunkReferences(self._chunk_dropped)
         #: Chunks of the results' pool that came back as arguments.
-        self.own = Borrower(self._own_dropped)
+        self.own = ChunkReferences(self._own_dropped)
         #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
         self._parked: deque[tuple[object, Callable[[], None]]] = deque()
         #: Who waits for chunks of the client's own: called from another thread.
@@ -44,15 +44,15 @@ class Lane(SessionLane):
         #: The server's loop, once something is parked.
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """See what the endpoints have done with. A safe point, in the thread of one of them."""
-        self.borrower.settle()
-        self.own.settle()
+        self.references.poll()
+        self.own.poll()
         self._give_own()
 
     def reclaim(self) -> bool:
         """Free what came back as arguments and is not used any more, after waiting for the GPU; whether that was anything."""
-        self.own.wait()
+        self.own.drain()
         return self._give_own()
 
     def _give_own(self) -> bool:
@@ -65,47 +65,47 @@ class Lane(SessionLane):
     def _own_dropped(self) -> None:
         # Runs in a finaliser.
         if self._parked:
-            REAPER.submit(self.reclaim)
+            FINALIZER.submit(self.reclaim)
 
     # Arguments.
 
-    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
-        """See :class:`SessionLane`."""
-        return dict.fromkeys(chunks, self.borrower)
+    def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
+        """See :class:`SessionTransfer`."""
+        return dict.fromkeys(chunks, self.references)
 
-    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
-        """See :class:`SessionLane`."""
+    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
+        """See :class:`SessionTransfer`."""
         held = set(chunks)
         return dict.fromkeys(held, self.own) if self.results.hold(held) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         return self.results.segment(segment_id)
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionLane`; it is called from another thread."""
+        """See :class:`SessionTransfer`; it is called from another thread."""
         self._wanted.append(told)
-        REAPER.start()
+        FINALIZER.start()
         if not self._looking:
             self._looking = True
-            REAPER.submit(self._look)
+            FINALIZER.submit(self._look)
 
     def forget(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         with suppress(ValueError):  # told already
             self._wanted.remove(told)
 
     def returned(self) -> list[int]:
-        """See :class:`SessionLane`."""
-        return self.borrower.returned()
+        """See :class:`SessionTransfer`."""
+        return self.references.returned()
 
     def put_back(self, chunks: Iterable[int]) -> None:
-        """See :class:`SessionLane`."""
-        self.borrower.unused(chunks)
+        """See :class:`SessionTransfer`."""
+        self.references.unused(chunks)
 
     def freed(self) -> list[int]:
-        """See :class:`SessionLane`."""
-        chunks = self.borrower.returned()
+        """See :class:`SessionTransfer`."""
+        chunks = self.references.returned()
         while chunks and self._wanted:
             self._wanted.popleft()()
         return chunks
@@ -114,12 +114,12 @@ class Lane(SessionLane):
         # Runs in a finaliser.
         if self._wanted and not self._looking:
             self._looking = True
-            REAPER.submit(self._look)
+            FINALIZER.submit(self._look)
 
     def _look(self) -> None:
         self._looking = False
-        self.borrower.wait()
-        if self.borrower.has_returned:
+        self.references.drain()
+        if self.references.has_returned:
             with suppress(IndexError):  # the loop's thread may take some
                 while True:
                     self._wanted.popleft()()
@@ -128,16 +128,16 @@ class Lane(SessionLane):
 
     @property
     def results_nbytes(self) -> int:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         return self.results.nbytes
 
     @property
     def results_used(self) -> int:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         return self.results.used
 
     def give(self, chunks: Sequence[int]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         if self.results.give(chunks):
             self._retry()
 
@@ -161,12 +161,12 @@ class Lane(SessionLane):
         return bool(found)
 
     def close(self) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         super().close()
         self._parked.clear()
         self._wanted.clear()
-        self.borrower.close()
+        self.references.close()
         self.own.close()
         # On a GPU it waits for the device.
-        REAPER.start()
-        REAPER.submit(self.results.close)
+        FINALIZER.start()
+        FINALIZER.submit(self.results.close)

@@ -9,17 +9,17 @@ from typing import Generic, TypeVar
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
-from shared_rpc.memory.records import Lender
+from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["Lanes", "SessionLane"]
+__all__ = ["SessionTransfer", "Transfers"]
 
 #: Arenas of one client; one that doubles its pool comes to a dozen.
 _MAX_ARENAS = 64
 
 
-class SessionLane(ABC):
+class SessionTransfer(ABC):
     """One session's pool of results, and what its client lends for arguments. On the server's loop."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class SessionLane(ABC):
         self._arenas: dict[str, Segment] = {}
 
     def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
-        """A client's new arena: another descriptor of it. The one that came belongs to the lane.
+        """A client's new arena: another descriptor of it. The one that came belongs to the transfer.
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
@@ -51,11 +51,11 @@ class SessionLane(ABC):
         return known.duplicate()
 
     @abstractmethod
-    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
+    def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
         """Chunks of the client's that come with a call, and to whom they are given back."""
 
     @abstractmethod
-    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
+    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
         """Chunks of the session's results that it names as arguments, held once more; None if one of them is not in use."""
 
     @abstractmethod
@@ -103,46 +103,49 @@ class SessionLane(ABC):
         self._arenas.clear()
 
 
-LaneT_co = TypeVar("LaneT_co", bound=SessionLane, covariant=True)
+TransferT_co = TypeVar("TransferT_co", bound=SessionTransfer, covariant=True)
 
 
-class Lanes(Generic[LaneT_co]):
-    """The lanes of all sessions that have one.
+class Transfers(Generic[TransferT_co]):
+    """The transfers of all sessions that have one.
 
-    :param make: a new lane for a session.
+    :param make: a new transfer for a session.
     """
 
-    def __init__(self, make: Callable[[str], LaneT_co]) -> None:
+    def __init__(self, make: Callable[[str], TransferT_co]) -> None:
         self._make = make
-        self._lanes: dict[str, LaneT_co] = {}
+        self._transfers: dict[str, TransferT_co] = {}
 
-    def of(self, session: str) -> LaneT_co:
-        """A session's lane, made when it is first needed."""
-        lane = self._lanes.get(session)
-        if lane is None:
-            lane = self._lanes[session] = self._make(session)
-        return lane
+    def of(self, session: str) -> TransferT_co:
+        """A session's transfer, made when it is first needed."""
+        transfer = self._transfers.get(session)
+        if transfer is None:
+            transfer = self._transfers[session] = self._make(session)
+        return transfer
 
-    def find(self, session: str) -> LaneT_co | None:
-        """A session's lane, if it has one."""
-        return self._lanes.get(session)
+    def find(self, session: str) -> TransferT_co | None:
+        """A session's transfer, if it has one."""
+        return self._transfers.get(session)
 
-    def all(self) -> tuple[LaneT_co, ...]:
-        """Every lane."""
-        return tuple(self._lanes.values())
+    def all(self) -> tuple[TransferT_co, ...]:
+        """Every transfer."""
+        return tuple(self._transfers.values())
 
     def end(self, session: str) -> None:
         """The session ended: all that it had goes back."""
-        lane = self._lanes.pop(session, None)
-        if lane is not None:
-            lane.close()
+        transfer = self._transfers.pop(session, None)
+        if transfer is not None:
+            transfer.close()
 
     def facts(self) -> dict[str, int]:
         """Bytes that pools for results have, and chunks of them that clients have not given back."""
-        lanes = self.all()
-        return {"nbytes": sum(lane.results_nbytes for lane in lanes), "chunks": sum(lane.results_used for lane in lanes)}
+        transfers = self.all()
+        return {
+            "nbytes": sum(transfer.results_nbytes for transfer in transfers),
+            "chunks": sum(transfer.results_used for transfer in transfers),
+        }
 
     def close(self) -> None:
         """The server ends."""
-        for session in tuple(self._lanes):
+        for session in tuple(self._transfers):
             self.end(session)

@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shared_rpc.memory.records import Lender, Record
+from shared_rpc.memory.records import ChunkSink, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.server.session_lanes import SessionLane
+from shared_rpc.server.session_transfer import SessionTransfer
 
 if TYPE_CHECKING:
     from shared_rpc.broker.worker import Worker
 
-__all__ = ["RelayedLane"]
+__all__ = ["ForwardedTransfer"]
 
 
-class RelayedLane(SessionLane):
+class ForwardedTransfer(SessionTransfer):
     """The memory is mapped by workers. When one of them ends, the kernel has ended what it did with it.
 
     :param key: the provider's; ``session`` the session's id.
@@ -90,43 +90,43 @@ class RelayedLane(SessionLane):
 
     # What the core asks for.
 
-    def lent(self, chunks: Sequence[int]) -> dict[int, Lender]:
-        """See :class:`SessionLane`."""
+    def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
+        """See :class:`SessionTransfer`."""
         return dict.fromkeys(chunks, self)
 
-    def hold(self, chunks: Sequence[int]) -> dict[int, Lender] | None:
-        """See :class:`SessionLane`. The worker holds them when the call is there, and has the last word."""
+    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
+        """See :class:`SessionTransfer`. The worker holds them when the call is there, and has the last word."""
         return {} if all(chunk in self._results for chunk in chunks) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         found = self._segments.get(segment_id)
         return found[0] if found is not None else None
 
     def give(self, chunks: Sequence[int]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         owners: dict[Worker, list[int]] = {}
         for chunk in chunks:
             worker = self._results.pop(chunk, None)
             if worker is not None:
                 owners.setdefault(worker, []).append(chunk)
         for worker, numbers in owners.items():
-            worker.send(w.Give(self.key, self.session, numbers))
+            worker.send(w.ReleaseChunks(self.key, self.session, numbers))
 
     def returned(self) -> list[int]:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         chunks, self._returned = self._returned, []
         return chunks
 
     def freed(self) -> list[int]:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         chunks, self._returned = self._returned, []
         if chunks and self._wanted:
             self._tell()
         return chunks
 
     def put_back(self, chunks: Iterable[int]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         self._returned += chunks
         self._tell()
 
@@ -135,7 +135,7 @@ class RelayedLane(SessionLane):
             self._wanted.popleft()()
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         self._wanted.append(told)
         if self._returned:
             self._tell()
@@ -144,25 +144,25 @@ class RelayedLane(SessionLane):
             worker.send(w.AwaitChunks(self.key, self.session))
 
     def forget(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         if told in self._wanted:
             self._wanted.remove(told)
 
     @property
     def results_nbytes(self) -> int:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         return sum(segment.info.nbytes for segment, _ in self._segments.values())
 
     @property
     def results_used(self) -> int:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         return len(self._results)
 
     def close(self) -> None:
-        """See :class:`SessionLane`."""
+        """See :class:`SessionTransfer`."""
         super().close()
         for worker in self._workers:
-            worker.send(w.EndSession(self.key, self.session))
+            worker.send(w.SessionEnded(self.key, self.session))
             worker.arenas.pop(self.session, None)
         for segment, _ in self._segments.values():
             segment.close()

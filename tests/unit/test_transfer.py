@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc.client import lane as lane_module
-from shared_rpc.client.lane import Lane
+from shared_rpc.client import transfer as lane_module
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.memory import borrowing
+from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
@@ -42,7 +42,7 @@ class Gpu(MemfdBackend):
 
 
 class Clock:
-    """The time, and a reaper that does its jobs when they are due."""
+    """The time, and a finaliser thread that does its jobs when they are due."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -54,10 +54,10 @@ class Clock:
         return self.now
 
     def start(self) -> None:
-        """As ``REAPER`` has it."""
+        """As ``FINALIZER`` has it."""
 
     def submit(self, job: Callable[[], object], after: float = 0.0) -> None:
-        """As ``REAPER`` has it."""
+        """As ``FINALIZER`` has it."""
         heapq.heappush(self.jobs, (self.now + after, next(self.numbers), job))
 
     def advance(self, seconds: float) -> None:
@@ -71,9 +71,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """What the lane goes by."""
+    """What the transfer goes by."""
     clock = Clock()
-    monkeypatch.setattr(lane_module, "REAPER", clock)
+    monkeypatch.setattr(lane_module, "FINALIZER", clock)
     monkeypatch.setattr(lane_module, "time", clock)
     return clock
 
@@ -85,10 +85,10 @@ def told() -> list[list[int]]:
 
 
 @pytest.fixture
-def lane(clock: Clock, told: list[list[int]]) -> Iterator[Lane]:
+def transfer(clock: Clock, told: list[list[int]]) -> Iterator[ClientTransfer]:
     """The client's side of a session."""
-    with closing(Lane(PoolOptions(), told.append)) as lane:
-        yield lane
+    with closing(ClientTransfer(PoolOptions(), told.append)) as transfer:
+        yield transfer
 
 
 @pytest.fixture
@@ -98,36 +98,36 @@ def gpu() -> Gpu:
 
 
 @pytest.fixture
-def drop(lane: Lane, gpu: Gpu) -> Iterator[Callable[[], list[int]]]:
+def drop(transfer: ClientTransfer, gpu: Gpu) -> Iterator[Callable[[], list[int]]]:
     """``drop()`` has the client get as many results as are marked together, and drop them: their chunks."""
     with closing(Pool(PoolOptions(), "the server's pool")) as pool:
 
         def get_and_drop() -> list[int]:
-            chunks = pool.take("cpu", [16] * borrowing._BATCH, "a test")
+            chunks = pool.take("cpu", [16] * chunk_references._BATCH, "a test")
             chunks[0].arena.mapping.backend = gpu
             storages: list[Any] = []
             for chunk in chunks:
                 storages.append(torch.zeros(4).untyped_storage())
-                lane.borrower.lend(chunk.number, 16, chunk.arena.mapping, [storages[-1]])
+                transfer.references.acquire(chunk.number, 16, chunk.arena.mapping, [storages[-1]])
             return [chunk.number for chunk in chunks]
 
         yield get_and_drop
 
 
-def request(lane: Lane) -> list[int]:
+def request(transfer: ClientTransfer) -> list[int]:
     """What a request takes along, and what is done while the server works: there the GPU is marked."""
-    chunks = lane.to_give_back()
-    lane.settle()
+    chunks = transfer.to_give_back()
+    transfer.poll()
     return chunks
 
 
 def test_a_silent_client_asks_the_gpu(
-    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
     """What waits for the GPU alone goes back about a second after the last request, not with the next one."""
     numbers = drop()
     clock.advance(0.1)  # the first look, which comes soon after the drop
-    assert request(lane) == []
+    assert request(transfer) == []
     gpu.done = True
     clock.advance(0.9)
     assert told == []
@@ -137,11 +137,11 @@ def test_a_silent_client_asks_the_gpu(
 
 
 def test_a_gpu_that_works_on_is_asked_again(
-    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
     """About once in a second, until it is done; it is marked once, and by the request."""
     drop()
-    request(lane)
+    request(transfer)
     gpu.asked = 0
     clock.advance(5.5)
     assert (told, gpu.marked, 4 <= gpu.asked <= 7) == ([], 1, True)
@@ -153,56 +153,56 @@ def test_a_gpu_that_works_on_is_asked_again(
 
 
 def test_a_client_that_asks_is_left_alone(
-    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
     """Its own requests bring the chunks back; nothing is sent beside them."""
     numbers = drop()
     clock.advance(0.1)
     for _ in range(4):
-        assert request(lane) == []
+        assert request(transfer) == []
         clock.advance(0.24)
     gpu.done = True
     clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
-    assert sorted(request(lane)) == sorted(numbers)
+    assert sorted(request(transfer)) == sorted(numbers)
     clock.advance(60)
     assert (told, clock.jobs) == ([], [])
 
 
 def test_silence_on_a_gpu_that_is_not_to_be_marked(
-    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
     """What no request has marked waits for one: another thread might be capturing a CUDA graph."""
     numbers = drop()
     gpu.done = True
     clock.advance(60)
     assert (told, gpu.marked) == ([], 0)
-    request(lane)
-    assert sorted(request(lane)) == sorted(numbers)
+    request(transfer)
+    assert sorted(request(transfer)) == sorted(numbers)
 
 
 def test_a_server_that_cannot_be_told(
-    lane: Lane, gpu: Gpu, clock: Clock, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], list[int]]
 ) -> None:
     """The chunks are kept for the next request."""
     numbers = drop()
-    request(lane)
+    request(transfer)
     gpu.done = True
 
     def gone(chunks: list[int]) -> None:
         raise ConnectionClosed("it was stopped")
 
-    monkeypatch.setattr(lane, "_flush", gone)
+    monkeypatch.setattr(transfer, "_flush", gone)
     clock.advance(10)
-    assert sorted(request(lane)) == sorted(numbers)
+    assert sorted(request(transfer)) == sorted(numbers)
 
 
 def test_a_session_that_has_ended_asks_nobody(
-    lane: Lane, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
     """Neither the GPU nor the server."""
     drop()
-    request(lane)
-    lane.close()
+    request(transfer)
+    transfer.close()
     gpu.done, gpu.asked = True, 0
     clock.advance(10)
     assert (told, gpu.asked, clock.jobs) == ([], 0, [])
@@ -210,7 +210,7 @@ def test_a_session_that_has_ended_asks_nobody(
 
 @pytest.mark.gpu
 def test_a_thread_without_a_context_is_told_the_truth() -> None:
-    """The reaper asks for events of a context that is not current in its thread: work that goes on has not been done."""
+    """The XXks for events of a context that is not current in its thread: work that goes on has not been done."""
     backend = backend_for(device_id("cuda"))
     answers: list[bool] = []
     torch.cuda.synchronize()

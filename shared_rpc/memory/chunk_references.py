@@ -1,8 +1,8 @@
 """What this process uses of another one's pool.
 
-A chunk is borrowed until the tensors over it are gone **and** the work that this process has queued on its GPU is done, on
-whichever stream it was queued. The end of a tensor is noticed in a finaliser, which enqueues; :meth:`Borrower.settle`, a safe
-point, marks the GPU's work with an event, and later looks whether it has passed. Nothing waits.
+A chunk is in use until the tensors over it are gone **and** the work that this process has queued on its GPU is done, on
+whichever stream it was queued. The end of a tensor is noticed in a finaliser, which enqueues; the safe point
+:meth:`ChunkReferences.poll` marks the GPU's work with an event, and later asks whether it has passed. Nothing waits.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from shared_rpc.errors import CodecError
-from shared_rpc.lifecycle.finalizer import REAPER, weakly
+from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
-__all__ = ["Borrower", "Loan", "chunk_of", "keep"]
+__all__ = ["ChunkReference", "ChunkReferences", "chunk_of", "keep"]
 
 #: Before the work on a GPU is marked, every stream of torch is asked whether a CUDA graph is being captured on it: so it is
 #: done for that many chunks, or bytes, together.
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
-class _Pin:
+class _ChunkPin:
     """What the tensors over one chunk hold."""
 
-    __slots__ = ("__weakref__", "hold", "loan", "number")
+    __slots__ = ("__weakref__", "hold", "number", "reference")
 
-    loan: Loan
+    reference: ChunkReference
 
     def __init__(self, hold: MappingHold, number: int) -> None:
         self.hold = hold
@@ -41,17 +41,17 @@ _HELD = "_shared_rpc_chunk"
 
 
 def keep(user: object, pin: object) -> None:
-    """Have one more object keep a chunk, by what its :class:`Loan` gave."""
+    """Have one more object keep a chunk, by what its :class:`ChunkReference` gave."""
     setattr(user, _HELD, pin)
 
 
 def chunk_of(user: object) -> int:
     """The number of the chunk that an object was lent, 0 for none."""
     pin = getattr(user, _HELD, None)
-    return pin.number if isinstance(pin, _Pin) else 0
+    return pin.number if isinstance(pin, _ChunkPin) else 0
 
 
-class Loan(weakref.ref[_Pin]):
+class ChunkReference(weakref.ref[_ChunkPin]):
     """A pin's end, and the chunk it is about, of which ``nbytes`` are used.
 
     Called, it gives what keeps the chunk, see :func:`keep`; None once nothing does.
@@ -64,10 +64,10 @@ class Loan(weakref.ref[_Pin]):
     backend: Backend
     mapping: Mapping
 
-    # A weak reference takes its attributes after it is made; see Borrower.lend().
+    # A weak reference takes its attributes after it is made; see ChunkReferences.acquire().
 
 
-class Borrower:
+class ChunkReferences:
     """The chunks that this process has borrowed in one session. Thread-safe.
 
     :param dropped: called, in a finaliser, when a chunk is not used any more, or soon will not be. It may only enqueue.
@@ -79,8 +79,8 @@ class Borrower:
         self._lock = threading.Lock()
         self._closed = False
         self._holds: dict[str, MappingHold] = {}
-        self._loans: set[Loan] = set()
-        self._dropped: deque[Loan] = deque()
+        self._references: set[ChunkReference] = set()
+        self._dropped: deque[ChunkReference] = deque()
         #: About how many bytes that are; threads may disturb each other's count.
         self._dropped_bytes = 0
         #: Whether none of them lie on a GPU.
@@ -89,20 +89,20 @@ class Borrower:
         self._fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
         self._returned: list[int] = []
 
-    def lend(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
+    def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
         """Keep a chunk while one of the objects lives, which take an attribute; then it is given back.
 
         :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
         :raises CodecError: if it is no arena.
         """
-        REAPER.start()
+        FINALIZER.start()
         if not mapping.pooled:
             raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
-        pin = _Pin(self._hold(mapping), number)
-        loan = Loan(pin, self._told)
-        loan.number, loan.nbytes, loan.backend, loan.mapping = number, nbytes, mapping.backend, mapping
-        pin.loan = loan
-        self._loans.add(loan)
+        pin = _ChunkPin(self._hold(mapping), number)
+        reference = ChunkReference(pin, self._told)
+        reference.number, reference.nbytes, reference.backend, reference.mapping = number, nbytes, mapping.backend, mapping
+        pin.reference = reference
+        self._references.add(reference)
         self._cheap = self._cheap and mapping.backend.unmaps_in_background
         for user in users:
             setattr(user, _HELD, pin)
@@ -119,16 +119,16 @@ class Borrower:
         """What keeps an arena mapped that something was borrowed of before."""
         return self._holds.get(segment_id)
 
-    def _pin_gone(self, loan: Loan) -> None:
+    def _pin_gone(self, reference: ChunkReference) -> None:
         # Runs in a finaliser: enqueue, nothing else.
-        self._dropped_bytes += loan.nbytes
-        self._dropped.append(loan)
+        self._dropped_bytes += reference.nbytes
+        self._dropped.append(reference)
         self._notify()
 
-    def loan_of(self, user: object) -> Loan | None:
-        """The loan by which an object uses a chunk, if it does."""
+    def reference_of(self, user: object) -> ChunkReference | None:
+        """The reference by which an object uses a chunk, if it does."""
         pin = getattr(user, _HELD, None)
-        return pin.loan if isinstance(pin, _Pin) and pin.loan in self._loans else None
+        return pin.reference if isinstance(pin, _ChunkPin) and pin.reference in self._references else None
 
     def unused(self, numbers: Iterable[int]) -> None:
         """Give back chunks that came, and that nothing here has used."""
@@ -140,7 +140,7 @@ class Borrower:
         with self._lock:
             self._returned.extend(numbers)
 
-    def settle(self, *, background: bool = False, look: bool = False) -> None:
+    def poll(self, *, background: bool = False, look: bool = False) -> None:
         """A safe point: see which chunks nobody uses any more. Does not wait.
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
@@ -152,13 +152,13 @@ class Borrower:
             and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES)
         ):
             with self._lock:
-                gone: dict[Backend, list[Loan]] = {}
+                gone: dict[Backend, list[ChunkReference]] = {}
                 self._dropped_bytes = 0
                 for _ in range(len(self._dropped)):
-                    loan = self._dropped.popleft()
-                    gone.setdefault(loan.backend, []).append(loan)
-                for backend, loans in gone.items():
-                    self._fence(backend, loans, background)
+                    reference = self._dropped.popleft()
+                    gone.setdefault(reference.backend, []).append(reference)
+                for backend, references in gone.items():
+                    self._fence(backend, references, background)
         if not self._fenced:
             return
         with self._lock:
@@ -169,26 +169,26 @@ class Borrower:
                 else:
                     self._fenced.append((passed, numbers))
 
-    def _fence(self, backend: Backend, loans: list[Loan], background: bool) -> None:
+    def _fence(self, backend: Backend, references: list[ChunkReference], background: bool) -> None:
         passed = backend.fence() if backend.unmaps_in_background or not background else None
         if passed is None:
-            self._dropped_bytes += sum(loan.nbytes for loan in loans)
-            self._dropped.extend(loans)
+            self._dropped_bytes += sum(reference.nbytes for reference in references)
+            self._dropped.extend(references)
             return
-        self._loans.difference_update(loans)
-        self._fenced.append((passed, [loan.number for loan in loans]))
+        self._references.difference_update(references)
+        self._fenced.append((passed, [reference.number for reference in references]))
 
-    def wait(self) -> None:
-        """Settle everything, after waiting for the GPU: where somebody needs the memory now."""
+    def drain(self) -> None:
+        """Poll, after waiting for the GPU: where somebody needs the memory now."""
         waiting = [*self._dropped]
-        done = {backend for backend in {loan.backend for loan in waiting} if backend.synchronize()}
+        done = {backend for backend in {reference.backend for reference in waiting} if backend.synchronize()}
         with self._lock:
-            for loan in waiting:
-                if loan.backend in done and loan in self._loans:
-                    self._dropped.remove(loan)
-                    self._loans.remove(loan)
-                    self._returned.append(loan.number)
-        self.settle()
+            for reference in waiting:
+                if reference.backend in done and reference in self._references:
+                    self._dropped.remove(reference)
+                    self._references.remove(reference)
+                    self._returned.append(reference.number)
+        self.poll()
 
     def returned(self) -> list[int]:
         """The chunks to give back now; who takes them must tell their pool."""
@@ -210,8 +210,8 @@ class Borrower:
 
     @property
     def in_use(self) -> int:
-        """Chunks with tensors over them, or dropped and not settled."""
-        return len(self._loans)
+        """Chunks with tensors over them, or dropped and not polled."""
+        return len(self._references)
 
     def close(self) -> None:
         """The session ended: mappings go with the tensors over them."""
