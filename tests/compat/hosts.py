@@ -60,7 +60,7 @@ def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence
         with open(folder / "server.log", "w+b") as log:
             server = subprocess.Popen(command, env={**environ, **added}, cwd=folder, stdout=log, stderr=log)
             try:
-                visited = _visit(library, host, device, heavy, names, folder)
+                visited = _visit(server, library, host, device, heavy, names, folder)
             finally:
                 server.send_signal(signal.SIGINT)
                 try:
@@ -73,7 +73,9 @@ def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence
     return {**visited, "ended": ended, "log": words[-4000:], "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _visit(library: str, host: str, device: str, heavy: bool, names: Sequence[str], folder: Path) -> dict[str, Any]:
+def _visit(
+    server: subprocess.Popen[bytes], library: str, host: str, device: str, heavy: bool, names: Sequence[str], folder: Path
+) -> dict[str, Any]:
     arguments = [library, host, device, "heavy" if heavy else "light", *names]
     environ = {**environment(folder / "client", device), "SHARED_TENSOR_ROLE": "client"}
     environ["SHARED_TENSOR_BASE_PATH"] = str(folder / "s")
@@ -86,11 +88,15 @@ def _visit(library: str, host: str, device: str, heavy: bool, names: Sequence[st
             stderr=errors,
             text=True,
         )
-        try:
-            lines, _ = visitor.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            visitor.kill()
-            lines, _ = visitor.communicate()
+        deadline = time.monotonic() + LIMIT
+        while True:
+            try:
+                lines, _ = visitor.communicate(timeout=1.0)
+                break
+            except subprocess.TimeoutExpired:
+                # Without a server a visitor waits for one: what has ended it is in the server's log.
+                if server.poll() is not None or time.monotonic() > deadline:
+                    visitor.kill()
         errors.seek(0)
         words = errors.read().decode(errors="replace")
     cases = [json.loads(line) for line in lines.splitlines() if line.startswith('{"case"')]
