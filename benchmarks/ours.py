@@ -50,7 +50,8 @@ class Ours:
 
 def load_lazy_modules(device: str) -> None:
     """Import what a client imports with its first tensor."""
-    import shared_rpc.codec
+    import shared_rpc.codec.arguments
+    import shared_rpc.codec.results
 
     if device != "cpu":
         import shared_rpc.memory.backends.vmm  # noqa: F401

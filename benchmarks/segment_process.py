@@ -61,7 +61,7 @@ class _End:
 
     def bytes(self) -> Any:
         """What is mapped, as a tensor."""
-        from shared_rpc.codec.tensors import bytes_at
+        from shared_rpc.codec.storages import bytes_at
 
         return bytes_at(self.address, self.held.info.nbytes, self.device)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.codec import decode_result, publish
+from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from tests.kit import forks

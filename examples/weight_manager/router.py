@@ -23,7 +23,9 @@ import msgspec
 from messages import Answer, Request, frame
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["torch", "msgspec", "rich.table", "rich.progress", "shared_rpc.client", "shared_rpc.codec"])
+FORK.set_forkserver_preload(
+    ["torch", "msgspec", "rich.table", "rich.progress", "shared_rpc.client", "shared_rpc.codec.results"]
+)
 
 
 class RouterError(Exception):

@@ -274,7 +274,7 @@ def _leave(channel: Channel | None, session: ClientSession) -> None:
 
 
 async def _worked(step: Work) -> Any:
-    if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec" in sys.modules:
+    if step.nbytes is not None and step.nbytes <= _QUICK and "shared_rpc.codec.results" in sys.modules:
         return step.function()
     work = ShieldedThreadJob(step.function)
     try:

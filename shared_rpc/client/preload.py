@@ -14,7 +14,8 @@ def preload_codec() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):  # not there, or just being imported
         return
-    importlib.import_module("shared_rpc.codec")
+    importlib.import_module("shared_rpc.codec.arguments")
+    importlib.import_module("shared_rpc.codec.results")
     if torch.version.cuda is not None:
         with suppress(ImportError):  # told when a GPU is really asked for
             importlib.import_module("shared_rpc.memory.backends.vmm")

@@ -109,7 +109,8 @@ def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operatio
 
 
 def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
-    from shared_rpc.codec import decode_result, take_back
+    from shared_rpc.codec.results import decode_result
+    from shared_rpc.codec.single import take_back
 
     with result:
         pooled, result.pooled = result.pooled, {}

@@ -192,6 +192,6 @@ def _no_memory(value: Any, path: str) -> NoReturn:
 def _encode_all(
     args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, purpose: str
 ) -> Arguments:
-    from shared_rpc.codec import encode_arguments
+    from shared_rpc.codec.arguments import encode_arguments
 
     return encode_arguments(args, kwargs, device_kind(device), server, pool, purpose)

@@ -14,6 +14,7 @@ from shared_rpc.codec.placement import copy
 from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
+from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.chunk_references import ChunkReferences
@@ -163,3 +164,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(f"torch.{name} is no dtype")
     return found
+
+
+keep_untraced()

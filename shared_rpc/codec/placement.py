@@ -17,7 +17,7 @@ import torch
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.buffers import PickledBuffers, place
 from shared_rpc.codec.skeleton import Scan, load
-from shared_rpc.codec.tensors import bytes_at, make_storage
+from shared_rpc.codec.storages import bytes_at, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for

@@ -22,6 +22,7 @@ from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
+from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.arena import aligned
@@ -255,3 +256,6 @@ def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unt
         tensors.clear()
         storages.clear()
         buffers.clear()
+
+
+keep_untraced()

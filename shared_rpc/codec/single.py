@@ -12,7 +12,8 @@ import msgspec
 import torch
 
 from shared_rpc.codec.modes import without_modes
-from shared_rpc.codec.tensors import make_storage, make_tensor, make_trusted, named, read_table
+from shared_rpc.codec.storages import make_storage
+from shared_rpc.codec.tensors import make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.chunk_references import ChunkReferences, keep

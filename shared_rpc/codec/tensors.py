@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
 
+from shared_rpc.codec.storages import make_storage
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["bytes_at", "make_storage", "make_tensor", "make_trusted", "named", "read_table", "tensors_of"]
+__all__ = ["make_tensor", "make_trusted", "named", "read_table", "tensors_of"]
 
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
@@ -38,17 +39,6 @@ def read_table(table: bytes | msgspec.Raw) -> TensorTable:
         return _tables.decode(table)
     except msgspec.DecodeError as error:
         raise CodecError(f"the tensor table cannot be read: {error}") from error
-
-
-def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` bytes of memory as a uint8 tensor that owns nothing."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
-
-
-def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage over mapped bytes. It is to be lent the mapping (:meth:`MappingTable.lend`) before the mapping is let go."""
-    return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:

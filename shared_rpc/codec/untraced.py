@@ -5,6 +5,7 @@ What the codec does with tensors is no computation: there is nothing to put into
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -26,9 +27,15 @@ def _skip(code: types.CodeType) -> None:
         _dynamo.skip_code(code)
 
 
-def keep_untraced(*modules: types.ModuleType) -> None:
-    """Have the functions of some modules run as they are, called by compiled code or from within."""
-    for module in modules:
+#: A layer of the user's runs it, and is traced with it.
+_TRACED = "shared_rpc.codec.recurrent"
+
+
+def keep_untraced() -> None:
+    """Have the functions of the codec's modules that are loaded run as they are, called by compiled code or from within."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("shared_rpc.codec.") or name == _TRACED:
+            continue
         for function in _functions(module):
             function.__dict__["_torchdynamo_disable"] = True  # not traced as a part of its caller
             for code in _codes(function.__code__):

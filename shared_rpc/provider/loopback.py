@@ -211,7 +211,7 @@ class LoopbackDriver(BlockingMethods):
         return reply, None, ()
 
     def _lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        from shared_rpc.codec import lower_arguments
+        from shared_rpc.codec.arguments import lower_arguments
 
         return lower_arguments(args, kwargs, device_kind(self.device))
 
@@ -336,7 +336,7 @@ class LoopbackDriver(BlockingMethods):
 
     def _attached(self, stored: StoredObject) -> Any:
         """Return a buffer's tensor, over memory that is mapped here as in any other process that has it."""
-        from shared_rpc.codec import decode_result
+        from shared_rpc.codec.results import decode_result
 
         value = self._values.get(stored.object_id)
         if value is None:

@@ -36,8 +36,8 @@ __all__ = ["main"]
 #: what a script imported last time differs from script to script, and some libraries start threads, or CUDA, when imported.
 _MODULES = (
     *("numpy", "torch"),
-    *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client", "shared_rpc.codec"),
-    "shared_rpc.extras.materialize",
+    *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
+    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.extras.materialize"),
     *(
         "shared_rpc.provider.loopback",
         "shared_rpc.lifecycle.main_end",

@@ -99,7 +99,7 @@ class Failure:
         # SystemExit and the like end the process that raised them, and must not end the caller's.
         if isinstance(error, Exception):
             try:
-                from shared_rpc.codec import dump_exception
+                from shared_rpc.codec.skeleton import dump_exception
 
                 pickled = dump_exception(error)
             except BaseException:  # of its own methods too nothing may get past the waiters

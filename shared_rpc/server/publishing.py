@@ -19,7 +19,7 @@ from shared_rpc.server.state.runs import Run
 from shared_rpc.server.transfer import ServerTransfer
 
 if TYPE_CHECKING:
-    from shared_rpc.codec import Soon
+    from shared_rpc.codec.results import Soon
 
 __all__ = ["Publisher", "failure", "guarded", "let_go", "load", "loads_soon"]
 
@@ -47,7 +47,8 @@ class Publisher:
 
         :param only: the value, which nobody else in the library has.
         """
-        from shared_rpc.codec import check_result, publish, publish_back
+        from shared_rpc.codec.payload import check_result
+        from shared_rpc.codec.results import publish, publish_back
 
         transfer = self._transfers.find(run.session) if run.pooled else None
         if transfer is not None and self._shares and returnable(run):
@@ -89,9 +90,9 @@ class Publisher:
     def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Soon | None:
         """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
-        if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec" not in sys.modules:
+        if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
-        from shared_rpc.codec import Soon, publish_back, publish_soon
+        from shared_rpc.codec.results import Soon, publish_back, publish_soon
 
         try:
             if returnable(run):
@@ -124,7 +125,7 @@ def loads_soon(run: Run[Any]) -> bool:
     """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
     arguments = run.arguments
     return isinstance(arguments, tuple) or (
-        "shared_rpc.codec" in sys.modules  # with torch
+        "shared_rpc.codec.arguments" in sys.modules  # with torch
         and not arguments.skeletons
         and len(arguments.table) < _FEW
         and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)
@@ -135,7 +136,7 @@ def load(run: Run[Any]) -> tuple[Any, Any]:
     """The arguments of a run, for its function."""
     if isinstance(run.arguments, tuple):
         return run.arguments
-    from shared_rpc.codec import decode_arguments
+    from shared_rpc.codec.arguments import decode_arguments
 
     try:
         return decode_arguments(run.arguments)

@@ -34,6 +34,11 @@ def test_importing_loads_no_torch(code: str) -> None:
     assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"} & loaded_by(code)
 
 
+def test_naming_modules_that_travel_as_code_loads_no_torch() -> None:
+    """An app that is loaded is named so before it has imported anything."""
+    assert "torch" not in loaded_by("import shared_rpc.codec.by_value")
+
+
 def test_importing_the_package_loads_nothing_of_it() -> None:
     """Every name comes when it is used."""
     assert {name for name in loaded_by("import shared_rpc") if name.startswith("shared_rpc")} == {"shared_rpc"}
@@ -52,7 +57,7 @@ BROKER = """
     from shared_rpc.server.transfer import transfers_of
     from shared_rpc.server.engine import Engine
     from shared_rpc.protocol.values import decode_call
-    from shared_rpc.server.outcomes import Produced
+    from shared_rpc.server.outcomes import Completed
 
     class Elsewhere:
         busy = 0
@@ -63,7 +68,7 @@ BROKER = """
             run.arguments.close()
             segment = HOST.create(4096)
             os.pwrite(segment.fileno(), f"built from {args} {kwargs}".encode(), 0)
-            owner.ended(run, Produced(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None))
+            owner.ended(run, Completed(Record(b"skeleton", EMPTY_TABLE, [segment], 4096), None))
 
         def withdraw(self, run):
             pass

@@ -61,7 +61,8 @@ MODULES = (
         "shared_rpc.operations.client",
         "shared_rpc.operations.async_client",
     ),
-    *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server", "shared_rpc.codec"),
+    *("shared_rpc.broker.__main__", "shared_rpc.worker.__main__", "shared_rpc.server.server"),
+    *("shared_rpc.codec.arguments", "shared_rpc.codec.results"),
     *(
         "shared_rpc.extras.materialize",
         "shared_rpc.provider.loopback",

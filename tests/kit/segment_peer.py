@@ -53,7 +53,7 @@ def tensor_of(backend, address, nbytes):
     """Mapped memory of a GPU, as bytes."""
     import torch
 
-    from shared_rpc.codec.tensors import bytes_at
+    from shared_rpc.codec.storages import bytes_at
 
     return bytes_at(address, nbytes, torch.device("cuda", backend.ordinal))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.codec import decode_result, publish
+from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError, SharedRPCError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS

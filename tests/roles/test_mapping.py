@@ -609,7 +609,7 @@ def test_fork_leaves_gpu_memory_alone(children: list[Child]) -> None:
     child = python(
         """
         import os, torch
-        from shared_rpc.codec import decode_result, publish
+        from shared_rpc.codec.results import decode_result, publish
         from shared_rpc.memory.mapping import MAPPINGS
 
         record = publish(torch.arange(4, device="cuda"), "cuda", "read_write", "e")
@@ -741,7 +741,7 @@ def test_kernels_finish_before_their_memory_is_unmapped(children: list[Child]) -
     child = python(
         """
         import torch
-        from shared_rpc.codec import decode_result, publish
+        from shared_rpc.codec.results import decode_result, publish
         from shared_rpc.memory.mapping import MAPPINGS
 
         record = publish(torch.arange(1 << 20, device="cuda"), "cuda", "read_write", "e")
@@ -764,7 +764,7 @@ def test_nothing_is_unmapped_while_a_graph_is_captured(children: list[Child]) ->
     child = python(
         """
         import torch
-        from shared_rpc.codec import decode_result, publish
+        from shared_rpc.codec.results import decode_result, publish
         from shared_rpc.memory.mapping import MAPPINGS
 
         def shared(number):

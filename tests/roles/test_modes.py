@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, publish
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments
+from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.memory.records import Record
 from tests.kit.comparing import describe, differences
 from tests.kit.subjects import SUBJECTS, quietly

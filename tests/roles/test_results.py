@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from torch.optim.swa_utils import AveragedModel
 
 from shared_rpc import Client, Handle, Provider, Server, materialize
-from shared_rpc.codec import encode_arguments, lower_arguments
+from shared_rpc.codec.arguments import encode_arguments, lower_arguments
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from tests.kit import library_app

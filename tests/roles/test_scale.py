@@ -26,7 +26,7 @@ from shared_rpc.operations.calls import fetch
 from shared_rpc.memory.mapping import MAPPINGS
 
 if "torch" in sys.argv:
-    import shared_rpc.codec
+    import shared_rpc.codec.results
 
 def attach(ready):
     client = Client(device="cpu", connect_timeout=10)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.codec import take_back
+from shared_rpc.codec.single import take_back
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import (
     CapabilityError,

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, publish
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments
+from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.hooks import RemovableHandle
 
-from shared_rpc.codec import decode_arguments, decode_result, encode_arguments
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments
+from shared_rpc.codec.results import decode_result
 from shared_rpc.memory.records import Record
 from tests.kit.comparing import compare
 from tests.kit.subjects import doubled, same_state

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc.codec import decode_arguments, decode_result, encode_arguments, placement, publish
+from shared_rpc.codec import placement
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments
+from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory import mapping as mapping_module
 from shared_rpc.memory.arena import ALIGNMENT, pack
@@ -322,7 +324,7 @@ from contextlib import closing
 import torch
 from torch import nn
 
-from shared_rpc.codec import publish
+from shared_rpc.codec.results import publish
 from shared_rpc.memory.arena import SEGMENT_LIMIT
 from shared_rpc.memory.mapping import MAPPINGS
 

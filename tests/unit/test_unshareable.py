@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.nn.utils import parametrizations
 
-from shared_rpc.codec import publish
+from shared_rpc.codec.results import publish
 from shared_rpc.errors import CapabilityError
 from tests.kit.subjects import plus_one, quietly
 

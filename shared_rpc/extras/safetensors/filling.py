@@ -61,7 +61,7 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
     """A tensor over mapped memory, with a storage of its own, that keeps the mapping."""
     import torch
 
-    from shared_rpc.codec.tensors import make_storage
+    from shared_rpc.codec.storages import make_storage
 
     device, dtype = torch_device(mapping.info.device), getattr(torch, stored.dtype, None)
     if dtype is None:
@@ -136,7 +136,7 @@ class _Stage:
         """Read a piece, and copy it to the GPU: the copy is complete when this returns."""
         import torch
 
-        from shared_rpc.codec.tensors import bytes_at
+        from shared_rpc.codec.storages import bytes_at
 
         with torch.cuda.device(self._device):
             if not hasattr(self._of_thread, "pinned"):

@@ -1,4 +1,4 @@
-"""How shared memory travels through :mod:`torch.multiprocessing`: as the segment that it lies in.
+"""Storages over mapped memory, and how :mod:`torch.multiprocessing` sends them: as the segment that they lie in.
 
 torch pickles a tensor for a queue, a pipe or the arguments of a process by moving the sender's own storage to a file in
 /dev/shm. A storage over a mapping goes as the segment's descriptor instead: the sender's stays where it is, and the receiver
@@ -17,21 +17,21 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import context, resource_sharer
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 import torch.multiprocessing  # registers torch's own reducers, which those here come before
 from torch.multiprocessing import reductions
 
-from shared_rpc.codec.tensors import make_storage
+from shared_rpc.codec.recurrent import keep_in_place
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["install"]
+__all__ = ["bytes_at", "make_storage"]
 
 #: Descriptors that a child is started with at most: a fork server takes fewer than 256, torch's own among them. The others it
 #: fetches from its parent.
@@ -48,6 +48,17 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return ``nbytes`` bytes of memory as a uint8 tensor that owns nothing."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a storage over mapped bytes, which is to keep the mapping: see :meth:`MappingTable.keep_for`."""
+    return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
 
 
 def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
@@ -164,7 +175,7 @@ def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.Un
     return before(storage) or _shared(storage) is not None
 
 
-def install() -> None:
+def _install() -> None:
     """Have torch.multiprocessing, ``share_memory_()`` and ``is_shared()`` know what lies in mappings.
 
     Storages are all of one class, and an attribute on each of ten thousand would be paid for by every attach. So the class is
@@ -189,3 +200,8 @@ def _asking(instead: Callable[..., Any], before: Callable[..., Any]) -> Callable
         return instead(before, storage, *args)
 
     return method
+
+
+# Whoever makes a storage over a mapping has loaded this module, so torch knows of it before there is one.
+_install()
+keep_in_place()
