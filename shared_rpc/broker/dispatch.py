@@ -450,7 +450,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame) -> Completed | 
     """How a run ended, by its worker's word. The frame's descriptors belong to the record."""
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
-    fds = frame.take_fds() if frame.fds else []
+    fds = frame.detach_fds() if frame.fds else []
     segments = [Segment(info, fd) for info, fd in zip(message.segments, fds, strict=True)]
     return Completed(
         Record(

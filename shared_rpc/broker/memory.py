@@ -74,7 +74,7 @@ class MemoryRequests:
         """An answer; its descriptors stay the frame's if nobody waits for it any more."""
         _, future = self._asked.get(frame.request_id, (None, None))
         if future is not None and not future.done():
-            future.set_result((message, frame.take_fds()))
+            future.set_result((message, frame.detach_fds()))
 
     def lost(self, worker: Worker) -> None:
         """A worker has ended."""

@@ -63,7 +63,7 @@ class ForwardedTransfer(SessionTransfer):
         if self._returned and self._wanted:
             self._tell()
 
-    def unused(self, numbers: Iterable[int]) -> None:
+    def release(self, numbers: Iterable[int]) -> None:
         """See :class:`ChunkSink`: no worker has seen these chunks."""
         self.put_back(numbers)
 

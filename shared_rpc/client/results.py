@@ -36,7 +36,7 @@ class ReceivedResult:
         for segment in self.segments:
             segment.close()
         for chunk, references in self.pooled.items():
-            references.unused([chunk])
+            references.release([chunk])
         self.pooled = {}
 
     def __enter__(self) -> ReceivedResult:
@@ -69,7 +69,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
             segment.adopt(frame.fds)
         return ReceivedResult(what, message, frame.payload, segments)
     if message.freed:
-        transfer.arguments.give(message.freed)
+        transfer.arguments.release(message.freed)
     if message.own:
         frame.close()
         chunk = transfer.own_chunk(message, held)
@@ -110,13 +110,13 @@ def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operatio
 
 def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec.results import decode_result
-    from shared_rpc.codec.single import take_back
+    from shared_rpc.codec.single import rebuild_argument
 
     with result:
         pooled, result.pooled = result.pooled, {}
         message = result.message
         if result.chunk is not None:
-            return take_back(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
+            return rebuild_argument(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
         value = [decode_result(result.skeleton, message.table, result.segments, message.owner, pooled, message.arenas, label)]

@@ -88,7 +88,7 @@ def _send_lowered(
         else:
             if transfer is not None and transfer.returnable:
                 # For as long as the call, and its result if that stays there: the server may give the chunks back before.
-                held = [chunk.number for chunk in transfer.arguments.hold(arguments.chunks)]
+                held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
             request = _with_memory(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
         reply: Reply = yield request
         if isinstance(reply.message, m.Result) and reply.message.own:
@@ -99,10 +99,10 @@ def _send_lowered(
         arguments.close()
         if transfer is not None:
             if held:
-                transfer.arguments.give(held)
+                transfer.arguments.release(held)
             if request is None or not request.sent:
-                transfer.arguments.give(arguments.chunks)
-                transfer.references.put_back(freed)
+                transfer.arguments.release(arguments.chunks)
+                transfer.references.requeue(freed)
             elif request.out_of_memory:
                 transfer.waiting -= 1
 
@@ -153,7 +153,7 @@ def _await_room(transfer: ClientTransfer, what: str, why: str) -> Operation[None
         free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer), m.Free)
     except DeadlineExceeded as error:
         raise ServerBusy(f"{what}: {why}") from error
-    transfer.arguments.give(free.chunks)
+    transfer.arguments.release(free.chunks)
 
 
 class _HasMemory(Exception):
@@ -178,7 +178,7 @@ def lower(
     def undo(arguments: Arguments) -> None:
         arguments.close()
         if pool is not None:
-            pool.give(arguments.chunks)
+            pool.release(arguments.chunks)
 
     work = Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"), undo=undo)
     arguments: Arguments = yield work

@@ -58,20 +58,20 @@ class ClientTransfer:
         """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
         self._asked = time.monotonic()
         self.poll(look=True)
-        return self.references.returned()
+        return self.references.pop_returned()
 
     def poll(self, *, look: bool = False) -> bool:
         """See which chunks this process has done with: a safe point, best while there is nothing to do but to wait.
 
-        :param look: see :meth:`ChunkReferences.settle`.
+        :param look: see :meth:`ChunkReferences.poll`.
         :returns: whether there is more room for arguments.
         """
         self.references.poll(look=look)
         self.own.poll(look=look)
         if self.references.has_fenced:
             self._listen()
-        returned = self.own.returned()
-        return bool(returned) and self.arguments.give(returned) > 0
+        returned = self.own.pop_returned()
+        return bool(returned) and self.arguments.release(returned) > 0
 
     def reclaim(self) -> bool:
         """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
@@ -91,10 +91,10 @@ class ClientTransfer:
         :raises ProtocolError: if the server names another.
         """
         if len(message.own) != 1 or message.own[0] not in held:
-            self.arguments.give(held)
+            self.arguments.release(held)
             raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which the call had not")
         chunk = self.arguments.find(message.own[0])
-        self.arguments.give([number for number in held if number != message.own[0]])
+        self.arguments.release([number for number in held if number != message.own[0]])
         if chunk is None:
             raise ConnectionClosed("this client was closed before it took the result")
         return chunk
@@ -102,7 +102,7 @@ class ClientTransfer:
     def out_of_memory(self) -> m.Free:
         """What to tell a server that needs memory; waits for the GPU."""
         self.references.drain()
-        return m.Free(self.references.returned())
+        return m.Free(self.references.pop_returned())
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """A reply has come, and may be taken later than one that came after it: its arenas are known from here on."""
@@ -144,13 +144,13 @@ class ClientTransfer:
     def discard(self, message: m.Message, frame: Frame) -> None:
         """A reply came, and nobody takes it: what it says of memory counts all the same."""
         if isinstance(message, m.Free):
-            self.arguments.give(message.chunks)
+            self.arguments.release(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
         for segment in self.segments(message.segments, message.kept, message.arenas, frame.fds):
             segment.close()
-        self.arguments.give(message.freed)
-        self.references.unused(message.chunks)
+        self.arguments.release(message.freed)
+        self.references.release(message.chunks)
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -188,12 +188,12 @@ class ClientTransfer:
             self.references.drain()
         else:
             self.references.poll(background=True)
-        numbers = self.references.returned()
+        numbers = self.references.pop_returned()
         if numbers:
             try:
                 self._flush(numbers)
             except (SharedRPCError, OSError):
-                self.references.put_back(numbers)  # for the next request, if there is one
+                self.references.requeue(numbers)  # for the next request, if there is one
 
     def close(self) -> None:
         """The session ended. The memory goes when neither side has a tensor over it."""

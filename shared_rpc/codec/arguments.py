@@ -93,7 +93,7 @@ def _encode_single(
     try:
         copied.wait()
     except BaseException:
-        copied.give_up(pool)
+        copied.discard(pool)
         raise
     return Arguments(*encode_call(*lowered), copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
 
@@ -131,7 +131,9 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
         if single is not None:
             return _lifted(arguments, [single], [])
     with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:
-        tensors = tensors_of(read_table(arguments.table), mappings, cast("dict[int, ChunkReferences]", arguments.take_pooled()))
+        tensors = tensors_of(
+            read_table(arguments.table), mappings, cast("dict[int, ChunkReferences]", arguments.detach_pooled())
+        )
         return _lifted(arguments, *tensors)
 
 

@@ -32,7 +32,7 @@ class PickledBuffers:
     def __init__(self) -> None:
         self.views: list[memoryview] = []
 
-    def take(self, buffer: pickle.PickleBuffer) -> bool:
+    def accept(self, buffer: pickle.PickleBuffer) -> bool:
         """For pickle's ``buffer_callback``: whether a buffer is to be pickled after all."""
         view = buffer.raw()
         if view.nbytes < _LEAST:

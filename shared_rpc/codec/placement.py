@@ -188,7 +188,7 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
     except BaseException:
         placement.close()
         if pool is not None:
-            pool.give(placement.chunks)
+            pool.release(placement.chunks)
         raise
     return placement
 
@@ -204,7 +204,7 @@ def _elsewhere(placement: Placement, found: list[Span], access: Access) -> dict[
 
 
 def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torch.device, purpose: str) -> None:
-    for block, chunk in zip(rest, pool.take(id_of(device), [block.nbytes for block in rest], purpose), strict=True):
+    for block, chunk in zip(rest, pool.acquire(id_of(device), [block.nbytes for block in rest], purpose), strict=True):
         placement.chunks.append(chunk.number)
         mapping = chunk.arena.mapping
         number = placement.segment(mapping, "read_write")

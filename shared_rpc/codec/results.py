@@ -19,7 +19,7 @@ from shared_rpc.codec.buffers import buffers_of
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
-from shared_rpc.codec.single import FIRST, Copied, copy_single, hand_back, rebuild_single, take_back
+from shared_rpc.codec.single import FIRST, Copied, copy_single, detach_argument, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.codec.untraced import keep_untraced
@@ -35,7 +35,7 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, Access
 
-__all__ = ["Soon", "decode_result", "publish", "publish_back", "publish_soon", "take_back"]
+__all__ = ["Soon", "decode_result", "publish", "publish_argument", "publish_soon"]
 
 #: The skeleton of no result.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
@@ -109,12 +109,12 @@ class Soon:
         self._copied = copied
         self._pool = pool
 
-    def take(self, seconds: float) -> Record | None:
+    def poll(self, seconds: float) -> Record | None:
         """The record, None if the GPU has not come so far in that time."""
         try:
             return _copy_record(self._copied) if self._copied.wait_briefly(seconds) else None
         except BaseException:
-            self._copied.give_up(self._pool)
+            self._copied.discard(self._pool)
             raise
 
     def wait(self) -> Record:
@@ -155,9 +155,9 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
 
 
 @without_modes
-def publish_back(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
-    """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`hand_back`."""
-    found = hand_back(value, references, seconds)
+def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
+    """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`detach_argument`."""
+    found = detach_argument(value, references, seconds)
     if found is None:
         return None
     table, chunk, nbytes, device = found
@@ -168,7 +168,7 @@ def _waited(copied: Copied, pool: Pool) -> Record:
     try:
         copied.wait()
     except BaseException:
-        copied.give_up(pool)
+        copied.discard(pool)
         raise
     return _copy_record(copied)
 
@@ -219,7 +219,7 @@ def decode_result(
     if pooled and skeleton in FIRST:
         single = rebuild_single(table, segments, pooled, arenas, owner, trusted=True)
         if single is not None:
-            _settle()
+            _drain()
             return single
     quick = len(table) + len(skeleton) < _FEW
     found = read_table(table)
@@ -229,11 +229,11 @@ def decode_result(
         tensors, storages = tensors_of(found, mappings, pooled if pooled is not None else {}, trusted=True)
         # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
         value = [_load(skeleton, tensors, storages, buffers_of(found, mappings))]
-    _settle()
+    _drain()
     return value.pop()
 
 
-def _settle() -> None:
+def _drain() -> None:
     """A safe point for what earlier results left behind; after a new one, which may lie in the same segments."""
     if MAPPINGS.has_unused:
         MAPPINGS.drain()

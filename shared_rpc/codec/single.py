@@ -23,7 +23,7 @@ from shared_rpc.memory.pool import Chunk, Pool
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["FIRST", "Copied", "copy_single", "hand_back", "rebuild_single", "take_back"]
+__all__ = ["FIRST", "Copied", "copy_single", "detach_argument", "rebuild_argument", "rebuild_single"]
 
 #: The skeletons of a value that is tensor 0 of its table and nothing else.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
@@ -55,10 +55,10 @@ class Copied:
         """Until the copy is done, and what was queued on its stream before."""
         self._backend.wait(self._stream)
 
-    def give_up(self, pool: Pool) -> None:
+    def discard(self, pool: Pool) -> None:
         """Nobody will have it."""
         self.segment.close()
-        pool.give((self.chunk.number,))
+        pool.release((self.chunk.number,))
 
     def wait_briefly(self, seconds: float) -> bool:
         """:meth:`wait` for so many seconds at most; whether it was done in time."""
@@ -113,15 +113,15 @@ def copy_single(
         or (kind == "cuda" and _capturing())
     ):
         return None
-    (chunk,) = pool.take(id_of(tensor.device), (nbytes,), purpose)
+    (chunk,) = pool.acquire(id_of(tensor.device), (nbytes,), purpose)
     try:
         return Copied(tensor, chunk, nbytes)
     except BaseException:
-        pool.give((chunk.number,))
+        pool.release((chunk.number,))
         raise
 
 
-def hand_back(
+def detach_argument(
     value: list[Any], references: ChunkReferences, seconds: float | None = None
 ) -> tuple[bytes, int, int, str] | None:
     """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
@@ -164,8 +164,8 @@ def hand_back(
 
 
 @without_modes
-def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
-    """The tensor that :func:`hand_back` took apart on the other side, around the chunk, which stays in use while it lives.
+def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
+    """Rebuild the tensor that :func:`detach_argument` took apart on the other side. It keeps its chunk in use.
 
     :param references: to whom the chunk is given back.
     :raises CodecError: if the table says anything else.
@@ -175,7 +175,7 @@ def take_back(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, referen
     place = found.storages[0] if fits else None
     end = chunk.offset + chunk.nbytes
     if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
-        references.unused((chunk.number,))
+        references.release((chunk.number,))
         raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
     mapping = chunk.arena.mapping
     device = torch_device(mapping.info.device)

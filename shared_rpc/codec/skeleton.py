@@ -168,7 +168,7 @@ def _wraps(tensor: torch.Tensor) -> bool:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, scan: Scan, opened: torch.Tensor | None = None) -> None:
-        take = scan.buffers.take if scan.buffers is not None and opened is None else None
+        take = scan.buffers.accept if scan.buffers is not None and opened is None else None
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
         self._scan = scan
         self._opened = opened

@@ -100,7 +100,7 @@ def tensors_of(
         raise CodecError(f"the tensor table does not fit its memory: {error}") from error
     finally:
         for chunk, references in pooled.items():
-            references.unused([chunk])
+            references.release([chunk])
 
 
 def _lend_chunks(

@@ -55,7 +55,7 @@ class Extents:
         self._offsets = [0]
         self._sizes = {0: nbytes}
 
-    def take(self, nbytes: int) -> int | None:
+    def acquire(self, nbytes: int) -> int | None:
         """The offset of ``nbytes`` bytes that were free, None where there are not so many together."""
         for index, offset in enumerate(self._offsets):
             left = self._sizes[offset] - nbytes
@@ -71,7 +71,7 @@ class Extents:
             return offset
         return None
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def release(self, offset: int, nbytes: int) -> None:
         """Free what was taken."""
         offsets, sizes = self._offsets, self._sizes
         index = bisect.bisect(offsets, offset)

@@ -130,13 +130,13 @@ class ChunkReferences:
         pin = getattr(user, _HELD, None)
         return pin.reference if isinstance(pin, _ChunkPin) and pin.reference in self._references else None
 
-    def unused(self, numbers: Iterable[int]) -> None:
+    def release(self, numbers: Iterable[int]) -> None:
         """Give back chunks that came, and that nothing here has used."""
-        self.put_back(numbers)
+        self.requeue(numbers)
         self._notify()
 
-    def put_back(self, numbers: Iterable[int]) -> None:
-        """What :meth:`returned` gave, and could not be told."""
+    def requeue(self, numbers: Iterable[int]) -> None:
+        """What :meth:`pop_returned` gave, and could not be told."""
         with self._lock:
             self._returned.extend(numbers)
 
@@ -190,7 +190,7 @@ class ChunkReferences:
                     self._returned.append(reference.number)
         self.poll()
 
-    def returned(self) -> list[int]:
+    def pop_returned(self) -> list[int]:
         """The chunks to give back now; who takes them must tell their pool."""
         if not self._returned:
             return []
@@ -200,7 +200,7 @@ class ChunkReferences:
 
     @property
     def has_returned(self) -> bool:
-        """Whether :meth:`returned` has something."""
+        """Whether :meth:`pop_returned` has something."""
         return bool(self._returned)
 
     @property

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from shared_rpc.lifecycle import finalizer
 
-__all__ = ["ReadOnlyRange", "forget_read_only", "watch_read_only"]
+__all__ = ["ReadOnlyRange", "unwatch_read_only", "watch_read_only"]
 
 
 class ReadOnlyRange(NamedTuple):
@@ -59,7 +59,7 @@ def watch_read_only(place: ReadOnlyRange) -> None:
         _HANDLER.install()
 
 
-def forget_read_only(address: int) -> None:
+def unwatch_read_only(address: int) -> None:
     """It is about to be unmapped."""
     global _places  # noqa: PLW0603
     with _changing:

@@ -21,7 +21,7 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.faults import ReadOnlyRange, forget_read_only, watch_read_only
+from shared_rpc.memory.faults import ReadOnlyRange, unwatch_read_only, watch_read_only
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
@@ -355,18 +355,18 @@ class MappingTable:
     def _drain(self, may_unmap: Callable[[Backend], bool]) -> None:
         # One at a time, so that whoever drains finds the memory gone when it returns.
         with self._draining:
-            self._settle()
+            self._end_uses()
             self._unmap(may_unmap)
 
-    def _settle(self) -> None:
+    def _end_uses(self) -> None:
         """End the uses of the objects that are gone. One stays in the queue until that is done, and may be ended twice."""
         with self._lock:
             while self._gone:
                 use = self._gone[0]
                 use.mapping.uses.discard(use)  # that of a caller who was interrupted is not among them
-                self._forget_unused(use.mapping)
+                self._retire_unused(use.mapping)
                 del self._gone[0]
-            self._look()
+            self._retire_unpinned()
 
     def _unpin(self, mappings: list[Mapping]) -> None:
         with self._lock:
@@ -375,16 +375,16 @@ class MappingTable:
                 mapping.pins -= 1
                 self._unpinned += (mapping,)
                 del mappings[-1]
-            self._look()
+            self._retire_unpinned()
         if self._unused:
             self.drain()
 
-    def _look(self) -> None:
+    def _retire_unpinned(self) -> None:
         while self._unpinned:
-            self._forget_unused(self._unpinned[-1])
+            self._retire_unused(self._unpinned[-1])
             del self._unpinned[-1]
 
-    def _forget_unused(self, mapping: Mapping) -> None:
+    def _retire_unused(self, mapping: Mapping) -> None:
         key = mapping.key
         if mapping.users or self._mappings.get(key) is not mapping:
             return
@@ -410,7 +410,7 @@ class MappingTable:
 
     def _unmap_one(self, mapping: Mapping) -> None:
         if not mapping.gone and _tells_of_faults(mapping.info):
-            forget_read_only(mapping.address)
+            unwatch_read_only(mapping.address)
         done: list[int] = []
         try:
             if not mapping.gone:

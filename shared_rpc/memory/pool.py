@@ -99,7 +99,7 @@ class Pool:
         #: Counts the chunks that became free: whether it is worth trying again.
         self.frees = 0
 
-    def take(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
+    def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
         """A chunk for each of ``sizes`` bytes on a device, all or none.
 
         :raises PoolFull: if there is no room for them.
@@ -113,22 +113,22 @@ class Pool:
             arenas = self._arenas.setdefault(device, [])
             try:
                 for size in sizes:
-                    chunks.append(self._take(arenas, device, max(aligned(size), aligned(1)), purpose))
+                    chunks.append(self._acquire(arenas, device, max(aligned(size), aligned(1)), purpose))
             except BaseException:
                 for chunk in chunks:
                     self._free(chunk)
                 raise
         return chunks
 
-    def _take(self, arenas: list[Arena], device: str, nbytes: int, purpose: str) -> Chunk:
+    def _acquire(self, arenas: list[Arena], device: str, nbytes: int, purpose: str) -> Chunk:
         # The newest arena is the largest one.
         for arena in reversed(arenas):
-            offset = arena.extents.take(nbytes)
+            offset = arena.extents.acquire(nbytes)
             if offset is not None:
                 break
         else:
             arena = self._grow(arenas, device, nbytes)
-            offset = arena.extents.take(nbytes)
+            offset = arena.extents.acquire(nbytes)
         assert offset is not None, "a new arena has room for what it is made for"
         chunk = Chunk(next(self._numbers), arena, offset, nbytes, purpose)
         self._chunks[chunk.number] = chunk
@@ -156,7 +156,7 @@ class Pool:
         limit = self.options.limit
         return f"{self._what} has {total} of at most {limit} bytes and no room for {nbytes} more: in use are {holders}"
 
-    def hold(self, numbers: Iterable[int]) -> list[Chunk]:
+    def retain(self, numbers: Iterable[int]) -> list[Chunk]:
         """Hold chunks that are in use once more, all or none; empty if one of them is not in use."""
         with self._lock:
             chunks = [self._chunks.get(number) for number in numbers]
@@ -167,7 +167,7 @@ class Pool:
                 chunk.holds += 1
             return held
 
-    def give(self, numbers: Iterable[int]) -> int:
+    def release(self, numbers: Iterable[int]) -> int:
         """Give chunks back; how many became free. Numbers that are not in use are passed over."""
         freed = 0
         with self._lock:
@@ -184,7 +184,7 @@ class Pool:
     def _free(self, chunk: Chunk) -> None:
         del self._chunks[chunk.number]
         self.taken -= chunk.nbytes
-        chunk.arena.extents.give(chunk.offset, chunk.nbytes)
+        chunk.arena.extents.release(chunk.offset, chunk.nbytes)
 
     def find(self, number: int) -> Chunk | None:
         """A chunk that is in use; who has it keeps it mapped."""

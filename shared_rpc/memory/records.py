@@ -17,7 +17,7 @@ __all__ = ["Arguments", "ChunkSink", "Record"]
 class ChunkSink(Protocol):
     """To whom chunks are given back."""
 
-    def unused(self, numbers: Iterable[int]) -> None:
+    def release(self, numbers: Iterable[int]) -> None:
         """Nothing has used these chunks."""
 
 
@@ -93,7 +93,7 @@ class Arguments:
     pooled: dict[int, ChunkSink] = field(default_factory=dict)
     nbytes: int = 0
 
-    def take_pooled(self) -> dict[int, ChunkSink]:
+    def detach_pooled(self) -> dict[int, ChunkSink]:
         """The pooled, which the caller sees to from here on."""
         pooled, self.pooled = self.pooled, {}
         return pooled
@@ -103,5 +103,5 @@ class Arguments:
         for segment in self.segments:
             segment.close()
         if self.pooled:
-            for chunk, references in self.take_pooled().items():
-                references.unused([chunk])
+            for chunk, references in self.detach_pooled().items():
+                references.release([chunk])

@@ -35,7 +35,7 @@ class Election:
         _open.add(self)
         self._failures, _ = self._read()
 
-    def win(self) -> bool:
+    def acquire(self) -> bool:
         """Whether it is this one's to start the server, from now until :meth:`close`. Does not wait."""
         with suppress(BlockingIOError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -88,7 +88,7 @@ class Frame:
     payload: bytes = b""
     fds: list[int] = field(default_factory=list)
 
-    def take_fds(self) -> list[int]:
+    def detach_fds(self) -> list[int]:
         """The descriptors, which belong to the caller from here on."""
         fds, self.fds = self.fds, []
         return fds
@@ -139,9 +139,9 @@ class FrameDecoder:
 
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take in bytes and the descriptors that came with them; the decoder owns these now."""
-        self.take([(data, list(fds))])
+        self.consume([(data, list(fds))])
 
-    def take(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
+    def consume(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
         """Take in the first of what arrived, and take it out of the list."""
         data, fds = arrived[0]
         self._fds += fds

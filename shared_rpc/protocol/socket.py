@@ -87,7 +87,7 @@ class FrameBuffers:
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take in bytes and the descriptors that came with them, which belong to the buffers now."""
         self._arrived += ((data, list(fds)),)
-        self._decoder.take(self._arrived)
+        self._decoder.consume(self._arrived)
 
     def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Queue a frame; the descriptors are duplicated.
@@ -198,7 +198,7 @@ class FrameSocket(FrameBuffers):
         self._sort()
         _, fds = self._arrived[0]
         fds = [*fds]
-        self._decoder.take(self._arrived)
+        self._decoder.consume(self._arrived)
         if fds:
             _refuse_sockets(fds)
         if flags & _CTRUNC:

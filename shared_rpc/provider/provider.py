@@ -18,7 +18,7 @@ from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import forget, remember
-from shared_rpc.memory.backends.choice import MechanismOption, facts, settle
+from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, facts
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.binding import bound
@@ -338,7 +338,7 @@ class Provider(RoleDriver, BlockingOperations):
 
     def _start(self, role: Role) -> Runtime:
         if self.mechanism != "auto":
-            settle(self.mechanism, self.device_id)
+            choose_mechanism(self.mechanism, self.device_id)
         if role == "client":
             return ClientRuntime(self.client_settings)
         if role == "spawn":

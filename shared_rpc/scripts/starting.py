@@ -67,7 +67,7 @@ def start(
         raise NoZygote(str(error)) from None
     try:
         while time.monotonic() < deadline:
-            if election.win():
+            if election.acquire():
                 connection = connect()
                 if connection is None:
                     _start(path, settings, environ, fds, election, pause, deadline)

@@ -86,7 +86,7 @@ def _take_sent(
 ) -> None:
     """Own the segments whose descriptors came."""
     kept, arenas = frozenset(message.kept), frozenset(message.arenas)
-    sent = deque(frame.take_fds())
+    sent = deque(frame.detach_fds())
     try:
         for number, info in enumerate(message.segments):
             if number in kept:

@@ -48,11 +48,11 @@ class Publisher:
         :param only: the value, which nobody else in the library has.
         """
         from shared_rpc.codec.payload import check_result
-        from shared_rpc.codec.results import publish, publish_back
+        from shared_rpc.codec.results import publish, publish_argument
 
         transfer = self._transfers.find(run.session) if run.pooled else None
         if transfer is not None and self._shares and returnable(run):
-            record = publish_back(only, transfer.references)
+            record = publish_argument(only, transfer.references)
             if record is not None:
                 return Completed(record, None)
         # It stays in its list, which is emptied: code of its own that runs below may have this frame kept.
@@ -92,15 +92,15 @@ class Publisher:
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
-        from shared_rpc.codec.results import Soon, publish_back, publish_soon
+        from shared_rpc.codec.results import Soon, publish_argument, publish_soon
 
         try:
             if returnable(run):
-                record = publish_back(value, transfer.references, _PATIENCE)
+                record = publish_argument(value, transfer.references, _PATIENCE)
                 if record is not None:
                     return Completed(record, None)
             soon = publish_soon(value[0], self._device, endpoint.spec.name, transfer.results, _PATIENCE)
-            record = soon.take(_PATIENCE) if isinstance(soon, Soon) else soon
+            record = soon.poll(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
                 return soon if isinstance(soon, Soon) else None
             return Completed(record, None)

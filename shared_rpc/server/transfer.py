@@ -56,7 +56,7 @@ class ServerTransfer(SessionTransfer):
         return self._give_own()
 
     def _give_own(self) -> bool:
-        freed = bool(self.results.give(self.own.returned()))
+        freed = bool(self.results.release(self.own.pop_returned()))
         if freed and self._parked and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._retry)
@@ -76,7 +76,7 @@ class ServerTransfer(SessionTransfer):
     def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
         """See :class:`SessionTransfer`."""
         held = set(chunks)
-        return dict.fromkeys(held, self.own) if self.results.hold(held) else None
+        return dict.fromkeys(held, self.own) if self.results.retain(held) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
         """See :class:`SessionTransfer`."""
@@ -97,15 +97,15 @@ class ServerTransfer(SessionTransfer):
 
     def returned(self) -> list[int]:
         """See :class:`SessionTransfer`."""
-        return self.references.returned()
+        return self.references.pop_returned()
 
     def put_back(self, chunks: Iterable[int]) -> None:
         """See :class:`SessionTransfer`."""
-        self.references.unused(chunks)
+        self.references.release(chunks)
 
     def freed(self) -> list[int]:
         """See :class:`SessionTransfer`."""
-        chunks = self.references.returned()
+        chunks = self.references.pop_returned()
         while chunks and self._wanted:
             self._wanted.popleft()()
         return chunks
@@ -138,7 +138,7 @@ class ServerTransfer(SessionTransfer):
 
     def give(self, chunks: Sequence[int]) -> None:
         """See :class:`SessionTransfer`."""
-        if self.results.give(chunks):
+        if self.results.release(chunks):
             self._retry()
 
     def _retry(self) -> None:

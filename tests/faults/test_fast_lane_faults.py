@@ -77,7 +77,7 @@ def test_a_pool_that_is_closed_while_a_chunk_is_written() -> None:
     MAPPINGS.drain()
     before = len(MAPPINGS)
     pool = Pool(PoolOptions(), "the pool")
-    (chunk,) = pool.take("cpu", [16], "a test")
+    (chunk,) = pool.acquire("cpu", [16], "a test")
     mapping = chunk.arena.mapping
     pool.close()
     mapping.backend.copy(mapping.address + chunk.offset, torch.ones(4).data_ptr(), 16)

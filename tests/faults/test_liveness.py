@@ -376,7 +376,7 @@ def left() -> Iterator[tuple[bytes, int]]:
     """A token for which the descriptor server hands out the reading end of a pipe, and the writing end."""
     token = os.urandom(16)
     read, write = os.pipe()
-    FD_SERVER.leave(token, read)
+    FD_SERVER.register(token, read)
     yield token, write
     FD_SERVER.withdraw(token)
     os.close(write)

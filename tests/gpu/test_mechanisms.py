@@ -16,7 +16,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
 from shared_rpc.memory.backends import choice as mechanisms
-from shared_rpc.memory.backends.choice import Choice, backend_for, chosen, facts, settle
+from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, facts
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_the_first_that_the_gpu_has_is_used(gpu: Callable[..., None], there: tuple[str, ...], name: str, reason: str) -> None:
     """And the reason says what those before it lack."""
     gpu(*there)
-    assert chosen(GPU) == settle("auto", GPU) == Choice(name, reason)
+    assert chosen(GPU) == choose_mechanism("auto", GPU) == Choice(name, reason)
 
 
 def test_a_gpu_that_can_share_in_no_way_is_told_with_all_reasons(gpu: Callable[..., None]) -> None:
@@ -68,24 +68,24 @@ def test_what_is_asked_for_is_used(gpu: Callable[..., None]) -> None:
     """For the whole process, also where somebody has looked before."""
     gpu("vmm", "ipc", "pool")
     assert chosen(GPU).name == "vmm"
-    assert settle("ipc", GPU) == Choice("ipc", "asked for by Provider(mechanism='ipc')")
-    assert chosen(GPU) == settle("auto", GPU) == settle("ipc", GPU)
+    assert choose_mechanism("ipc", GPU) == Choice("ipc", "asked for by Provider(mechanism='ipc')")
+    assert chosen(GPU) == choose_mechanism("auto", GPU) == choose_mechanism("ipc", GPU)
 
 
 def test_what_the_gpu_lacks_cannot_be_asked_for(gpu: Callable[..., None]) -> None:
     """The error says what is missing and what there is."""
     gpu("ipc", "pool")
     with pytest.raises(CapabilityError, match=f"{GPU} has no vmm: use 'auto' or 'ipc' or 'pool'"):
-        settle("vmm", GPU)
+        choose_mechanism("vmm", GPU)
     assert chosen(GPU).name == "ipc"
 
 
 def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -> None:
     """A process makes the segments of a GPU in one way."""
     gpu("vmm", "ipc", "pool")
-    settle("ipc", GPU)
+    choose_mechanism("ipc", GPU)
     with pytest.raises(ConfigurationError, match="mechanism='pool', and another provider of this process asked for 'ipc'"):
-        settle("pool", GPU)
+        choose_mechanism("pool", GPU)
 
 
 def test_an_option_that_is_none_is_refused(provider: Provider) -> None:

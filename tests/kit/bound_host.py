@@ -31,7 +31,7 @@ class BoundHost(ExporterOwnedBackend):
         """A memfd, mapped here; the descriptor server has its descriptor."""
         with HOST.create(nbytes) as segment:
             address = HOST.map(segment.fileno(), nbytes, "read_write")
-            FD_SERVER.leave(token, os.dup(segment.fileno()))
+            FD_SERVER.register(token, os.dup(segment.fileno()))
         return Memory(address, handle=str(nbytes).encode())
 
     def free(self, token: bytes, memory: Memory) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.codec.single import take_back
+from shared_rpc.codec.single import rebuild_argument
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import (
     CapabilityError,
@@ -444,7 +444,7 @@ def test_it_makes_room_for_arguments(client: Client, device: str) -> None:
     """What came back and was dropped is found when an argument has no room."""
     results = [client.call("echo", torch.ones(MIB // 4, device=device)) for _ in range(6)]
     pool = transfer(client).arguments
-    others = pool.take(next(iter(pool._arenas)), [MIB] * (8 - pool.used), "a test")
+    others = pool.acquire(next(iter(pool._arenas)), [MIB] * (8 - pool.used), "a test")
     del results
     client._timeout = 5.0
     assert torch.equal(client.call("echo", numbers(device, MIB // 2)), numbers(device, MIB // 2))
@@ -505,13 +505,13 @@ def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> Non
 def test_a_table_that_leaves_its_chunk(no_leaks: None, offset: int, nbytes: int, shape: tuple[int, ...]) -> None:
     """It is refused, and the chunk is given back."""
     pool, references = Pool(SMALL, "the pool"), ChunkReferences(lambda: None)
-    _, chunk, _ = pool.take("cpu", [512, 512, 512], "a test")
+    _, chunk, _ = pool.acquire("cpu", [512, 512, 512], "a test")
     assert chunk.offset == 512
     table = TensorTable((), (StorageEntry(0, offset, nbytes),), (TensorEntry(0, "float32", 0, shape, (1,)),))
     with pytest.raises(CodecError, match="does not fit"):
-        take_back(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, references)
+        rebuild_argument(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, references)
     references.poll()
-    assert references.returned() == [chunk.number]
+    assert references.pop_returned() == [chunk.number]
     references.close()
     del chunk, _
     pool.close()

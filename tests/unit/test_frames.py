@@ -181,7 +181,7 @@ def test_the_descriptors_of_a_frame_have_one_owner() -> None:
     """Who takes them closes them; who does not leaves that to the frame, which closes them once."""
     with nothing_leaks():
         kept, dropped = Frame(1, 1, b"", fds=[new_fd()]), Frame(1, 1, b"", fds=[new_fd()])
-        taken = kept.take_fds()
+        taken = kept.detach_fds()
         kept.close()
         dropped.close()
         dropped.close()

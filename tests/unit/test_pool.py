@@ -27,29 +27,29 @@ def test_extents_never_overlap_and_join_again(steps: list[tuple[int, int]]) -> N
     extents = Extents(400)
     taken: list[tuple[int, int]] = []
     for nbytes, drop in steps:
-        offset = extents.take(nbytes)
+        offset = extents.acquire(nbytes)
         if offset is not None:
             assert offset >= 0
             assert offset + nbytes <= 400
             assert all(offset + nbytes <= start or start + size <= offset for start, size in taken)
             taken.append((offset, nbytes))
         if drop < len(taken):
-            extents.give(*taken.pop(drop))
+            extents.release(*taken.pop(drop))
         assert extents.free == 400 - sum(size for _, size in taken)
     for entry in taken:
-        extents.give(*entry)
-    assert extents.take(400) == 0
+        extents.release(*entry)
+    assert extents.acquire(400) == 0
 
 
 def test_extents_refuse_what_is_not_in_one_piece() -> None:
     """Enough bytes in two places are not enough."""
     extents = Extents(30)
-    assert [extents.take(10) for _ in range(3)] == [0, 10, 20]
-    extents.give(0, 10)
-    extents.give(20, 10)
+    assert [extents.acquire(10) for _ in range(3)] == [0, 10, 20]
+    extents.release(0, 10)
+    extents.release(20, 10)
     assert extents.free == 20
-    assert extents.take(20) is None
-    assert extents.take(10) == 0
+    assert extents.acquire(20) is None
+    assert extents.acquire(10) == 0
 
 
 @pytest.fixture
@@ -64,15 +64,15 @@ class TestPool:
 
     def test_chunks_are_aligned_and_apart(self, pool: Pool) -> None:
         """Chunks begin where kernels want tensors to begin, and do not touch one another."""
-        chunks = pool.take("cpu", [1, 700, ALIGNMENT, 0], "a test")
+        chunks = pool.acquire("cpu", [1, 700, ALIGNMENT, 0], "a test")
         assert [chunk.offset % ALIGNMENT for chunk in chunks] == [0] * 4
         assert len({(chunk.arena.mapping.address, chunk.offset) for chunk in chunks}) == 4
 
     def test_what_is_given_back_is_taken_again(self, pool: Pool) -> None:
         """A thousand rounds stay in the first arena."""
         for _ in range(1000):
-            (chunk,) = pool.take("cpu", [MIB // 2], "a test")
-            assert pool.give([chunk.number]) == 1
+            (chunk,) = pool.acquire("cpu", [MIB // 2], "a test")
+            assert pool.release([chunk.number]) == 1
         assert pool.nbytes == MIB
         assert pool.used == 0
 
@@ -80,62 +80,62 @@ class TestPool:
         """Arenas come as they are needed, and no more of them than the options allow."""
         sizes = []
         for _ in range(4):
-            pool.take("cpu", [MIB], "a test")
+            pool.acquire("cpu", [MIB], "a test")
             sizes.append(pool.nbytes // MIB)
         assert sizes == [1, 2, 4, 4]
 
     def test_a_full_pool_says_who_has_it(self, pool: Pool) -> None:
         """The text has the limit, what was asked, and what is in use for what; nothing was taken."""
-        pool.take("cpu", [3 * MIB], "arguments of slow()")
+        pool.acquire("cpu", [3 * MIB], "arguments of slow()")
         with pytest.raises(
             PoolFull, match=rf"the pool has .* {4 * MIB} bytes .* 1 of arguments of slow\(\) with {3 * MIB} bytes"
         ):
-            pool.take("cpu", [MIB // 2, MIB], "arguments of quick()")
+            pool.acquire("cpu", [MIB // 2, MIB], "arguments of quick()")
         assert pool.used == 1
 
     def test_what_was_taken_in_vain_is_no_chance_for_others(self, pool: Pool) -> None:
         """Only what is given back counts: who waits for room would try again and again."""
-        pool.take("cpu", [3 * MIB], "a test")
+        pool.acquire("cpu", [3 * MIB], "a test")
         with pytest.raises(PoolFull) as full:
-            pool.take("cpu", [MIB // 2, MIB], "a test")
+            pool.acquire("cpu", [MIB // 2, MIB], "a test")
         assert pool.frees == full.value.frees
-        (chunk,) = pool.take("cpu", [10], "a test")
-        pool.give([chunk.number])
+        (chunk,) = pool.acquire("cpu", [10], "a test")
+        pool.release([chunk.number])
         assert pool.frees == full.value.frees + 1
 
     def test_giving_back_twice_frees_nobody_elses(self, pool: Pool) -> None:
         """A number is used once: a late or a forged one frees nothing."""
-        (first,) = pool.take("cpu", [100], "a test")
-        pool.give([first.number])
-        (second,) = pool.take("cpu", [100], "a test")
+        (first,) = pool.acquire("cpu", [100], "a test")
+        pool.release([first.number])
+        (second,) = pool.acquire("cpu", [100], "a test")
         assert (second.offset, second.number != first.number) == (first.offset, True)
-        assert pool.give([first.number, 0, -1, 1 << 63]) == 0
+        assert pool.release([first.number, 0, -1, 1 << 63]) == 0
         assert pool.used == 1
 
     def test_numbers_of_two_pools_differ(self, pool: Pool) -> None:
         """What comes to the wrong session frees nothing there."""
         with closing(Pool(PoolOptions(), "another")) as other:
-            (mine,) = pool.take("cpu", [1], "a test")
-            other.take("cpu", [1], "a test")
-            assert other.give([mine.number]) == 0
+            (mine,) = pool.acquire("cpu", [1], "a test")
+            other.acquire("cpu", [1], "a test")
+            assert other.release([mine.number]) == 0
 
     def test_a_held_chunk_is_free_after_both(self, pool: Pool) -> None:
         """Two users: it is free again when both have given it back."""
-        (chunk,) = pool.take("cpu", [1], "a test")
-        assert pool.hold([chunk.number]) == [chunk]
-        assert pool.hold([chunk.number, 5]) == []
-        assert (pool.give([chunk.number]), pool.used) == (0, 1)
-        assert (pool.give([chunk.number]), pool.used) == (1, 0)
+        (chunk,) = pool.acquire("cpu", [1], "a test")
+        assert pool.retain([chunk.number]) == [chunk]
+        assert pool.retain([chunk.number, 5]) == []
+        assert (pool.release([chunk.number]), pool.used) == (0, 1)
+        assert (pool.release([chunk.number]), pool.used) == (1, 0)
 
     def test_a_closed_pool_gives_its_memory_up(self, pool: Pool) -> None:
         """Its mapping goes, and taking from it is an error."""
         MAPPINGS.drain()
         before = len(MAPPINGS)
-        pool.take("cpu", [1], "a test")
+        pool.acquire("cpu", [1], "a test")
         pool.close()
         assert len(MAPPINGS) == before
         with pytest.raises(PoolClosed, match="the pool was closed"):
-            pool.take("cpu", [1], "a test")
+            pool.acquire("cpu", [1], "a test")
 
     @pytest.mark.parametrize("options", [{"limit": -1}, {"initial": 0}])
     def test_options_that_make_no_pool(self, options: dict[str, Any]) -> None:
@@ -158,22 +158,22 @@ class TestBorrower:
 
     def test_a_chunk_comes_back_with_its_last_user(self, pool: Pool, references: ChunkReferences) -> None:
         """Not before both storages are gone, and then once."""
-        (chunk,) = pool.take("cpu", [16], "a test")
+        (chunk,) = pool.acquire("cpu", [16], "a test")
         one, other = self._storage(), self._storage()
         references.acquire(chunk.number, 16, chunk.arena.mapping, [one, other])
         assert chunk_of(one) == chunk_of(other) == chunk.number
         del one
         references.poll()
-        assert references.returned() == []
+        assert references.pop_returned() == []
         del other
         references.poll()
-        assert references.returned() == [chunk.number]
-        assert references.returned() == []
+        assert references.pop_returned() == [chunk.number]
+        assert references.pop_returned() == []
         assert references.in_use == 0
 
     def test_a_view_keeps_the_chunk(self, pool: Pool, references: ChunkReferences) -> None:
         """A tensor, or a view of one, is a user as long as it lives."""
-        (chunk,) = pool.take("cpu", [16], "a test")
+        (chunk,) = pool.acquire("cpu", [16], "a test")
         tensor = torch.zeros(4)
         references.acquire(chunk.number, 16, chunk.arena.mapping, [tensor.untyped_storage()])
         view = tensor[1:]
@@ -183,14 +183,14 @@ class TestBorrower:
         assert not references.has_returned
         del view
         references.poll()
-        assert references.returned() == [chunk.number]
+        assert references.pop_returned() == [chunk.number]
 
     def test_the_mapping_outlives_the_session(self, references: ChunkReferences) -> None:
         """Tensors stay valid after the pool and the references have ended; the memory goes with them."""
         MAPPINGS.drain()
         before = len(MAPPINGS)
         pool = Pool(PoolOptions(), "the pool")
-        (chunk,) = pool.take("cpu", [16], "a test")
+        (chunk,) = pool.acquire("cpu", [16], "a test")
         storage = self._storage()
         references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
         del chunk
@@ -205,7 +205,7 @@ class TestBorrower:
         """Somebody may be waiting for the memory."""
         told: list[int] = []
         references = ChunkReferences(lambda: told.append(1))
-        (chunk,) = pool.take("cpu", [16], "a test")
+        (chunk,) = pool.acquire("cpu", [16], "a test")
         storage = self._storage()
         references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
         assert told == []

@@ -103,7 +103,7 @@ def drop(transfer: ClientTransfer, gpu: Gpu) -> Iterator[Callable[[], list[int]]
     with closing(Pool(PoolOptions(), "the server's pool")) as pool:
 
         def get_and_drop() -> list[int]:
-            chunks = pool.take("cpu", [16] * chunk_references._BATCH, "a test")
+            chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
             chunks[0].arena.mapping.backend = gpu
             storages: list[Any] = []
             for chunk in chunks:

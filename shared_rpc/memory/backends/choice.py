@@ -20,11 +20,11 @@ __all__ = [
     "Choice",
     "MechanismOption",
     "backend_for",
+    "choose_mechanism",
     "chosen",
     "facts",
     "lacking",
     "lifetime",
-    "settle",
     "survey",
 ]
 
@@ -95,7 +95,7 @@ def _check(asked: str, device: str) -> None:
         )
 
 
-def _choose(asked: str, device: str) -> Choice:
+def _find(asked: str, device: str) -> Choice:
     if device == "cpu":
         return _HOST
     lacks = survey(device)
@@ -123,11 +123,11 @@ def chosen(device: str) -> Choice:
     """
     with _lock:
         if device not in _chosen:
-            _chosen[device] = _choose("auto", device)
+            _chosen[device] = _find("auto", device)
         return _chosen[device]
 
 
-def settle(asked: str, device: str) -> Choice:
+def choose_mechanism(asked: str, device: str) -> Choice:
     """:func:`chosen`, after a provider's option has been heard.
 
     :raises ConfigurationError: for an option that is none, that does not go with the device, or that contradicts another
@@ -144,7 +144,7 @@ def settle(asked: str, device: str) -> Choice:
                 f"mechanism={asked!r}, and another provider of this process asked for {before.name!r} on {device}: use one "
                 f"mechanism for a GPU in a process"
             )
-        choice = _chosen[device] = _choose(asked, device)
+        choice = _chosen[device] = _find(asked, device)
         _forced.add(device)
         return choice
 
@@ -152,11 +152,11 @@ def settle(asked: str, device: str) -> Choice:
 def facts(asked: str, device: str) -> dict[str, Any]:
     """``name`` and ``reason`` for those who look; the name is None where nothing was asked for and nothing works.
 
-    :raises ConfigurationError: as :func:`settle` does.
+    :raises ConfigurationError: as :func:`choose_mechanism` does.
     :raises CapabilityError: if the GPU cannot do what is asked for.
     """
     try:
-        return settle(asked, device)._asdict()
+        return choose_mechanism(asked, device)._asdict()
     except CapabilityError as error:
         if asked != "auto":
             raise

@@ -36,7 +36,7 @@ class FdServer:
         self._listener: socket.socket | None = None
         self.address = ""
 
-    def leave(self, token: bytes, fd: int) -> None:
+    def register(self, token: bytes, fd: int) -> None:
         """Hand ``fd`` out to whoever shows the token. The descriptor server owns it from here on.
 
         :raises CapabilityError: if the descriptor server cannot be opened; the descriptor is closed.

@@ -68,7 +68,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
                 os.set_inheritable(fd, False)
                 handle = opaque_bytes(check(driver.cuMemPoolExportPointer(address)))
                 fd, left = -1, fd
-                FD_SERVER.leave(token, left)
+                FD_SERVER.register(token, left)
             except (DriverError, CapabilityError) as error:
                 if fd >= 0:
                     os.close(fd)

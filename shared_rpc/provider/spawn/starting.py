@@ -60,7 +60,7 @@ class ServerStarter:
         check_directory(os.path.dirname(path))
         with _election(path) as election:
             while not _listens(path):
-                if election.win():
+                if election.acquire():
                     # Whoever had the lock may have been about to listen when this one looked.
                     if not _listens(path):
                         self._start(path, election, patience, deadline)
