@@ -16,6 +16,7 @@ from shared_rpc.client.session import ClientSession, LeaseBook
 from shared_rpc.client.steps import Operation, Reach, Reply
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -74,7 +75,7 @@ class BaseClient(ABC):
         self._leases = LeaseBook()
         self._begin()
         preload_codec()
-        _clients.add(self)
+        after_fork(self._after_fork)
 
     @classmethod
     def from_ticket(cls, ticket: Ticket | str | os.PathLike[str], **options: Any) -> Self:
@@ -166,14 +167,3 @@ class BaseClient(ABC):
 
     def _limit(self, timeout: float | None) -> float | None:
         return self._timeout if timeout is OWN_TIMEOUT else timeout
-
-
-_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

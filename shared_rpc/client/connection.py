@@ -8,13 +8,13 @@ import os
 import select
 import socket
 import time
-import weakref
 from typing import Self, cast
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
+from shared_rpc.forks import after_fork
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.protocol.socket import FrameSocket
@@ -114,7 +114,9 @@ class ExchangeSocket:
     def _begin(self, sock: socket.socket) -> None:
         self._socket = FrameSocket(sock)
         self._exchanges = Exchanges(self.path, self._socket)
-        _open.add(self)
+        # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
+        # connection which another thread was just making.
+        after_fork(self.abandon)
 
     @property
     def alive(self) -> bool:
@@ -296,16 +298,3 @@ class Connection(ExchangeSocket):
             sock.close()
         if hasattr(self, "_socket"):
             self._socket.close()
-
-
-_open: weakref.WeakSet[ExchangeSocket] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
-    # connection which another thread was just making.
-    for connection in list(_open):
-        connection.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
+
+from shared_rpc.forks import fork_safe_lock
 
 __all__ = ["pickle_by_value", "registered"]
 
@@ -17,7 +17,7 @@ _names: set[str] = {"transformers_modules"}
 #: Names of modules, which stand for those below them too. Private, in cloudpickle 3.0 to 3.1: its public function takes modules
 #: that are loaded, and transformers loads what is below ``transformers_modules`` without that package.
 _REGISTRY: set[str] = _PICKLE_BY_VALUE_MODULES
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def pickle_by_value(module: ModuleType) -> None:
@@ -35,11 +35,3 @@ def registered() -> Iterator[None]:
             yield
         finally:
             _REGISTRY.difference_update(added)
-
-
-def _after_fork() -> None:
-    global _lock  # noqa: PLW0603  another thread of the parent may have held it
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

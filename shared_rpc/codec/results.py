@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
 import traceback
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -25,6 +23,7 @@ from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.chunk_references import ChunkReferences
@@ -47,15 +46,7 @@ _SMALL = 1 << 20
 _FEW = 4096
 
 #: Two threads that publish one object must not both move it: clients of the first would be left with a copy.
-_publishing = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _publishing  # noqa: PLW0603  another thread of the parent may have held it
-    _publishing = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_publishing = fork_safe_lock()
 
 
 @without_modes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import context, resource_sharer
@@ -26,6 +25,7 @@ from torch.multiprocessing import reductions
 
 from shared_rpc.codec.recurrent import keep_in_place
 from shared_rpc.errors import CapabilityError
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
@@ -39,15 +39,7 @@ _INHERITED = 128
 
 #: The storage over a place of a mapping, so that one is one in the receiver too, in whichever messages it comes.
 _storages: weakref.WeakValueDictionary[tuple[Mapping, int, int], torch.UntypedStorage] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _lock  # noqa: PLW0603  another thread of the parent may have held it
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_lock = fork_safe_lock()
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
 import threading
 import time
@@ -27,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.handle import Lease
 
 __all__ = ["Rename", "materialize"]
@@ -464,18 +464,10 @@ def _writes(name: str) -> bool:
 # What torch tells of modules.
 
 _threads = threading.local()
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _open = 0
 #: Functions of torch that were replaced: their owners and names, and what was there.
 _replaced: list[tuple[Any, str, Any, Any]] = []
-
-
-def _after_fork() -> None:
-    global _lock  # noqa: PLW0603  another thread of the parent may have held it
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _blocks() -> list[_Block]:

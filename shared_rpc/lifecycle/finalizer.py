@@ -9,13 +9,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from shared_rpc.forks import after_fork
 
 __all__ = ["FINALIZER", "FinalizerThread", "weakly"]
 
@@ -92,4 +93,4 @@ class FinalizerThread:
 
 
 FINALIZER = FinalizerThread()
-os.register_at_fork(after_in_child=FINALIZER._after_fork)
+after_fork(FINALIZER._after_fork)

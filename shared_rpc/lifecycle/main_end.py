@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import threading
@@ -45,9 +44,6 @@ class Serves(Protocol):
 
     def _server_at_end(self) -> RunningServer | None:
         """The server that goes on, started where it was not yet."""
-
-    def _after_fork(self) -> None:
-        """Forget, in a forked child, what is the parent's."""
 
     def close(self) -> None:
         """End what it has."""
@@ -141,14 +137,6 @@ def _check_that_threads_start() -> None:
             f"Python {platform.python_version()} starts no threads when the main code has ended ({error}), so this process "
             f"cannot go on serving: use Python 3.12.3 or later, or 'shared-rpc serve', or Server(provider).start(blocking=True)"
         ) from error
-
-
-def _after_fork() -> None:
-    for provider in _providers:
-        provider._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def close_all() -> None:

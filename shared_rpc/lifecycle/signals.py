@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.ending import end_within
 
 __all__ = ["End", "wait_for_signal"]
@@ -41,7 +42,7 @@ class End:
         #: Numbers of signals that have come, until the wait sees to them.
         self._noted: deque[int] = deque()
         self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._closed = False
         self._on_hangup: Callable[[], None] | None = None
 
@@ -195,7 +196,8 @@ def _ignore_from_now_on() -> None:
 atexit.register(_ignore_from_now_on)
 
 
-def _after_fork() -> None:
+@after_fork
+def _give_signals_back() -> None:
     """A child that an endpoint forks waits for nothing here: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
     Its signals are not its parent's.
     """
@@ -203,9 +205,5 @@ def _after_fork() -> None:
     _ending = False
     if _receiver is not None:
         signal.set_wakeup_fd(-1)
-        _receiver._lock = threading.Lock()
         _receiver.close()
     _take_back()
-
-
-os.register_at_fork(after_in_child=_after_fork)

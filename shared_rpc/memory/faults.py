@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NamedTuple
 
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import finalizer
 
 __all__ = ["ReadOnlyRange", "unwatch_read_only", "watch_read_only"]
@@ -43,7 +44,7 @@ class ReadOnlyRange(NamedTuple):
 
 #: By address. Replaced, and never changed: the thread that faults may be the one that was about to replace it.
 _places: tuple[ReadOnlyRange, ...] = ()
-_changing = threading.Lock()
+_changing = fork_safe_lock()
 
 
 def _address_of(place: ReadOnlyRange) -> int:
@@ -115,7 +116,7 @@ class _Handler:
         #: None before the first time.
         self._earlier: _SigAction | None = None
         self._in_place = False
-        self._turn = threading.Lock()
+        self._turn = fork_safe_lock()
 
     def install(self) -> None:
         """Take the signal: the first time, and where its default has come back. Whoever took it from us keeps it."""
@@ -155,10 +156,6 @@ class _Handler:
                 self._turn.release()
             if _code_of(info) <= 0:  # it was sent, and does not come again by itself
                 _raise(signal.SIGSEGV)
-
-    def after_fork(self) -> None:
-        """A thread of the parent may have had its turn."""
-        self._turn = threading.Lock()
 
 
 def _code_of(info: int) -> int:
@@ -224,11 +221,4 @@ def _write(text: str) -> None:
         data = data[os.write(_STDERR, data) :]
 
 
-def _after_fork() -> None:
-    global _changing  # noqa: PLW0603
-    _changing = threading.Lock()
-    _HANDLER.after_fork()
-
-
 _HANDLER = _Handler()
-os.register_at_fork(after_in_child=_after_fork)

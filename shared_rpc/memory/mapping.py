@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import resource
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,6 +17,7 @@ from contextlib import contextmanager
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import ReadOnlyRange, unwatch_read_only, watch_read_only
@@ -141,12 +140,12 @@ class MappingTable:
     """All mappings of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._mappings: dict[tuple[str, Access, int], Mapping] = {}
         self._copies = itertools.count(1)
         self._by_address: list[tuple[int, Mapping]] = []
         self._gone: deque[_Use] = deque()
-        self._draining = threading.Lock()
+        self._draining = fork_safe_lock()
         #: Those that a block has let go of, and that may have no other user.
         self._unpinned: list[Mapping] = []
         #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
@@ -433,11 +432,9 @@ class MappingTable:
         return len(self._mappings) + len(self._unused)
 
     def _after_fork(self) -> None:
-        # Another thread may have held the lock. Host mappings are inherited and stay, and their descriptors with them: what
-        # the child has, it can hand on. What the parent publishes is not the child's to publish.
-        self._lock = threading.RLock()
+        # Host mappings are inherited and stay, and their descriptors with them: what the child has, it can hand on. What the
+        # parent publishes is not the child's to publish.
         self._gone = deque()
-        self._draining = threading.Lock()
         for mapping in (*self._mappings.values(), *self._unused):
             mapping.publishes = False
             if mapping.pooled or mapping.info.device != "cpu":
@@ -453,4 +450,4 @@ class MappingTable:
 
 
 MAPPINGS = MappingTable()
-os.register_at_fork(after_in_child=MAPPINGS._after_fork)
+after_fork(MAPPINGS._after_fork)

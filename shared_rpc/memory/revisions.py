@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
 from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.forks import after_fork
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
@@ -278,7 +279,8 @@ class _Lock:
             if is_of_handler(error):
                 raise
             raise CapabilityError(f"an update needs a second descriptor of its object's page, by /proc: {error}") from error
-        _locks.add(self)
+        # A child's copy would keep the lock of a parent that is killed.
+        after_fork(self.close)
         self.taken = False
         try:
             fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
@@ -299,19 +301,11 @@ class _Lock:
 
 #: What threads of this process update now, by the inode of its page.
 _updating: weakref.WeakValueDictionary[int, _Lock] = weakref.WeakValueDictionary()
-_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+after_fork(_updating.clear)
 
 
 def _unmap(addresses: list[int], nbytes: int) -> None:
     for address in addresses:
         HOST.unmap(address, nbytes)
-
-
-def _after_fork() -> None:
-    # A child's copy would keep the lock of a parent that is killed.
-    for lock in list(_locks):
-        lock.close()
-    _updating.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.forks import after_fork
 from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
 
 __all__ = ["Backend", "Segment", "gpu_support", "new_segment_id"]
@@ -71,7 +71,8 @@ class Segment:
         self.info = info
         self._descriptor = Descriptor(fd) if fd >= 0 else None
         if info.mechanism in EXPORTER_OWNED:
-            _bound.add(self)
+            # A forked child's copy of the descriptor would keep the memory for as long as the child lives.
+            after_fork(self.close)
 
     @classmethod
     def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
@@ -136,18 +137,6 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.info!r}, {'closed' if self.closed else f'fd={self.fileno()}'})"
-
-
-#: For a forked child to close: its copies of these descriptors would keep the memory for as long as it lives.
-_bound: weakref.WeakSet[Segment] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for segment in list(_bound):
-        segment.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Backend(Protocol):

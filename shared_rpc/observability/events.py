@@ -20,13 +20,13 @@ happens there: :class:`BuildStarted` and :class:`BuildFinished`. Times are secon
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+
+from shared_rpc.forks import fork_safe_lock
 
 __all__ = [
     "HOOKS",
@@ -245,7 +245,7 @@ class Hooks:
         #: Whether there is any hook. Look here before making an event.
         self.registered = False
         self._entries: tuple[_Entry, ...] = ()
-        self._changing = threading.Lock()
+        self._changing = fork_safe_lock()
 
     def add(self, hook: Hook | HookFactory) -> None:
         """Call a hook with every event from now on; once, however often it is added."""
@@ -277,14 +277,9 @@ class Hooks:
                     kind = type(event).__name__
                     _log.exception("the hook %r failed with a %s; this is logged once", entry.given, kind)
 
-    def _after_fork(self) -> None:
-        # Another thread may have held it.
-        self._changing = threading.Lock()
-
 
 #: Hooks of this process.
 HOOKS = Hooks()
-os.register_at_fork(after_in_child=HOOKS._after_fork)
 
 
 def add_hook(hook: Hook | HookFactory) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
 import socket
 import socketserver
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.forks import after_fork
 from shared_rpc.observability.events import HOOKS
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ class Exporter:
         self._thread = threading.Thread(target=self._server.serve_forever, name="shared-rpc-metrics", daemon=True)
         self._turn = threading.Lock()
         self._next = 0.0
-        _exporters.add(self)
+        # A child that kept the listening socket would keep the port.
+        after_fork(self._server.socket.close)
 
     @property
     def url(self) -> str:
@@ -207,16 +207,3 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Note a connection that went away, or whose time was over."""
         _log.debug("a connection for metrics failed", exc_info=True)
-
-
-_exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child that kept the listening socket would keep the port.
-    for exporter in list(_exporters):
-        exporter._server.socket.close()
-    _exporters.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

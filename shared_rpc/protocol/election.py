@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import weakref
 from contextlib import suppress
 
+from shared_rpc.forks import after_fork
 from shared_rpc.protocol.own_files import open_own
 
 __all__ = ["Election"]
@@ -32,7 +32,8 @@ class Election:
 
     def __init__(self, path: str) -> None:
         self.fd = open_own(f"{path}.spawn", os.O_RDWR)
-        _open.add(self)
+        # A child that kept the descriptor would keep the lock when its parent and the server have ended.
+        after_fork(self.close)
         self._failures, _ = self._read()
 
     def acquire(self) -> bool:
@@ -63,15 +64,3 @@ class Election:
     def _read(self) -> tuple[int, str]:
         count, _, reason = os.pread(self.fd, _ROOM, 0).decode(errors="replace").partition("\n")
         return int(count) if count.isdigit() else 0, reason
-
-
-_open: weakref.WeakSet[Election] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    # A child that kept the descriptor would keep the lock when its parent and the server have ended.
-    for election in list(_open):
-        election.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)

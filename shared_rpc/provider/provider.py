@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
@@ -14,6 +13,7 @@ import msgspec
 from shared_rpc.client.preload import preload_codec
 from shared_rpc.client.steps import BlockingMethods, Operation
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
@@ -170,11 +170,12 @@ class Provider(RoleDriver, BlockingOperations):
         self._working: Runtime | None = None
         #: In a forked child: what its parent worked with.
         self._inherited: Runtime | None = None
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._closed = False
         self._pid = os.getpid()
         preload_codec()
         remember(self)
+        after_fork(self._after_fork)
 
     @property
     def execution_mode(self) -> Role:
@@ -358,7 +359,6 @@ class Provider(RoleDriver, BlockingOperations):
         return not self._closed and self._pid == os.getpid() and self.execution_mode == "server"
 
     def _after_fork(self) -> None:
-        self._lock = threading.RLock()
         if self._working is not None:
             self._inherited, self._working, self._role = self._working, None, None
 

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
+from shared_rpc.forks import after_fork
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
@@ -63,7 +63,7 @@ class Acceptor:
         self._removed = listener is not None
         self._listener = listener or bind_socket(path)
         self._inode = os.lstat(path).st_ino if listener is None else 0
-        _acceptors.add(self)
+        after_fork(self._abandon)
 
     def facts(self) -> dict[str, Any]:
         """What ``get_server_info`` tells. On the loop only."""
@@ -172,15 +172,3 @@ class Acceptor:
         self._listener.close()
         for connection in self._connections:
             connection.abandon()
-
-
-_acceptors: weakref.WeakSet[Acceptor] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for acceptor in list(_acceptors):
-        acceptor._abandon()
-    _acceptors.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

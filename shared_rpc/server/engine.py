@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
@@ -18,6 +17,7 @@ from typing import TypeVar
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Executor
 
@@ -57,10 +57,10 @@ class Engine:
         self._scope: anyio.CancelScope
         self._mail: anyio.Event
         self._posted: deque[Callable[[], object]] = deque()
-        self._posting = threading.Lock()
+        self._posting = fork_safe_lock()
         self._ended = False
         self._ready = threading.Event()
-        _engines.add(self)
+        after_fork(self._abandon)
 
     def start(self) -> None:
         """Return when calls are taken.
@@ -167,19 +167,6 @@ class Engine:
 
     def _abandon(self) -> None:
         """In a forked child: the loop's thread is not here, and its descriptors are the parent's."""
-        self._posting = threading.Lock()
         self._ended = True
         for stored in self.core.objects:
             stored.close()
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for engine in list(_engines):
-        engine._abandon()
-    _engines.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

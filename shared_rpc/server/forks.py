@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from shared_rpc.context import CURRENT_RUN
+from shared_rpc.forks import after_fork
 
 __all__ = ["end_if_forked", "one_process"]
 
@@ -100,7 +101,8 @@ def _tell(error: BaseException | str | None) -> int:
     return 1
 
 
-def _after_fork() -> None:
+@after_fork
+def _end_run() -> None:
     run = CURRENT_RUN.get()
     if run is not None:
         # Exit callbacks are for the process that registered them: those of multiprocessing would end its pools, for one.
@@ -110,6 +112,3 @@ def _after_fork() -> None:
 
 def _nobody_asks(_: object) -> None:
     """Take progress of a process that is not the server."""
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -17,6 +17,7 @@ import anyio
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
+from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
@@ -91,7 +92,7 @@ class WorkerHost:
     def start(self) -> None:
         """Take runs, of providers as they are adopted."""
         # A forked child must not look like this process to the broker.
-        os.register_at_fork(after_in_child=self._socket.close)
+        after_fork(self._socket.close)
         MAPPINGS.keeps = True
         self._thread.start()
         self._ready.wait()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +18,7 @@ from typing import ClassVar
 import msgspec
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.fd_server import TOKEN_BYTES
 from shared_rpc.memory.segments import Segment, new_segment_id
@@ -93,13 +92,13 @@ class ExporterOwnedBackend(ABC):
     uuid: str
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._made: dict[bytes, Memory] = {}
         #: Nobody uses it any more, and the device could not be waited for when that was found.
         self._to_free: list[tuple[bytes, Memory]] = []
         self._uses: dict[bytes, _Use] = {}
         self._by_address: dict[int, _Use] = {}
-        _backends.add(self)
+        after_fork(self._after_fork)
 
     @abstractmethod
     def make(self, nbytes: int, token: bytes) -> Memory:
@@ -231,15 +230,4 @@ class ExporterOwnedBackend(ABC):
         for use in self._uses.values():
             for copy in use.copies:
                 os.close(copy)
-        ExporterOwnedBackend.__init__(self)
-
-
-_backends: weakref.WeakSet[ExporterOwnedBackend] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for backend in list(_backends):
-        backend._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        self._made, self._to_free, self._uses, self._by_address = {}, [], {}, {}

@@ -16,6 +16,7 @@ import struct
 import threading
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.forks import after_fork
 
 __all__ = ["FD_SERVER", "FdServer", "fetch"]
 
@@ -133,4 +134,4 @@ def _uid_of(sock: socket.socket) -> int:
 
 
 FD_SERVER = FdServer()
-os.register_at_fork(after_in_child=FD_SERVER._after_fork)
+after_fork(FD_SERVER._after_fork)

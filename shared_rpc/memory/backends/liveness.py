@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.forks import after_fork
 
 __all__ = ["issue", "maker_lives", "read"]
 
@@ -102,11 +103,9 @@ def maker_lives(fd: int) -> bool:
     return bool(answer[0] != fcntl.F_UNLCK)
 
 
-def _after_fork() -> None:
+@after_fork
+def _close_kept() -> None:
     # Else the maker would seem to live as long as its child does.
     for own in _kept:
         os.close(own)
     _kept.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,66 @@
+"""The registry of what a forked child does before its own code: the only registration with CPython.
+
+First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in the order of their
+registration. Each of them runs, whatever another one raises; that is reported as unraisable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import TypeVar
+
+__all__ = ["after_fork", "fork_safe_lock"]
+
+F = TypeVar("F", bound=Callable[[], object])
+
+_numbers = itertools.count()
+#: By the number of their registration. What is called returns a callback, or None where its object is just being freed.
+_callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}
+_locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+
+
+def after_fork(callback: F) -> F:
+    """Call a function in every child that this process forks. A decorator too.
+
+    A bound method is called for as long as its object lives, and does not keep it.
+    """
+    number = next(_numbers)
+    if isinstance(callback, MethodType):
+        _callbacks[number] = weakref.WeakMethod(callback, lambda _: _callbacks.pop(number, None))
+    else:
+        _callbacks[number] = lambda: callback
+    return callback
+
+
+def fork_safe_lock() -> threading.RLock:
+    """Return a reentrant lock that a forked child finds free, unless the thread that forked holds it."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _begin_child() -> None:
+    for lock in list(_locks):
+        # Private; the standard library's own locks are freed by them: Python 3.9 to 3.14 have both.
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
+    # An object that an earlier callback drops is called too: references are taken to all first.
+    callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
+    for callback in callbacks:
+        _call(callback)
+
+
+def _call(callback: Callable[[], object]) -> None:
+    """Call a function, and have the interpreter report what it raises: so it does for the callback of a weak reference."""
+    occasion = set[None]()
+    reference = weakref.ref(occasion, lambda _: callback())
+    del occasion
+    assert reference() is None, "the callback has been called"
+
+
+os.register_at_fork(after_in_child=_begin_child)

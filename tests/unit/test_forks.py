@@ -1,0 +1,128 @@
+"""The registry of forks: what a child does first, in which order, and whatever fails on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.kit.processes import ROOT
+
+PRELUDE = """
+import gc, os, sys, threading
+from shared_rpc.forks import after_fork, fork_safe_lock
+
+def say(*words):
+    print(*words, flush=True)
+
+def fork(in_child=lambda: None):
+    if os.fork() == 0:
+        in_child()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that forks, to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+def test_callbacks_run_in_the_order_of_their_registration() -> None:
+    """Functions and methods alike, once in each child, and in a child's child too."""
+    ran = run("""
+class Thing:
+    def method(self): say("method")
+
+@after_fork
+def first(): say("first")
+thing = Thing()
+after_fork(thing.method)
+@after_fork
+def last(): say("last")
+fork(lambda: fork())
+""")
+    assert (ran.stdout.split(), ran.stderr) == (["first", "method", "last"] * 2, "")
+
+
+def test_a_callback_that_raises_does_not_keep_the_others_from_running() -> None:
+    """Every failure is reported, as CPython reports what nobody can catch, and the child goes on."""
+    ran = run("""
+@after_fork
+def one(): raise ValueError("of one")
+@after_fork
+def two(): say("two")
+@after_fork
+def three(): sys.exit("of three")
+@after_fork
+def four(): say("four")
+fork(lambda: say("child"))
+""")
+    assert ran.stdout.split() == ["two", "four", "child"]
+    assert "Exception ignored" in ran.stderr
+    assert "ValueError: of one" in ran.stderr
+    assert "SystemExit: of three" in ran.stderr
+
+
+def test_a_method_is_called_while_its_object_lives() -> None:
+    """The registry does not keep the object; one that an earlier callback drops is called once more."""
+    ran = run("""
+class Thing:
+    def __init__(self, name):
+        self.name = name
+        after_fork(self.method)
+    def method(self): say(self.name)
+
+gone = Thing("gone")
+del gone
+@after_fork
+def drop(): things.clear()
+things = [Thing("dropped")]
+fork()
+""")
+    assert ran.stdout.split() == ["dropped"]
+
+
+def test_a_lock_that_another_thread_held_is_free() -> None:
+    """In every child, and before the first callback."""
+    ran = run("""
+@after_fork
+def use():
+    with lock: say("callback")
+lock = fork_safe_lock()
+held, release = threading.Event(), threading.Event()
+def hold():
+    with lock:
+        held.set()
+        release.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+fork(lambda: say(lock.acquire(timeout=1)))
+say("still held:", not lock.acquire(blocking=False))
+release.set()
+thread.join()
+""")
+    assert ran.stdout.splitlines() == ["callback", "True", "still held: True"]
+
+
+def test_a_lock_that_the_forking_thread_holds_stays_its_own() -> None:
+    """The child leaves the block as its parent does."""
+    ran = run("""
+lock = fork_safe_lock()
+def taken_by_another():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(lock.acquire(blocking=False)))
+    thread.start()
+    thread.join()
+    return not found[0]
+with lock:
+    pid = os.fork()
+    inside = taken_by_another()
+if pid == 0:
+    say(inside, taken_by_another())
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+""")
+    assert ran.stdout.split() == ["True", "False"]
