@@ -1,4 +1,6 @@
-"""The only reader of the environment: which role a process plays and where its socket lies.
+"""Settings of a process: its role and its socket's path, from the environment, and the options of ``shared-rpc serve``.
+
+This module alone reads the environment. ``shared-rpc run`` imports it, so it loads neither msgspec nor dataclasses.
 
 Role, from the two variables (an empty value counts as unset, any other value is an error)::
 
@@ -16,6 +18,7 @@ Arguments of ``Provider`` beat the environment.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -28,6 +31,7 @@ from shared_rpc.errors import ConfigurationError
 __all__ = [
     "Role",
     "ScriptSettings",
+    "ServeOptions",
     "change_environment",
     "checked_path",
     "environment",
@@ -258,3 +262,64 @@ def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
     if not seconds >= 0:
         raise ConfigurationError(f"{_RUN_IDLE_EXIT}={text!r}: use a number of seconds, or leave it unset")
     return ScriptSettings(names, seconds)
+
+
+class ServeOptions(NamedTuple):
+    """Options of ``shared-rpc serve``, declared once for its command line, a broker and its workers.
+
+    None stands for what is left to the app, or to the server's own default.
+
+    :param devices: the device of each worker, in turn.
+    :param threads: threads of a worker that run endpoints.
+    :param build_timeout: seconds after which a run is taken for stuck.
+    :param preload: whether workers may be forks of a zygote.
+    :param quotas: as ``--quota`` has them: a worker resolves them, which knows the devices.
+    :param allow_uids: users beside the server's own whose clients are let in.
+    :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
+    :param pool_limit: bytes up to which a session's pool grows.
+    """
+
+    base_path: str | None = None
+    socket: str | None = None
+    devices: tuple[str, ...] = ()
+    workers: int = 1
+    threads: int | None = None
+    build_timeout: float | None = None
+    preload: bool = True
+    max_bytes: int | None = None
+    quotas: tuple[str, ...] = ()
+    max_tasks: int = 1000
+    result_ttl: float = 3600.0
+    max_connections: int = 8192
+    allow_uids: tuple[int, ...] = ()
+    pool_initial: int | None = None
+    pool_limit: int | None = None
+    idle_exit: float | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    log_format: str | None = None
+    log_level: str | None = None
+    hooks: tuple[str, ...] = ()
+
+    def device_of(self, number: int) -> str | None:
+        """Return the device of a worker, by its number from 0; None where the app decides."""
+        return self.devices[number % len(self.devices)] if self.devices else None
+
+    @property
+    def words(self) -> list[str]:
+        """The words of a command line that :meth:`of` reads."""
+        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return ["--options", json.dumps(changed)]
+
+    @classmethod
+    def of(cls, text: str) -> ServeOptions:
+        """Read what :attr:`words` wrote.
+
+        :raises ConfigurationError: for a text that is of another release, or was written by hand and is wrong.
+        """
+        import msgspec
+
+        try:
+            return msgspec.convert(tuple(cls(**msgspec.json.decode(text, type=dict[str, Any]))), cls)
+        except (msgspec.DecodeError, TypeError) as error:
+            raise ConfigurationError(f"--options {text}: {error}") from error

@@ -21,8 +21,7 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCErr
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
-from shared_rpc.options import ServeOptions
-from shared_rpc.settings import take_service_variables
+from shared_rpc.settings import ServeOptions, take_service_variables
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 
-from shared_rpc.options import ServeOptions
+from shared_rpc.settings import ServeOptions
 
 __all__ = ["WorkerCommand"]
 

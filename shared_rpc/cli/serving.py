@@ -12,9 +12,8 @@ from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
-from shared_rpc.options import ServeOptions
 from shared_rpc.provider.amounts import check_quotas, in_bytes, quotas_of
-from shared_rpc.settings import checked_path
+from shared_rpc.settings import ServeOptions, checked_path
 
 if TYPE_CHECKING:
     from shared_rpc.provider.provider import Provider

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.options import ServeOptions
 from shared_rpc.provider.provider import Provider
-from shared_rpc.settings import checked_path, resolve_base_path, socket_path
+from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, socket_path
 
 __all__ = ["Overrides", "override"]
 

@@ -9,9 +9,9 @@ from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.lifecycle.hosting import set_host
 from shared_rpc.lifecycle.main_end import close_all
 from shared_rpc.observability.logs import configure
-from shared_rpc.options import ServeOptions
 from shared_rpc.provider.app import load_providers
 from shared_rpc.provider.overrides import Overrides
+from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost
 from shared_rpc.zygote.parent import die_with_parent

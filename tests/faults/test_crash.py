@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, errors
-from shared_rpc.options import ServeOptions
+from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually
 

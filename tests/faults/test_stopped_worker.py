@@ -24,10 +24,10 @@ from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
-from shared_rpc.options import ServeOptions
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.runs import Run
+from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually, python
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "shared_rpc"
 #: From the bottom up. A module may import its own package, and what stands on a line above its own.
 LAYERS = [
     ["errors", "forks"],
-    ["lifecycle", "options", "protocol", "settings"],
+    ["lifecycle", "protocol", "settings"],
     ["context", "memory", "zygote"],
     ["codec", "handle", "observability"],
     ["client", "extras", "server"],

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.options import ServeOptions
 from shared_rpc.settings import (
     Role,
+    ServeOptions,
     is_socket_of,
     resolve_base_path,
     resolve_role,

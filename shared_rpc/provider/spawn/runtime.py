@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shared_rpc.options import ServeOptions
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
 from shared_rpc.provider.spawn.starting import ServerStarter, log_path
-from shared_rpc.settings import Role
+from shared_rpc.settings import Role, ServeOptions
 
 __all__ = ["SpawnRuntime"]
 

@@ -14,11 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from shared_rpc.errors import ConnectError
-from shared_rpc.options import ServeOptions
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc.server.listener import check_directory
-from shared_rpc.settings import server_environment
+from shared_rpc.settings import ServeOptions, server_environment
 
 __all__ = ["ServerStarter", "log_path"]
 
