@@ -31,8 +31,8 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 __all__ = [
     "BufferNotFound",
@@ -61,6 +61,24 @@ __all__ = [
 ]
 
 
+def _as_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "\n".join(value)
+    return "" if value is None else str(value)
+
+
+def _or(default: str | None) -> Callable[[str], str | None]:
+    return lambda text: text or default
+
+
+def _lines(text: str) -> list[str]:
+    return text.split("\n") if text else []
+
+
+def _exit_code(text: str) -> int | None:
+    return int(text) if text.removeprefix("-").isdecimal() else None
+
+
 class SharedRPCError(Exception):
     """The root: ``except SharedRPCError`` catches all that this library raises itself."""
 
@@ -69,14 +87,18 @@ class SharedRPCError(Exception):
     #: has the same attribute.
     request_id: str = ""
 
+    #: Attributes beside the message, each with the function that reads it from the wire: an absent one from an empty text.
+    _FIELDS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
+
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> SharedRPCError:
-        """The error as it was, from what :meth:`detail` put on the wire."""
-        return cls(message)
+        """Return the error as it was, from the parts that :meth:`detail` put on the wire, some of which may be missing."""
+        make: Any = cls
+        return cast("SharedRPCError", make(message, **{name: read(detail.get(name, "")) for name, read in cls._FIELDS.items()}))
 
     def detail(self) -> dict[str, str]:
-        """What this class carries beside its message."""
-        return {}
+        """Return the attributes that this class has beside its message, as texts."""
+        return {name: _as_text(getattr(self, name)) for name in self._FIELDS}
 
     def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
         # An exception with keyword-only arguments would break the pool that brings it from a child process.
@@ -124,19 +146,11 @@ class SegmentNotFound(ProtocolError):
     """
 
     code = "segment-not-found"
+    _FIELDS: ClassVar = {"segments": str.split}
 
     def __init__(self, message: str, segments: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.segments = tuple(segments)
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> SegmentNotFound:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, detail.get("segments", "").split())
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"segments": " ".join(self.segments)}
 
 
 class CodecError(SharedRPCError):
@@ -165,19 +179,11 @@ class BufferNotFound(SharedRPCError, LookupError):
     """
 
     code = "buffer-not-found"
+    _FIELDS: ClassVar = {"reason": _or("unknown")}
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> BufferNotFound:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, reason=detail.get("reason", "unknown"))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"reason": self.reason}
 
 
 class CheckpointError(SharedRPCError, ValueError):
@@ -199,20 +205,12 @@ class UpdateInterrupted(SharedRPCError):
     """
 
     code = "update-interrupted"
+    _FIELDS: ClassVar = {"revision": lambda text: int(text or 1), "pid": lambda text: int(text or 0)}
 
     def __init__(self, message: str, *, revision: int, pid: int) -> None:
         super().__init__(message)
         self.revision = revision
         self.pid = pid
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> UpdateInterrupted:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, revision=int(detail.get("revision", "1")), pid=int(detail.get("pid", "0")))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"revision": str(self.revision), "pid": str(self.pid)}
 
 
 class StateMismatchError(SharedRPCError):
@@ -223,6 +221,7 @@ class StateMismatchError(SharedRPCError):
     """
 
     code = "state-mismatch"
+    _FIELDS: ClassVar = dict.fromkeys(("missing", "unexpected", "mismatched"), _lines)
 
     def __init__(
         self,
@@ -237,17 +236,6 @@ class StateMismatchError(SharedRPCError):
         self.unexpected = tuple(unexpected)
         self.mismatched = tuple(mismatched)
 
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> StateMismatchError:
-        """See :meth:`SharedRPCError.restore`."""
-        # A detail may have more in it, as every one has that a server sent.
-        names = ("missing", "unexpected", "mismatched")
-        return cls(message, **{name: detail[name].split("\n") for name in names if detail.get(name)})
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {name: "\n".join(getattr(self, name)) for name in ("missing", "unexpected", "mismatched")}
-
 
 class TicketError(SharedRPCError):
     """A ticket that cannot be used here; the message names the file and says what to do.
@@ -257,19 +245,11 @@ class TicketError(SharedRPCError):
     """
 
     code = "ticket"
+    _FIELDS: ClassVar = {"reason": _or("malformed")}
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> TicketError:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, reason=detail.get("reason", "malformed"))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"reason": self.reason}
 
 
 class ServerBusy(SharedRPCError):
@@ -286,31 +266,13 @@ class WorkerCrashed(SharedRPCError):
     """
 
     code = "worker-crashed"
+    _FIELDS: ClassVar = {"signal": _or(None), "exit_code": _exit_code, "stderr": str}
 
     def __init__(self, message: str, *, signal: str | None = None, exit_code: int | None = None, stderr: str = "") -> None:
         super().__init__(message)
         self.signal = signal
         self.exit_code = exit_code
         self.stderr = stderr
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> WorkerCrashed:
-        """See :meth:`SharedRPCError.restore`."""
-        code = detail.get("exit_code", "")
-        return cls(
-            message,
-            signal=detail.get("signal") or None,
-            exit_code=int(code) if code.removeprefix("-").isdecimal() else None,
-            stderr=detail.get("stderr", ""),
-        )
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {
-            "signal": self.signal or "",
-            "exit_code": "" if self.exit_code is None else str(self.exit_code),
-            "stderr": self.stderr,
-        }
 
 
 class StaleHandleError(SharedRPCError):
@@ -322,19 +284,11 @@ class StaleHandleError(SharedRPCError):
     """
 
     code = "stale-handle"
+    _FIELDS: ClassVar = {"reason": _or("object_gone")}
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> StaleHandleError:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, reason=detail.get("reason", "object_gone"))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"reason": self.reason}
 
 
 class TaskError(SharedRPCError):
@@ -344,19 +298,11 @@ class TaskError(SharedRPCError):
     """
 
     code = "task"
+    _FIELDS: ClassVar = {"reason": _or("unknown")}
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> TaskError:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, reason=detail.get("reason", "unknown"))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"reason": self.reason}
 
 
 class TaskCancelled(TaskError):
@@ -375,21 +321,13 @@ class RemoteError(SharedRPCError):
     """
 
     code = "remote"
+    _FIELDS: ClassVar = {"type_name": _or("Exception"), "traceback": str}
 
     def __init__(self, message: str, *, type_name: str, traceback: str = "") -> None:
         super().__init__(f"{type_name}: {message}" if message else type_name)
         self.type_name = type_name
         self.message = message
         self.traceback = traceback
-
-    @classmethod
-    def restore(cls, message: str, detail: dict[str, str]) -> RemoteError:
-        """See :meth:`SharedRPCError.restore`."""
-        return cls(message, type_name=detail.get("type_name", "Exception"), traceback=detail.get("traceback", ""))
-
-    def detail(self) -> dict[str, str]:
-        """See :meth:`SharedRPCError.detail`."""
-        return {"type_name": self.type_name, "traceback": self.traceback}
 
 
 class RemoteTraceback(Exception):
@@ -415,13 +353,13 @@ _BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPC
 
 
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
-    """``(code, message, detail)`` of an error that the library itself raised. Never raises."""
+    """Return ``(code, message, detail)`` of an error that the library itself raised. Never raises."""
     code, message, detail = _parts(error)
     return code, sendable(message), {name: sendable(text) for name, text in detail.items()}
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, also of an error whose ``__str__`` fails, be it with SystemExit."""
+    """Return ``str(error)``, also of an error whose ``__str__`` fails, be it with SystemExit."""
     try:
         return str(error)
     except BaseException as problem:
@@ -433,7 +371,7 @@ _TEXT_LIMIT = 1 << 16
 
 
 def sendable(text: str) -> str:
-    """A text as MessagePack takes it, and of bounded length."""
+    """Return a text as MessagePack takes it, and of bounded length."""
     if len(text) > _TEXT_LIMIT:
         half = _TEXT_LIMIT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
@@ -452,12 +390,12 @@ def _parts(error: BaseException) -> tuple[str, str, dict[str, str]]:
 
 
 def class_of(code: str) -> type[SharedRPCError] | type[TypeError]:
-    """The class of a wire code; the root for one that is not known here."""
+    """Return the class of a wire code; the root for one that is not known here."""
     return _BY_CODE.get(code, SharedRPCError)
 
 
 def from_wire(code: str, message: str, detail: dict[str, str]) -> Exception:
-    """The error that :func:`to_wire` took apart; an unknown code gives the root class."""
+    """Rebuild the error that :func:`to_wire` took apart; an unknown code gives the root class."""
     kind = class_of(code)
     if issubclass(kind, SharedRPCError):
         return kind.restore(message, detail)
