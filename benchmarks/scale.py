@@ -57,17 +57,17 @@ def run(
 def _idle_rows(
     report: Report, servers: Servers, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int
 ) -> None:
-    crowd = servers.client("crowd", socket=ours.address, call=[])
-    crowd.read()
+    load = servers.client("load_client", socket=ours.address, call=[])
+    load.read()
     floor, client = Echo(echo.address), Ours(ours.address)
     times: dict[int, dict[str, list[list[float]]]] = {level: {Echo.name: [], Ours.name: []} for level in levels}
     for _ in range(rounds):
         for level in levels:
-            crowd.ask(idle=level)
+            load.ask(idle=level)
             actions = {Echo.name: floor.ping, Ours.name: client.ping}
             for name, sample in interleaved(actions, rounds=1, calls=calls).items():
                 times[level][name] += sample.rounds
-        crowd.ask(idle=0)
+        load.ask(idle=0)
     none = Sample(times[levels[0]][Ours.name]).p50
     for level in levels:
         samples = {name: Sample(taken) for name, taken in times[level].items()}
@@ -85,7 +85,7 @@ def _idle_rows(
         )
     client.close()
     floor.close()
-    crowd.close()
+    load.close()
 
 
 def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> None:
@@ -146,14 +146,14 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
 
 def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
     """Clients that hold the model and are killed: what the server has before, with them, and after."""
-    crowd = servers.client("crowd", socket=ours.address, call=["model", shape])
-    crowd.read()
+    load = servers.client("load_client", socket=ours.address, call=["model", shape])
+    load.read()
     who = f"{count} clients killed"
     with Client(socket_path=ours.address) as asking:
-        _wave(crowd, asking, ours, count)  # the allocator's and the loop's first growth is no leak
-        wave = _wave(crowd, asking, ours, count)
-        last = _wave(crowd, asking, ours, count, invalidate=True)
-    crowd.close()
+        _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
+        wave = _wave(load, asking, ours, count)
+        last = _wave(load, asking, ours, count, invalidate=True)
+    load.close()
     for key in ("leases", "sessions", "fds", "threads"):
         report.add(_row(f"{who}: {key}", wave, key, "killed", abs(wave.after[key] - wave.before[key])))
     grown = wave.after["memory"] - wave.before["memory"]
@@ -176,20 +176,20 @@ class _Wave:
     seconds: float
 
 
-def _wave(crowd: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
+def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
     """Attach that many, kill them, and wait.
 
     :param invalidate: drop the model from the cache meanwhile, so that it goes with its last holder.
     """
     before = _counts(asking, ours)
-    attached = crowd.ask(attach=count)["attached"]
+    attached = load.ask(attach=count)["attached"]
     if attached != count:
         raise RuntimeError(f"{attached} of {count} light clients could attach; see above")
     if invalidate:
         asking.invalidate_endpoint_cache("model")
     during = _counts(asking, ours)
     begin = time.monotonic()
-    crowd.ask(kill=True)
+    load.ask(kill=True)
     while True:
         after = _counts(asking, ours)
         seconds = time.monotonic() - begin

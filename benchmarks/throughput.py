@@ -15,7 +15,7 @@ from benchmarks.servers import Servers
 from benchmarks.subjects import Subject
 from benchmarks.targets import GOALS
 
-__all__ = ["starved", "throughput"]
+__all__ = ["starvation", "throughput"]
 
 #: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
 _TURN, _NOTICE = 0.5, 0.1
@@ -59,12 +59,12 @@ def throughput(
             )
         )
         for name, taken in turns.items():
-            report.note(starved(f"{name}, {text}", [sum(counts) for counts in zip(*taken, strict=True)]))
+            report.note(starvation(f"{name}, {text}", [sum(counts) for counts in zip(*taken, strict=True)]))
     for caller in callers:
         caller.close()
 
 
-def starved(what: str, calls: list[int]) -> str | None:
+def starvation(what: str, calls: list[int]) -> str | None:
     """The line that tells of processes that got far fewer calls done than the others, None where all got their share.
 
     :param calls: what each process completed, in all turns.

@@ -153,7 +153,7 @@ class Dispatcher:
         """The workers that can do a run."""
         key, name = run.place.executor.key, run.spec.name
         able = [worker for worker in self._workers() if worker.serves(key, name)]
-        held = run.place.executor.lane_owner(run) if run.place.arguments.held else None
+        held = run.place.executor.pool_owner(run) if run.place.arguments.held else None
         return [held] if held in able else able
 
     def _send_on(self, run: Run[Any], able: list[Worker]) -> bool:
@@ -408,7 +408,7 @@ class WorkerExecutor:
         if transfer is not None:
             transfer.give(record.chunks)
 
-    def lane_owner(self, run: Run[Any]) -> Worker | None:
+    def pool_owner(self, run: Run[Any]) -> Worker | None:
         """The worker whose results a run takes as arguments: no other one can hold them."""
         transfer = self.transfers.find(run.place.session)
         return transfer.owner(run.place.arguments.held) if transfer is not None else None

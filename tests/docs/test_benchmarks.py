@@ -28,7 +28,7 @@ from benchmarks.processes import Process
 from benchmarks.report import Row, document, shown
 from benchmarks.stats import Sample, interleaved
 from benchmarks.targets import GOALS
-from benchmarks.throughput import starved
+from benchmarks.throughput import starvation
 from tests.kit.processes import ROOT
 
 #: All commands run at once, and the first test waits for most of them.
@@ -394,11 +394,11 @@ def test_a_list_of_numbers_is_one_line_of_the_json() -> None:
 
 def test_processes_that_starve_are_told_of() -> None:
     """Those far behind the others, and all of them where nobody got anything done."""
-    assert starved("ours, new", [100, 90, 110]) is None
-    assert starved("theirs, new", [100, 90, 0, 20]) == (
+    assert starvation("ours, new", [100, 90, 110]) is None
+    assert starvation("theirs, new", [100, 90, 0, 20]) == (
         "theirs, new: 1 of 4 processes starved, with 0 to 0 calls where the most were 100"
     )
-    assert "2 of 2 processes starved" in str(starved("theirs, new", [0, 0]))
+    assert "2 of 2 processes starved" in str(starvation("theirs, new", [0, 0]))
 
 
 def test_a_goal_is_met_up_to_its_limit() -> None:
