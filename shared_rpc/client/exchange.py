@@ -27,7 +27,7 @@ from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
 from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message, number_of
+from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
@@ -42,7 +42,7 @@ BRIEFLY = 1.0
 LAST_ID = (1 << 32) - 1
 
 #: The kind bytes of what may come before the answer to a request.
-_EVENTS = frozenset({number_of(m.TaskUpdate), number_of(m.OutOfPoolMemory)})
+_EVENTS = frozenset({NUMBERS[m.TaskUpdate], NUMBERS[m.OutOfPoolMemory]})
 
 
 class TooLate(TimeoutError):
@@ -189,7 +189,7 @@ class Exchanges:
         :raises ProtocolError: on a violation, after which nothing can be trusted.
         """
         buffers, news = self._buffers, []
-        while buffers.frames or buffers.ready():
+        while buffers.frames or (buffers.partial and buffers.ready()):
             # It stays among the buffers' frames, which are closed with the connection, until it has found its place.
             frame = buffers.frames[0]
             # The first frame of a connection answers the handshake, whatever its number.

@@ -11,7 +11,7 @@ from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 
-__all__ = ["decode_message", "encode_message", "number_of"]
+__all__ = ["NUMBERS", "UNWRITABLE", "decode_message", "encode_body", "encode_message", "unwritable"]
 
 #: The kind byte of every message. Numbers are never used again for something else.
 _KINDS: dict[int, type[m.Message]] = {
@@ -91,14 +91,12 @@ _KINDS: dict[int, type[m.Message]] = {
     102: mo.InvalidateObject,
     103: mo.GetStatistics,
 }
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+#: The kind byte by the message's class.
+NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def number_of(kind: type[m.Message]) -> int:
-    """The kind byte of a message."""
-    return _NUMBERS[kind]
+#: The body of a message; it raises one of :data:`UNWRITABLE`, of which :func:`unwritable` makes the error to raise.
+encode_body = msgspec.msgpack.Encoder().encode
+UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
 
 
 def encode_message(message: m.Message) -> tuple[int, bytes]:
@@ -107,9 +105,14 @@ def encode_message(message: m.Message) -> tuple[int, bytes]:
     :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
     """
     try:
-        return _NUMBERS[type(message)], _encode(message)
-    except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise ProtocolError(f"a {type(message).__name__} message cannot be written: {error}") from error
+        return NUMBERS[type(message)], encode_body(message)
+    except UNWRITABLE as error:
+        raise unwritable(message, error) from error
+
+
+def unwritable(message: m.Message, error: Exception) -> ProtocolError:
+    """Return the error for a message that MessagePack cannot hold."""
+    return ProtocolError(f"a {type(message).__name__} message cannot be written: {error}")
 
 
 def decode_message(frame: Frame) -> m.Message:

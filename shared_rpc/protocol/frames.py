@@ -126,16 +126,12 @@ class FrameDecoder:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or _LIMITS
-        self._buffer = bytearray()
+        #: Bytes that have come, of frames that are not whole or were not looked at.
+        self.partial = bytearray()
         self._fds: list[int] = []
         #: Frames that nobody has taken yet.
         self.frames: deque[Frame] = deque()
         self._header: tuple[int, int, int, int, int] | None = None
-
-    @property
-    def pending(self) -> int:
-        """Bytes that wait for the rest of their frame."""
-        return len(self._buffer)
 
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take in bytes and the descriptors that came with them; the decoder owns these now."""
@@ -145,7 +141,7 @@ class FrameDecoder:
         """Take in the first of what arrived, and take it out of the list."""
         data, fds = arrived[0]
         self._fds += fds
-        self._buffer += data
+        self.partial += data
         del arrived[0]
         if len(self._fds) > 2 * MAX_FDS:
             raise ProtocolError(f"{len(self._fds)} file descriptors for frames of at most {MAX_FDS}")
@@ -164,12 +160,13 @@ class FrameDecoder:
         """
         if self.frames:
             return True
+        partial = self.partial
         if self._header is None:
-            if len(self._buffer) < HEADER_SIZE:
-                if self._buffer:
+            if len(partial) < HEADER_SIZE:
+                if partial:
                     self._check_beginning()
                 return False
-            magic, version, kind, count, request_id, body_size, payload_size = _HEADER.unpack_from(self._buffer)
+            magic, version, kind, count, request_id, body_size, payload_size = _HEADER.unpack_from(partial)
             if (
                 magic != MAGIC
                 or version != VERSION
@@ -181,30 +178,28 @@ class FrameDecoder:
             self._header = kind, count, request_id, body_size, payload_size
         kind, count, request_id, body_size, payload_size = self._header
         end = HEADER_SIZE + body_size + payload_size
-        if len(self._buffer) < end:
-            if len(self._fds) > count:
-                raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
+        here = len(self._fds)
+        if len(partial) < end:
+            if here > count:
+                raise ProtocolError(f"{here} file descriptors came with a frame that announced {count}")
             return False
-        if len(self._fds) < count:
-            raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
-        if len(self._buffer) == end and len(self._fds) > count:
-            raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that announced {count}")
+        if here < count or (here > count and len(partial) == end):
+            raise ProtocolError(f"{here} file descriptors came with a frame that announced {count}")
         # A view that an exception's traceback keeps would keep the buffer from growing.
-        with memoryview(self._buffer) as view:
-            frame = Frame(
-                kind, request_id, bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
-            )
+        with memoryview(partial) as view:
+            body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
+        frame = Frame(kind, request_id, body, payload)
         frame.fds = self._fds[:count]
         self.frames += (frame,)
-        del self._fds[:count], self._buffer[:end]
+        del self._fds[:count], partial[:end]
         self._header = None
         return True
 
     def _check_beginning(self) -> None:
         """Refuse what is no beginning of a header: garbage is not waited for."""
-        known = min(len(self._buffer), len(MAGIC))
-        if self._buffer[:known] != MAGIC[:known]:
-            raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self._buffer[:known])!r}")
+        known = min(len(self.partial), len(MAGIC))
+        if self.partial[:known] != MAGIC[:known]:
+            raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self.partial[:known])!r}")
 
     def _refuse_header(self, magic: bytes, version: int, count: int, body: int, payload: int) -> NoReturn:
         if magic != MAGIC:
@@ -224,4 +219,4 @@ class FrameDecoder:
         for frame in self.frames:
             frame.close()
         close_all(self._fds)
-        self._buffer.clear()
+        self.partial.clear()

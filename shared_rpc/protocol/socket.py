@@ -17,7 +17,7 @@ from typing import Any
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.errors.interrupts import is_of_handler, passed_over
-from shared_rpc.protocol.catalogue import encode_message
+from shared_rpc.protocol.catalogue import NUMBERS, UNWRITABLE, encode_body, unwritable
 from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message
 
@@ -66,8 +66,9 @@ class FrameBuffers:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._decoder = FrameDecoder(limits)
-        #: Frames that have come whole, and that nobody has taken; and see :meth:`FrameDecoder.ready`.
+        #: Frames that have come whole, and that nobody has taken; what may hold more; and see :meth:`FrameDecoder.ready`.
         self.frames = self._decoder.frames
+        self.partial = self._decoder.partial
         self.ready = self._decoder.ready
         self.next_frame = self._decoder.next_frame
         #: Bytes and descriptors that have arrived, until the decoder has them.
@@ -95,7 +96,10 @@ class FrameBuffers:
         :raises ProtocolError: if there are more descriptors than a frame can carry.
         :raises OSError: if this process cannot open more files.
         """
-        kind, body = encode_message(message)
+        try:
+            kind, body = NUMBERS[type(message)], encode_body(message)
+        except UNWRITABLE as error:
+            raise unwritable(message, error) from error
         buffers = encode_frame(kind, request_id, body, payload, len(fds))
         first = memoryview(buffers[0])
         rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
@@ -194,13 +198,16 @@ class FrameSocket(FrameBuffers):
             if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
                 raise
             raise ConnectionClosed(f"the connection broke: {error}") from error
-        data, _, flags, _ = self._read[0]
-        self._sort()
-        _, fds = self._arrived[0]
-        fds = [*fds]
-        self._decoder.consume(self._arrived)
-        if fds:
+        data, ancillary, flags, _ = self._read[0]
+        if ancillary:
+            self._sort()
+            _, fds = self._arrived[0]
+            fds = [*fds]
+            self._decoder.consume(self._arrived)
             _refuse_sockets(fds)
+        else:
+            self.partial += data
+            del self._read[0]
         if flags & _CTRUNC:
             raise ProtocolError(
                 "file descriptors were lost on the way: this process is at its limit of open files (RLIMIT_NOFILE, ulimit -n)"

@@ -20,6 +20,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Reads of one stream after which others have their turn, and frames whose answers go in one write.
 _TURN = 32
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def _nothing() -> None:
@@ -140,6 +141,12 @@ class FramedStream:
                     return
                 if self._behind:
                     break
+                try:
+                    self._socket.sock.recv(1, _PEEK)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    pass  # the next read says what is wrong
             self._scheduled = True
             self._loop.call_soon(self._go_on)
         except BlockingIOError:
@@ -156,10 +163,9 @@ class FramedStream:
     def _handle_frames(self) -> bool:
         """Handle what has come, and send in one write what that brings. True if there may be more."""
         sock, left = self._socket, _TURN
-        more = sock.ready()
-        if not more:
+        if not sock.ready():
             return False
-        self._gathering = True
+        more = self._gathering = True
         try:
             while more and left and sock.queued - sock.written <= self._backpressure:
                 left -= 1
@@ -171,7 +177,7 @@ class FramedStream:
                         frame.close()
                 if self.closed:
                     return False
-                more = sock.ready()
+                more = bool(sock.frames) or (bool(sock.partial) and sock.ready())
         finally:
             self._gathering = False
             if sock.queued != sock.written:

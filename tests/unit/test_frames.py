@@ -116,7 +116,7 @@ def test_any_chunking_gives_the_same_frames(sent: list[Plan], data: st.DataObjec
             (p.kind, p.request_id, p.body, p.payload, p.fds) for p in sent
         ]
         assert [file_of(fd) for frame in frames for fd in frame.fds] == files
-        assert decoder.pending == 0
+        assert len(decoder.partial) == 0
         for frame in frames:
             frame.close()
         decoder.close()
@@ -158,7 +158,7 @@ def test_a_truncated_frame_is_no_frame(cut: int) -> None:
         decoder = FrameDecoder()
         decoder.feed(plan.encode()[:cut], [new_fd(), new_fd()] if cut else [])
         assert decoder.next_frame() is None
-        assert decoder.pending == cut
+        assert len(decoder.partial) == cut
         decoder.close()
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_stream_is_a_protocol_error_or_other_frames(sent: list[Plan], 
                 frame.close()
         except ProtocolError:
             pass
-        assert decoder.pending <= len(stream)
+        assert len(decoder.partial) <= len(stream)
         decoder.close()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import catalogue
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message, encode_message, number_of
+from shared_rpc.protocol.catalogue import NUMBERS, decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
@@ -103,7 +103,7 @@ def test_every_message_has_one_kind_byte() -> None:
 
 def test_defaults_are_filled_in() -> None:
     """What is left out at the end of a message has its default."""
-    message = decode_message(Frame(number_of(m.Call), 1, msgspec.msgpack.encode(["f"])))
+    message = decode_message(Frame(NUMBERS[m.Call], 1, msgspec.msgpack.encode(["f"])))
     assert comparable(message) == comparable(m.Call("f"))
 
 
@@ -131,7 +131,7 @@ def test_an_unknown_kind_is_named(kind: int) -> None:
 def test_a_body_that_is_none_names_its_message(kind: type[Message], body: bytes, reason: str) -> None:
     """Structures that no sender writes, for every kind of message."""
     with pytest.raises(ProtocolError, match=rf"a {kind.__name__} message cannot be read: .*{reason}"):
-        decode_message(Frame(number_of(kind), 1, body))
+        decode_message(Frame(NUMBERS[kind], 1, body))
 
 
 @given(any_message(), plain)
@@ -185,7 +185,7 @@ def test_garbage_is_a_protocol_error(kind: int, body: bytes) -> None:
 def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
     """The same for well-formed MessagePack."""
     with suppress(ProtocolError):
-        assert type(decode_message(Frame(number_of(kind), 1, msgspec.msgpack.encode(items)))) is kind
+        assert type(decode_message(Frame(NUMBERS[kind], 1, msgspec.msgpack.encode(items)))) is kind
 
 
 @given(any_message(), st.data())
@@ -201,7 +201,7 @@ def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data
 def test_text_that_is_no_unicode_is_refused() -> None:
     """Bytes that are not UTF-8 where text belongs."""
     with pytest.raises(ProtocolError, match="a GetObjectInfo message cannot be read: 'utf-8' codec"):
-        decode_message(Frame(number_of(m.GetObjectInfo), 1, b"\x91\xa1\xff"))
+        decode_message(Frame(NUMBERS[m.GetObjectInfo], 1, b"\x91\xa1\xff"))
 
 
 @pytest.mark.parametrize(
