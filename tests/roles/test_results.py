@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,92 +17,8 @@ from shared_rpc import Client, Handle, Provider, Server, materialize
 from shared_rpc.codec.arguments import encode_arguments, lower_arguments
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from tests.kit import library_app
 from tests.kit.apps import App
-from tests.kit.interpreter import Interpreter
 from tests.kit.models import Slotted, State
-from tests.kit.processes import ROOT, Child
-
-LIBRARY_APP = ROOT / "tests" / "kit" / "library_app.py"
-
-
-# Libraries.
-
-
-class Served:
-    """The app of :mod:`tests.kit.library_app` in a server, and a process that is its client."""
-
-    def __init__(self, folder: Path, how: str, device: str) -> None:
-        folder.chmod(0o700)
-        self.base_path, self.device = str(folder / "s"), device
-        environ = {"SHARED_TENSOR_BASE_PATH": self.base_path, "LIBRARY_APP_DEVICE": device, "HF_HUB_OFFLINE": "1"}
-        if how == "python app.py":
-            self.server = Child(str(LIBRARY_APP), environ=environ | {"SHARED_TENSOR_ROLE": "server"})
-        else:
-            self.server = Child("-m", "shared_rpc.cli", "serve", str(LIBRARY_APP), environ=environ)
-        self.client = Interpreter(environ)
-        with Client(self.base_path, device=device, connect_timeout=60) as client:
-            client.ping()
-
-    def ask(self, code: str, **names: Any) -> Any:
-        """See :meth:`Interpreter.run`."""
-        return self.client.run(code, base_path=self.base_path, device=self.device, **names)
-
-    def close(self) -> None:
-        """End both."""
-        for child in (self.client, self.server):
-            child.process.kill()
-            child.process.communicate()
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("python app.py", "cpu"), id="role-cpu"),
-        pytest.param(("shared-rpc serve app.py", "cpu"), id="serve-cpu"),
-        pytest.param(("python app.py", "cuda"), id="role-cuda", marks=pytest.mark.gpu),
-        pytest.param(("shared-rpc serve app.py", "cuda"), id="serve-cuda", marks=pytest.mark.gpu),
-    ],
-)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The app, served in each way."""
-    served = Served(tmp_path_factory.mktemp("library"), *request.param)
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def here(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """``here(name)`` is what the object of an endpoint is to be like."""
-    monkeypatch.setattr(library_app, "DEVICE", served.device)
-
-    def describe(name: str) -> Any:
-        make: Any = getattr(library_app, name)
-        return library_app.described(name, make.__wrapped__())
-
-    return describe
-
-
-@pytest.mark.timeout(300)  # three processes import the libraries
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", library_app.LOOK)
-def test_objects_of_libraries(served: Served, here: Callable[[str], Any], name: str) -> None:
-    """An object comes back whole: its class, every bit of its tensors, and what it does with them."""
-    library = library_app.NEEDS.get(name, "torch")
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    seen = served.ask(
-        """
-        import warnings
-        from tests.kit import library_app
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            answer = library_app.described(name, client.call(name))
-        """,
-        name=name,
-    )
-    assert seen == json.loads(json.dumps(here(name)))
-
 
 # Objects of every kind, in every role.
 
@@ -130,10 +44,16 @@ def _self_holding() -> list[Any]:
     return value
 
 
+def _closure() -> Any:
+    held = torch.ones(1)
+    return lambda: held
+
+
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
     "dataclass": (lambda: State(1, {"m": torch.ones(1)}), lambda v: v.moments["m"]),
     "slots": (lambda: Slotted(torch.ones(1)), lambda v: v.tensor),
     "without weak references": (lambda: Weakless(torch.ones(1)), lambda v: v.tensor),
+    "closure": (_closure, lambda v: v.__closure__[0].cell_contents),
     "any keys": (lambda: {1: torch.ones(1), (None, 2.5): "x"}, lambda v: v[1]),
     "set": (lambda: {torch.ones(1)}, lambda v: next(iter(v))),
     "deque": (lambda: deque([1, torch.ones(1)]), lambda v: v[1]),
@@ -334,13 +254,20 @@ def test_a_packed_sequence(device: str, rebuilt: Callable[..., Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "fresh"])
-def test_host_memory_beside_a_gpus(base_path: str, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+def test_host_memory_beside_a_gpus(base_path: str, cached: bool) -> None:
     """An optimizer's step counts are shared as host memory, or copied where all else is; the object is on the GPU."""
-    monkeypatch.setattr(library_app, "DEVICE", "cuda")
-    make: Any = library_app.training.__wrapped__  # type: ignore[attr-defined]
     made: list[Any] = []
+
+    def make() -> Any:
+        model = torch.nn.Linear(4, 4, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4, device="cuda")).sum().backward()
+        optimizer.step()
+        made.append((model, optimizer))
+        return made[-1]
+
     provider = Provider(base_path, device="cuda")
-    provider.share("get", cache=cached)(lambda: made.append(make()) or made[-1])  # type: ignore[func-returns-value]
+    provider.share("get", cache=cached)(make)
     provider.share("held", managed=True)(make)
     with Server(provider), Client(base_path, device="cuda") as client:
         model, optimizer = client.call("get")
