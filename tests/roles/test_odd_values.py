@@ -41,8 +41,13 @@ DEEP_VALUES: dict[str, Callable[[], Any]] = {
     "modules": chain,
 }
 
+#: What finds the level is the same in every role.
+every_kind_for_a_client = pytest.mark.parametrize(
+    ("app", "kind"), [*(("client", kind) for kind in DEEP_VALUES), ("local", "lists"), ("server", "lists")], indirect=["app"]
+)
 
-@pytest.mark.parametrize("kind", DEEP_VALUES)
+
+@every_kind_for_a_client
 def test_a_result_that_is_nested_too_deep(app: App, kind: str) -> None:
     """The error names the endpoint and where it begins, in every role."""
 
@@ -54,7 +59,7 @@ def test_a_result_that_is_nested_too_deep(app: App, kind: str) -> None:
         made()
 
 
-@pytest.mark.parametrize("kind", DEEP_VALUES)
+@every_kind_for_a_client
 def test_an_argument_that_is_nested_too_deep(app: App, kind: str) -> None:
     """The error names the argument."""
 
