@@ -13,7 +13,7 @@ from tests.kit.interpreter import Interpreter
 from tests.kit.processes import Child
 from tests.kit.subjects import SUBJECTS
 
-#: An app that is served in every way there is. What a value was like is written down before it is shared.
+#: An app. What a value was like is written down before it is shared.
 APP = """
     import json, sys
 
@@ -41,29 +41,22 @@ APP = """
     @provider.share(cache=False)
     def described(name):
         return {{"text": texts[name], "": torch.zeros(1, device=device)}}
-
-
-    if __name__ == "__main__":
-        print("begins", flush=True)
     """
 
 Attach = Callable[..., Any]
 
 
 class Served:
-    """The app in one role, and a process that attaches what it shares."""
+    """The app in a worker, and a process that attaches what it shares."""
 
-    def __init__(self, role: str, device: str, directory: Path) -> None:
+    def __init__(self, device: str, directory: Path) -> None:
         directory.chmod(0o700)
         path = directory / "app.py"
         path.write_text(textwrap.dedent(APP).format(device=device))
         self.names = {"base_path": str(directory / "s"), "device": device}
         environ = {"SHARED_TENSOR_BASE_PATH": self.names["base_path"]}
         self.client = Interpreter()
-        if role == "python app.py":
-            self.server = Child(str(path), cwd=directory, environ={**environ, "SHARED_TENSOR_ROLE": "server"})
-        else:
-            self.server = Child("-m", "shared_rpc.cli", "serve", str(path), cwd=directory, environ=environ)
+        self.server = Child("-m", "shared_rpc.cli", "serve", str(path), cwd=directory, environ=environ)
         self.client.run(
             """
             from shared_rpc import Client
@@ -95,21 +88,14 @@ expected, output = json.loads(client.call("described", name)["text"])
 """
 
 
-@pytest.fixture(scope="module", params=["python app.py", "serve"])
-def role(request: pytest.FixtureRequest) -> str:
-    """How the app is served."""
-    found: str = request.param
-    return found
-
-
 @pytest.fixture(scope="module")
-def apps(role: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    """``apps(device)`` is the app in that role, started once."""
+def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """``apps(device)`` is the app, started once."""
     started: dict[str, Served] = {}
 
     def start(device: str) -> Served:
         if device not in started:
-            started[device] = Served(role, device, tmp_path_factory.mktemp("subjects"))
+            started[device] = Served(device, tmp_path_factory.mktemp("subjects"))
         return started[device]
 
     yield start
