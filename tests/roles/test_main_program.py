@@ -172,14 +172,12 @@ def keep(kind, method):
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
-    global kept
-    if kind == "threads":
-        kept = ThreadPoolExecutor(1)
-        kept.submit(square, 2).result()
-        return tensor(os.getpid())
     context = multiprocessing.get_context(method)
-    kept = ProcessPoolExecutor(1, context) if kind == "executor" else context.Pool(1)
-    return tensor(kept.submit(os.getpid).result() if kind == "executor" else kept.apply(os.getpid))
+    if kind == "pool":
+        lasting.append(context.Pool(1))
+        return tensor(lasting[-1].apply(os.getpid))
+    lasting.append(ProcessPoolExecutor(1, context) if kind == "executor" else ThreadPoolExecutor(1))
+    return tensor(lasting[-1].submit(os.getpid).result())
 
 
 @provider.share(cache=False)
@@ -187,7 +185,7 @@ def busy(kind):
     # A process that works while an endpoint waits for it.
     pid = keep(kind, "fork")
     print("busy:", int(pid), flush=True)
-    (kept.submit(square, 2) if kind == "executor" else kept.apply_async(square, (2,)))
+    (lasting[-1].submit(square, 2) if kind == "executor" else lasting[-1].apply_async(square, (2,)))
     import threading
 
     threading.Event().wait()
@@ -251,7 +249,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The app, served in each way; its main code has ended."""
     folder = tmp_path_factory.mktemp(request.param)
     folder.chmod(0o700)
-    served = Served(folder, request.param, fresh=True)
+    # What ends with its main code is a new interpreter, which has imported nothing but what the script has.
+    served = Served(folder, request.param, fresh=request.param == "script")
     served.client.ping()
     yield served
     served.close()
@@ -291,11 +290,9 @@ def script(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
 def test_modules_can_be_imported(serve: Callable[..., Served]) -> None:
     """For the first time, also those that register for the end of the process when they are."""
     served = serve()
-    names = ["concurrent.futures.process", "joblib", "sklearn.cluster"]
-    assert [served.ask("load", name) for name in names[:2]] == [[True], [True]]
+    assert [served.ask("load", name) for name in ("concurrent.futures.process", "joblib")] == [[True], [True]]
     # Those that take seconds where it matters most: the interpreter would be ending.
-    large = ["transformers.generation", "sentence_transformers"] if served.host == "script" else []
-    for name in names[2:] + large:
+    for name in ("sklearn.cluster", "transformers.generation", "sentence_transformers") if served.host == "script" else ():
         served.ask("load", name)
 
 
@@ -322,12 +319,17 @@ def test_pools_of_joblib(served: Served, backend: str) -> None:
     assert served.ask("joblibbed", backend) == [1, 4, 9]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("served", "method"),
+    [("script", "fork"), ("script", "spawn"), ("broker", "fork"), ("in-process", "fork")],
+    indirect=["served"],
+)
 def test_data_loaders(served: Served, method: str) -> None:
     """With a worker of their own."""
     assert served.ask("loaded", method) == [1, 4, 9]
 
 
+@pytest.mark.parametrize("served", ["script", "broker"], indirect=True)
 def test_compiled_functions(served: Served) -> None:
     """Compiled within the endpoint: where the main code has ended by inductor, which starts processes, if there is a C++
     compiler.
@@ -366,26 +368,15 @@ def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> Non
     assert sorted(line for line in told[2:] if "finalizer" in line) == ["one finalizer", "two finalizer"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "number"),
-    [
-        ("threads", "fork", signal.SIGTERM),
-        ("executor", "fork", signal.SIGTERM),
-        ("executor", "fork", signal.SIGINT),
-        ("executor", "forkserver", signal.SIGTERM),
-        ("pool", "fork", signal.SIGTERM),
-        ("pool", "spawn", signal.SIGTERM),
-    ],
-)
-def test_pools_that_are_kept_end_with_the_process(
-    serve: Callable[..., Served], kind: str, method: str, number: signal.Signals
-) -> None:
-    """An idle pool neither holds up the end nor stays behind."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], number: signal.Signals) -> None:
+    """Idle pools neither hold up the end nor stay behind."""
     served = serve()
-    pid = served.client.call("keep", kind, method).item()
+    kept = [("executor", "fork"), ("executor", "forkserver"), ("pool", "fork"), ("pool", "spawn"), ("threads", "fork")]
+    pids = [served.client.call("keep", kind, method).item() for kind, method in kept]
     code, _, errors = served.end(number)
     assert (code, errors) == (0, "")
-    eventually(lambda: not is_running(pid), what=f"the end of {pid}")
+    eventually(lambda: not any(map(is_running, pids)), what=f"the end of {pids}")
 
 
 # What only a script in the server role can meet.
