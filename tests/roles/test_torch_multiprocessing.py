@@ -56,8 +56,6 @@ def fill(number: float) -> torch.Tensor:
         return child.call(family.first)
 """
 
-STARTED = ["spawn", "forkserver"]
-
 
 @pytest.fixture
 def provider(base_path: str, device: str) -> Provider:
@@ -105,7 +103,7 @@ def matrix(device: str) -> torch.Tensor:
 # One memory.
 
 
-@pytest.mark.parametrize("method", STARTED)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_arguments_of_a_process_stay_shared(
     device: str, get: Callable[..., Server], elsewhere: Elsewhere, method: str
 ) -> None:
@@ -314,7 +312,7 @@ def test_managers(device: str, get: Callable[..., Server], elsewhere: Elsewhere)
     assert answer == [0, 40]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_data_loaders(
     request: pytest.FixtureRequest,
     device: str,
@@ -367,9 +365,8 @@ def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Callable[.
     assert answer == [40, [3], 0, [3, 4, 3, 3]]
 
 
-@pytest.mark.parametrize("method", STARTED)
 def test_more_segments_than_a_child_inherits(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, method: str
+    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
 ) -> None:
     """260 objects of their own arrive in one child; a fork server takes fewer than 256 descriptors."""
     provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
@@ -378,12 +375,11 @@ def test_more_segments_than_a_child_inherits(
         """
         values = [client.call("number", number) for number in range(260)]
         places = [value.data_ptr() for value in values]
-        with peer(method, *values) as child:
+        with peer("forkserver", *values) as child:
             child.call(family.write, 259, 5)
             answer = [child.call(family.read)[::100], child.call(family.facts)[0], values[259].tolist()]
             answer += [[value.data_ptr() for value in values] == places]
-        """,
-        method=method,
+        """
     )
     assert answer == [[0, 100, 200], 260, [5, 5], True]
 
@@ -773,14 +769,12 @@ def test_a_child_hands_it_to_the_server_by_name(
     assert (found, copied, leased) == (at, 0, [pid])
 
 
-@pytest.mark.parametrize("worker", [False, True], ids=["in process", "worker"])
 def test_an_endpoint_sends_what_is_published_to_a_child(
-    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere, worker: bool
+    device: str, base_path: str, tmp_path: Path, children: list[Child], elsewhere: Elsewhere
 ) -> None:
     """The server's own object stays where its clients have it, and what a child of the server writes is seen by all."""
     (tmp_path / "app.py").write_text(APP)
-    options = [] if worker else ["--in-process"]
-    server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), *options, environ={"DEVICE": device})
+    server = Child("-m", "shared_rpc.cli", "serve", str(tmp_path / "app.py"), environ={"DEVICE": device})
     children.append(server)
     server.expect("serving")
     answer = elsewhere(
