@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
     from shared_rpc.protocol.generations import Generation
+    from shared_rpc.protocol.infos import (
+        DeviceInfo,
+        EndpointInfo,
+        EndpointStatistics,
+        HolderInfo,
+        ListedObjectInfo,
+        ObjectInfo,
+        ReloadInfo,
+        RunInfo,
+        RuntimeInfo,
+        ServerInfo,
+        SessionInfo,
+        StopInfo,
+    )
     from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
     from shared_rpc.protocol.ticket import Ticket
     from shared_rpc.provider.provider import Provider, SharedFunction
@@ -27,13 +41,25 @@ __all__ = [
     "AsyncClient",
     "AsyncHandle",
     "Client",
+    "DeviceInfo",
+    "EndpointInfo",
+    "EndpointStatistics",
     "Generation",
     "Handle",
+    "HolderInfo",
+    "ListedObjectInfo",
+    "ObjectInfo",
     "PoolOptions",
     "Progress",
     "Provider",
+    "ReloadInfo",
+    "RunInfo",
+    "RuntimeInfo",
     "Server",
+    "ServerInfo",
+    "SessionInfo",
     "SharedFunction",
+    "StopInfo",
     "Subscription",
     "TaskInfo",
     "TaskStatus",
@@ -48,26 +74,24 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AsyncClient": "shared_rpc.operations.async_client",
-    "AsyncHandle": "shared_rpc.handle",
-    "Client": "shared_rpc.operations.client",
-    "Generation": "shared_rpc.protocol.generations",
-    "Handle": "shared_rpc.handle",
-    "PoolOptions": "shared_rpc.memory.pool",
-    "Progress": "shared_rpc.protocol.tasks",
-    "Provider": "shared_rpc.provider.provider",
-    "Server": "shared_rpc.server.server",
-    "SharedFunction": "shared_rpc.provider.provider",
-    "Subscription": "shared_rpc.client.subscriptions",
-    "TaskInfo": "shared_rpc.protocol.tasks",
-    "TaskStatus": "shared_rpc.protocol.tasks",
-    "Ticket": "shared_rpc.protocol.ticket",
-    "cancelled": "shared_rpc.context",
-    "materialize": "shared_rpc.extras.materialize",
-    "progress": "shared_rpc.context",
-    "raise_if_cancelled": "shared_rpc.context",
+#: The public names of each module.
+_NAMES = {
+    "client.subscriptions": "Subscription",
+    "context": "cancelled progress raise_if_cancelled",
+    "extras.materialize": "materialize",
+    "handle": "AsyncHandle Handle",
+    "memory.pool": "PoolOptions",
+    "operations.async_client": "AsyncClient",
+    "operations.client": "Client",
+    "protocol.generations": "Generation",
+    "protocol.infos": "DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo ObjectInfo ReloadInfo RunInfo"
+    " RuntimeInfo ServerInfo SessionInfo StopInfo",
+    "protocol.tasks": "Progress TaskInfo TaskStatus",
+    "protocol.ticket": "Ticket",
+    "provider.provider": "Provider SharedFunction",
+    "server.server": "Server",
 }
+_HOMES = {name: f"shared_rpc.{home}" for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.revisions import Page
+from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.ticket import Ticket
 
 __all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable", "updating", "updating_async"]
@@ -43,7 +44,7 @@ class Issuer(Giver, Protocol):
     def _interrupted(self, session: object) -> None:
         """See to it that a lease goes back whose release a signal handler interrupted, wherever that was."""
 
-    def get_object_info(self, handle: str, /) -> dict[str, Any]:
+    def get_object_info(self, handle: str, /) -> ObjectInfo:
         """See :meth:`Handle.get_object_info`."""
 
     def ensure_handle_live(self, handle: Handle[Any]) -> None:
@@ -65,7 +66,7 @@ class AsyncIssuer(Giver, Protocol):
     async def agive_back(self, object_id: str, session: object) -> None:
         """:meth:`Giver.give_back` in a coroutine."""
 
-    async def get_object_info(self, handle: str, /) -> dict[str, Any]:
+    async def get_object_info(self, handle: str, /) -> ObjectInfo:
         """See :meth:`AsyncHandle.get_object_info`."""
 
     async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
@@ -175,14 +176,8 @@ class Handle(Lease[T]):
                 self._issuer._interrupted(self._session)
             raise
 
-    def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
+    def get_object_info(self, refresh: bool = False) -> ObjectInfo:
         """Return what the server knows of the object now. Asks the server each time.
-
-        Keys: ``object_id``, ``server_id``, ``endpoint``, ``cache_key``, ``nbytes`` (which all share), ``private_nbytes`` (which
-        each process that has it copies), ``device``, ``generation``, ``current``
-        (see :meth:`is_current`), ``stale`` (whether its endpoint's code has changed since), ``leases`` (how many processes
-        hold it), ``created_at``, ``last_accessed_at`` (Unix seconds). Where the memory ends with the process that made it,
-        ``lifetime`` says so.
 
         :param refresh: without effect: nothing is remembered of an earlier answer. For code that was written for shared-tensor.
         :raises StaleHandleError: if the server does not own the object any more.
@@ -310,7 +305,7 @@ class AsyncHandle(Lease[T]):
         if self._forgo():
             await self._issuer.agive_back(self.object_id, self._session)
 
-    async def get_object_info(self, refresh: bool = False) -> dict[str, Any]:
+    async def get_object_info(self, refresh: bool = False) -> ObjectInfo:
         """See :meth:`Handle.get_object_info`."""
         return await self._issuer.get_object_info(self.object_id)
 

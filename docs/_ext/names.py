@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints, is_typeddict
 
 import msgspec
 from catalogue import shown
@@ -23,7 +23,7 @@ HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Han
 
 #: Members that are public in the code, for other modules of the package, and no business of its users.
 INTERNAL = {
-    "agive_back", "client_settings", "detail", "ensure_live", "engine", "give_back", "in_session", "mechanism_facts", "move_to",
+    "agive_back", "client_settings", "detail", "ensure_live", "engine", "give_back", "in_session", "mechanism_info", "move_to",
     "registry", "restore", "revision_page", "run_with", "serve_with", "tell",
 }  # fmt: skip
 
@@ -86,13 +86,17 @@ def signature(
 
 
 def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lines: list[str]) -> None:
-    """Links to these pages, which the code calls ``docs/explanation/memory.md``; and the fields of a struct."""
+    """Links to these pages, which the code calls ``docs/explanation/memory.md``; and fields of structs, keys of dicts."""
     for number, line in enumerate(lines):
         lines[number] = re.sub(r"``docs/([\w/-]+)\.md``", r":doc:`/\1`", line)
     if what == "class" and isinstance(item, type) and issubclass(item, msgspec.Struct):
         hints = get_type_hints(item)  # without the limits of a field
         for field in msgspec.structs.fields(item):
             lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(hints[field.name])}"]
+    elif is_typeddict(item):
+        for key, kind in get_type_hints(item).items():
+            told = "" if key in item.__required_keys__ else " not always there"  # type: ignore[attr-defined]
+            lines += [f":ivar {key}:{told}", f":vartype {key}: {shown(kind)}"]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

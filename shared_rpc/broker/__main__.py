@@ -10,7 +10,6 @@ import select
 import sys
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
@@ -21,6 +20,7 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCErr
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
+from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.settings import ServeOptions, take_service_variables
 
 
@@ -108,19 +108,19 @@ def _add_hook(name: str) -> None:
 
 def _reload(broker: Broker) -> None:
     try:
-        facts = broker.reload()
+        info = broker.reload()
     except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two where the broker ends meanwhile
         print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
     else:
-        for line in lines_of(facts):
+        for line in lines_of(info):
             print(line, flush=True)
 
 
-def lines_of(facts: dict[str, Any]) -> list[str]:
-    """What a reload changed, for people."""
+def lines_of(info: ReloadInfo) -> list[str]:
+    """Return what a reload changed, for people."""
     return [
         f"reloaded {path}: {', '.join(service['changed']) or 'no endpoint'} changed, {service['dropped']} objects dropped"
-        for path, service in facts["services"].items()
+        for path, service in info["services"].items()
     ]
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -30,6 +30,7 @@ from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.server.acceptor import Acceptor, Usage
@@ -128,7 +129,7 @@ class Broker:
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun, and will look
             self._loop.call_soon_threadsafe(self._scope.cancel)
 
-    def reload(self, objects: str = "changed") -> dict[str, Any]:
+    def reload(self, objects: str = "changed") -> ReloadInfo:
         """Have new workers read the app's code, and let them take over when they are ready.
 
         :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
@@ -216,7 +217,7 @@ class Broker:
 
         :param server_id: of an earlier broker's server.
         """
-        executor = WorkerExecutor(message.key, self._dispatcher, self._current, self._zygote.facts)
+        executor = WorkerExecutor(message.key, self._dispatcher, self._current, self._zygote.info)
         core = Core(
             Registry(message.endpoints),
             executor,
@@ -327,7 +328,7 @@ class Broker:
         self._scope.cancel()
         self._on_end(why)
 
-    def _stop_for_client(self, session: str, if_idle: bool) -> dict[str, Any]:
+    def _stop_for_client(self, session: str, if_idle: bool) -> StopInfo:
         usage = self._usage(session)
         if if_idle and any(usage):
             used = ", ".join(f"{count} {name}" for name, count in usage._asdict().items() if count)
@@ -336,7 +337,11 @@ class Broker:
         # Providers may have objects in the same memory.
         segments = dict(itertools.chain.from_iterable(core.objects.segments().items() for core in cores))
         self._loop.call_soon(self._end, "a client asked for its end")
-        return usage._asdict() | {
+        return {
+            "clients": usage.clients,
+            "leases": usage.leases,
+            "tasks": usage.tasks,
+            "running": usage.running,
             "pid": os.getpid(),
             "socket_paths": [service.acceptor.path for service in self._services.values()],
             "objects": sum(len(core.objects) for core in cores),
@@ -345,7 +350,7 @@ class Broker:
 
     # Reloading.
 
-    def _reload_for_client(self, objects: str, answer: Callable[[dict[str, Any] | Failure], None]) -> None:
+    def _reload_for_client(self, objects: str, answer: Callable[[ReloadInfo | Failure], None]) -> None:
         async def work() -> None:
             try:
                 answer(await self._reload(objects))
@@ -354,13 +359,13 @@ class Broker:
 
         self._spawn(work)
 
-    async def _reload(self, objects: str) -> dict[str, Any]:
+    async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
         with self._keeping.reloading(self._earlier.status):
             return await self._load_anew(objects)
 
-    async def _load_anew(self, objects: str) -> dict[str, Any]:
+    async def _load_anew(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
         if self._earlier.pending:
             self._earlier.meet(workers[0])
@@ -372,12 +377,12 @@ class Broker:
         _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
         return {"workers": [worker.pid for worker in workers], "services": services}
 
-    def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, Any]:
-        """Have the endpoints that a worker has; facts about each service.
+    def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, ReloadedServiceInfo]:
+        """Have the endpoints that a worker has; what has changed is returned by socket path.
 
         :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
         """
-        facts: dict[str, Any] = {}
+        services: dict[str, ReloadedServiceInfo] = {}
         problem: SharedRPCError | None = None
         for key, message in worker.served.items():
             service = self._services.get(key)
@@ -388,17 +393,17 @@ class Broker:
                 except SharedRPCError as error:
                     problem = error
                     continue
-                facts[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
+                services[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
             else:
-                facts[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
+                services[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
         for key in set(self._services) - set(worker.served):
             service = self._services[key]
-            facts[service.acceptor.path] = service.core.replace_endpoints([], objects)
+            services[service.acceptor.path] = service.core.replace_endpoints([], objects)
         for service in self._services.values():
             self._keeping.keep_service(service.facts, service.core)
         if problem is not None:
             raise ConfigurationError(f"the new code runs, but not all of it is served: {problem}") from problem
-        return facts
+        return services
 
 
 def _only(error: BaseException) -> BaseException:

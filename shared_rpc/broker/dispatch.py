@@ -18,6 +18,7 @@ from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.executor import Owner
 from shared_rpc.server.outcomes import Completed, Failure
@@ -349,7 +350,7 @@ class WorkerExecutor:
     """
 
     def __init__(
-        self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], dict[str, Any]]
+        self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], ZygoteInfo]
     ) -> None:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
@@ -369,9 +370,9 @@ class WorkerExecutor:
     def close(self) -> None:
         """See :class:`Executor`."""
 
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> ExecutorInfo:
         """See :class:`Executor`."""
-        return {"workers": [worker.facts() for worker in self._workers()], "zygote": self._zygote()}
+        return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
         """A worker has ended: nobody has anything of its."""

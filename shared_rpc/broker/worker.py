@@ -21,6 +21,7 @@ from shared_rpc.errors import WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.infos import WorkerInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.stream import FramedStream
@@ -140,8 +141,8 @@ class Worker:
             self.send(w.Reclaim())
         self._caught_up()
 
-    def facts(self) -> dict[str, Any]:
-        """For people."""
+    def info(self) -> WorkerInfo:
+        """Return what there is to know of the worker."""
         return {
             "pid": self.pid,
             "number": self.number,

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import anyio
 import msgspec
 
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Stream, Unfit, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting
@@ -167,7 +168,7 @@ class WorkerZygote:
     def __init__(self, command: WorkerCommand) -> None:
         wanted = command.options.preload
         self._command = command
-        self._state = "waiting" if wanted else "off"
+        self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if wanted else "off"
         self._why = "no worker has loaded the app yet" if wanted else "--no-preload"
         self._imports: Imports | None = None
         #: Packages that a zygote cannot be forked with, and why.
@@ -187,15 +188,15 @@ class WorkerZygote:
         """Whether there may be one yet."""
         return self._state != "off"
 
-    def facts(self) -> dict[str, Any]:
-        """For people. ``pss`` are bytes: its private memory and its share of what workers have in common with it."""
-        facts: dict[str, Any] = {"state": self._state}
+    def info(self) -> ZygoteInfo:
+        """Return what there is to know of the zygote."""
+        info: ZygoteInfo = {"state": self._state}
         if self._why:
-            facts["why"] = self._why
+            info["why"] = self._why
         if self._running is not None and self._state == "ready":
-            facts |= {"pid": self._running.process.pid, "modules": len(self._running.modules), "pss": self._pss()}
-            facts["dropped"] = self._running.dropped | self._left_out
-        return facts
+            info |= {"pid": self._running.process.pid, "modules": len(self._running.modules), "pss": self._pss()}
+            info["dropped"] = self._running.dropped | self._left_out
+        return info
 
     def _pss(self) -> int:
         now = time.monotonic()

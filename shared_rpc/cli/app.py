@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.protocol.infos import ServerInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
 
 __all__ = ["main"]
@@ -78,7 +79,7 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
         zygote_table(zygotes, "\nzygotes")
 
 
-def _server_table(infos: list[dict[str, Any]]) -> None:
+def _server_table(infos: list[ServerInfo]) -> None:
     table(
         "",
         ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "clients>", "up"],
@@ -137,7 +138,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     )
 
 
-def _zygote(facts: dict[str, Any]) -> str:
+def _zygote(facts: ZygoteInfo) -> str:
     """What workers are forks of, or why they are new processes."""
     if facts["state"] != "ready":
         return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shared_rpc.protocol.infos import ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 
 __all__ = [
@@ -84,13 +85,13 @@ def one_line(text: str) -> str:
 # Of objects.
 
 
-def contents(info: dict[str, Any]) -> str:
+def contents(info: ServerInfo) -> str:
     """How many objects a server has, and how many of them are buffers."""
     objects, buffers = info["objects"], info["buffers"]
     return f"{objects} ({buffers} buffer{'' if buffers == 1 else 's'})" if buffers else str(objects)
 
 
-def origin(item: dict[str, Any]) -> str:
+def origin(item: ObjectInfo) -> str:
     """What an object is the result of, or that it is a buffer, and whether it can still be got."""
     if item["kind"] != "buffer":
         return str(item["cache_key"] or item["endpoint"])

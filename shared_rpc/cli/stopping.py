@@ -11,6 +11,7 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json, complain, size
 from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.protocol.infos import StopInfo
 from shared_rpc.scripts.listing import stop_zygotes
 
 __all__ = ["stop"]
@@ -28,7 +29,7 @@ def stop(
     """End a server, wait until it is gone, and tell what it held. Clients keep the memory that they have."""
     if every and socket is not None:
         raise ConfigurationError("--all and --socket contradict each other: use one of them")
-    ended: list[dict[str, Any]] = []
+    ended: list[StopInfo | dict[str, Any]] = []
     failed = False
     if every:
         with live_servers(base_path) as clients:
@@ -54,10 +55,11 @@ def stop(
         raise typer.Exit(1)
 
 
-def _stop(client: Client, if_idle: bool, quiet: bool) -> dict[str, Any]:
+def _stop(client: Client, if_idle: bool, quiet: bool) -> StopInfo:
     held = client.stop_server(if_idle)
     if not quiet:
-        used = [_count(held[f"{name}s"], name) for name in ("client", "lease", "task") if held[f"{name}s"]]
+        counts = {"client": held["clients"], "lease": held["leases"], "task": held["tasks"]}
+        used = [_count(count, name) for name, count in counts.items() if count]
         print(
             f"stopped pid {held['pid']} at {', '.join(held['socket_paths'])}: it held {_count(held['objects'], 'object')}, "
             f"{size(held['nbytes'])}; used by others: {', '.join(used) or 'nothing'}"

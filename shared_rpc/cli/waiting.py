@@ -18,6 +18,7 @@ from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, st
 from shared_rpc.client.results import ReceivedResult
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
 from shared_rpc.operations.tasks import fetch_task, watched
+from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -64,14 +65,15 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
 
 
 def _looked_up(client: Client, info: TaskInfo) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    known: ObjectInfo | None = None
     with suppress(StaleHandleError):  # somebody has fetched it, and nothing keeps it
         known = client.get_object_info(info.object_id or "")
+    endpoint = client.list_endpoints().get(info.endpoint)
     return {
         "object_id": info.object_id,
-        "nbytes": known.get("nbytes"),
-        "device": known.get("device"),
-        "managed": client.list_endpoints().get(info.endpoint, {}).get("managed", False),
+        "nbytes": known["nbytes"] if known is not None else None,
+        "device": known["device"] if known is not None else None,
+        "managed": endpoint is not None and endpoint["managed"],
     }
 
 

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+MessageT = TypeVar("MessageT", bound=m.Message)
 
 #: Connections that may break under one request. A server that takes them and hangs up is not one that was restarted.
 _TRIES = 3
@@ -233,7 +234,7 @@ class CoroutineMethods(Driver):
     _HANDLE = "AsyncHandle"
 
 
-def ask(request: Request, kind: type[m.Message]) -> Operation[Any]:
+def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:
     """Send a request whose reply is of one kind and carries no descriptors."""
     reply: Reply = yield request
     reply.frame.close()

@@ -14,6 +14,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
+from shared_rpc.protocol.infos import DeviceInfo
 
 if TYPE_CHECKING:
     import torch
@@ -95,14 +96,9 @@ class BufferOperations:
         return (yield from _freed(id_of(buffer)))
 
     @operation
-    def list_devices(ctx: Context) -> Steps[list[dict[str, Any]]]:
-        """The devices that the server has memory on.
-
-        Keys: ``id`` (``"cpu"`` or a GPU's UUID), ``kind`` (``"cpu"`` or ``"cuda"``), ``name``, and in bytes ``total``,
-        ``free`` (None where that is not known), ``used`` (by the server's objects and buffers), ``limit`` (the quota, or None).
-        """
-        reply = yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.FactsList)
-        return list(reply.items)
+    def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:
+        """Return the devices that the server has memory on."""
+        return (yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.DevicesReply)).infos
 
 
 def _freed(object_id: str) -> Operation[bool]:

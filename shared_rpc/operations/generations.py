@@ -15,8 +15,8 @@ from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, reached, taken
 from shared_rpc.protocol import generations as g
-from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation, Refreshes
+from shared_rpc.protocol.infos import ObjectInfo
 
 __all__ = ["AsyncRefreshIterator", "GenerationOperations", "RefreshIterator"]
 
@@ -60,8 +60,8 @@ class GenerationOperations:
         return found
 
     @operation
-    def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[dict[str, Any]]]:
-        """Free what nobody holds of superseded generations; :meth:`get_object_info` of those that are left.
+    def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[ObjectInfo]]:
+        """Free what nobody holds of superseded generations; those that are left are returned.
 
         A generation is superseded once another one is current, or it was invalidated. It goes with its last holder, without
         this. But the unfetched result of a task is kept for whoever may fetch it, up to the server's ``result_ttl``: this gives
@@ -71,8 +71,7 @@ class GenerationOperations:
         :raises EndpointNotFound: for what is neither.
         """
         name = id_of(target)
-        reply = yield from ask(Request(g.Retire(name), f"retire({name!r})"), m.FactsList)
-        return list(reply.items)
+        return (yield from ask(Request(g.Retire(name), f"retire({name!r})"), g.RetireReply)).infos
 
     @operation
     def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:

@@ -13,20 +13,19 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 
 __all__ = ["ObjectOperations"]
 
 
-def _info(object_id: str) -> Steps[dict[str, Any]]:
-    reply = yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.Facts)
-    return dict(reply.facts)
+def _info(object_id: str) -> Steps[ObjectInfo]:
+    return (yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.ObjectReply)).info
 
 
-def _server() -> Steps[dict[str, Any]]:
+def _server() -> Steps[ServerInfo]:
     # Asked each time: a server that this client knows may have another one in its place.
-    reply = yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.Facts)
-    return dict(reply.facts)
+    return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
 
 def _released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
@@ -43,14 +42,13 @@ class ObjectOperations:
     """Objects, leases and tickets."""
 
     @operation
-    def list_objects(ctx: Context) -> Steps[list[dict[str, Any]]]:
-        """:meth:`get_object_info` of every object, with ``cached`` and its ``holders`` (session, pid, connections)."""
-        reply = yield from ask(Request(m.ListObjects(), "list_objects", again=True), m.FactsList)
-        return list(reply.items)
+    def list_objects(ctx: Context) -> Steps[list[ListedObjectInfo]]:
+        """Return all objects, with the processes that hold them."""
+        return (yield from ask(Request(m.ListObjects(), "list_objects", again=True), m.ObjectsReply)).infos
 
     @operation
-    def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[dict[str, Any]]:
-        """What the server knows of an object, by handle or id; for the keys see :meth:`Handle.get_object_info`.
+    def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[ObjectInfo]:
+        """Return what the server knows of an object, by handle or id.
 
         :raises StaleHandleError: if the server does not own it.
         """

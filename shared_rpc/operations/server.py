@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -12,6 +12,7 @@ from shared_rpc.client.steps import Request, Within, Work, ask
 from shared_rpc.operations.binding import Context, Steps, operation, reached
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
 
 __all__ = ["ServerOperations"]
 
@@ -27,84 +28,62 @@ class ServerOperations:
         return time.perf_counter() - begin
 
     @operation
-    def get_server_info(ctx: Context) -> Steps[dict[str, Any]]:
-        """The server's id, pid, device, socket path, uptime (seconds), endpoints and counters."""
-        reply = yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.Facts)
-        return dict(reply.facts)
+    def get_server_info(ctx: Context) -> Steps[ServerInfo]:
+        """Return what the server tells of itself."""
+        return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
     @operation
-    def list_endpoints(ctx: Context) -> Steps[dict[str, dict[str, Any]]]:
-        """The options of every endpoint, by name."""
+    def list_endpoints(ctx: Context) -> Steps[dict[str, EndpointInfo]]:
+        """Return the options of every endpoint, by name."""
         reply = yield from ask(Request(m.ListEndpoints(), "list_endpoints", again=True), m.Endpoints)
-        return {spec.name: msgspec.to_builtins(spec) for spec in reply.endpoints}
+        return {spec.name: cast(EndpointInfo, msgspec.to_builtins(spec)) for spec in reply.endpoints}
 
     @operation
-    def list_sessions(ctx: Context) -> Steps[list[dict[str, Any]]]:
-        """The processes that are connected, this one among them.
-
-        Keys: ``session`` (its id), ``pid``, ``connections``, ``leases`` (objects that it holds), ``nbytes`` (of the memory
-        that they lie in, each byte counted once), and ``since`` (Unix seconds).
-        """
-        reply = yield from ask(Request(mo.ListSessions(), "list_sessions", again=True), m.FactsList)
-        return list(reply.items)
+    def list_sessions(ctx: Context) -> Steps[list[SessionInfo]]:
+        """Return the processes that are connected, this one among them."""
+        return (yield from ask(Request(mo.ListSessions(), "list_sessions", again=True), mo.SessionsReply)).infos
 
     @operation
-    def list_runs(ctx: Context, limit: int = 1000) -> Steps[list[dict[str, Any]]]:
-        """Runs of endpoints that have not ended, of calls and of tasks alike, the oldest first.
+    def list_runs(ctx: Context, limit: int = 1000) -> Steps[list[RunInfo]]:
+        """Return the runs of endpoints that have not ended, of calls and of tasks alike, the oldest first.
 
-        Keys: ``endpoint``, ``cache_key`` (None where the result is not cached), ``status`` (``"pending"`` or ``"running"``),
-        ``created_at`` and ``started_at`` (Unix seconds, None for one that has not begun), ``calls`` (how many wait for it),
-        ``tasks`` (the ids of those that do), and ``progress``: what the endpoint said last, as ``done``, ``total`` (or None)
-        and ``message``, or None.
-
-        :param limit: how many to tell of; at most 1,000.
+        :param limit: the number of runs to return; at most 1,000.
         """
-        reply = yield from ask(Request(mo.ListRuns(limit), "list_runs", again=True), m.FactsList)
-        return list(reply.items)
+        return (yield from ask(Request(mo.ListRuns(limit), "list_runs", again=True), mo.RunsReply)).infos
 
     @operation
-    def get_statistics(ctx: Context) -> Steps[dict[str, dict[str, Any]]]:
-        """What each endpoint has done since the server began, by its name; one that was never called is not there.
-
-        Keys: ``calls``, of these ``hits`` (answered from the cache), ``misses`` (began a run which the cache would list) and
-        ``joined`` (a run that went on already), ``builds`` (runs that began), ``build_seconds`` (of those that ended), and
-        ``errors`` (callers and tasks that were told one).
-        """
-        reply = yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), m.Facts)
-        return dict(reply.facts)
+    def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
+        """Return the counts of each endpoint since the server began, by name; one that was never called is not there."""
+        return (yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), mo.StatisticsReply)).infos
 
     @operation
     def reload(
         ctx: Context, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None
-    ) -> Steps[dict[str, Any]]:
+    ) -> Steps[ReloadInfo]:
         """Have the server's workers read the app's code anew. The old ones serve until the new ones are ready.
 
         :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``. Who
             holds one keeps it; ``get_object_info`` says ``stale`` of those whose endpoint has changed.
         :param timeout: seconds to wait at most, None for as long as the app takes to load.
-        :returns: ``workers``, the process ids of the new ones, and ``services``: by socket path what has ``changed``, how many
-            objects were ``dropped``, and the ``endpoints`` there are.
         :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
         :raises ConfigurationError: if the server has no workers.
         """
         yield Within(timeout)
-        reply = yield from ask(Request(m.Reload(objects), "reload"), m.Facts)
-        return dict(reply.facts)
+        return (yield from ask(Request(m.Reload(objects), "reload"), m.ReloadReply)).info
 
     @operation
-    def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[dict[str, Any]]:
+    def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
         """Have the server end, as SIGTERM does, and wait until its process is gone. Clients keep the memory that they have.
 
         :param if_idle: refuse where others are connected, hold a lease, or have a task or a call that has not ended.
         :param timeout: seconds to wait until it is gone, None for as long as it takes.
-        :returns: what it held: ``objects``, ``nbytes``, and of others ``clients``, ``leases``, ``tasks`` and ``running``
-            endpoints; with its ``pid`` and ``socket_paths``.
+        :returns: what it held.
         :raises ServerBusy: with ``if_idle``, if others use it.
         :raises ConfigurationError: if it is a part of a process that may do more, such as a script in the server role.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
         yield from reached(ctx)
         with ProcessExit(ctx.socket_path) as process_exit:
-            reply = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.Facts)
+            reply = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.StopReply)
             yield Work(lambda: process_exit.wait(timeout))
-        return dict(reply.facts)
+        return reply.info

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import SegmentInfo
 
@@ -20,6 +21,7 @@ __all__ = [
     "Refreshed",
     "Refreshes",
     "Retire",
+    "RetireReply",
     "RevisionPage",
 ]
 
@@ -87,12 +89,15 @@ class GetObject(Message):
 
 
 class Retire(Message):
-    """Free what nobody holds of superseded objects, those of an endpoint or one of an id.
-
-    The answer is :class:`~shared_rpc.protocol.messages.FactsList`, about those that are left.
-    """
+    """Free what nobody holds of superseded objects, of an endpoint or of one id; the answer is :class:`RetireReply`."""
 
     target: str
+
+
+class RetireReply(Message):
+    """The superseded objects that are left."""
+
+    infos: list[ObjectInfo]
 
 
 class GetRevision(Message):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from shared_rpc.protocol.infos import DeviceInfo, ListedObjectInfo, ObjectInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -41,7 +40,13 @@ class Pong(Message):
 
 
 class GetServerInfo(Message):
-    """Ask for :class:`Facts` about the server."""
+    """Ask for :class:`ServerReply`."""
+
+
+class ServerReply(Message):
+    """The server now."""
+
+    info: ServerInfo
 
 
 class ListEndpoints(Message):
@@ -140,25 +145,25 @@ class Held(Message):
 
 
 class GetObjectInfo(Message):
-    """Ask for :class:`Facts` about an object."""
+    """Ask for :class:`ObjectReply`."""
 
     object_id: str
 
 
+class ObjectReply(Message):
+    """An object now."""
+
+    info: ObjectInfo
+
+
 class ListObjects(Message):
-    """Ask for :class:`FactsList`: every object, with the sessions that hold it."""
+    """Ask for :class:`ObjectsReply`."""
 
 
-class Facts(Message):
-    """A dict of plain values."""
+class ObjectsReply(Message):
+    """All objects, with the sessions that hold them."""
 
-    facts: dict[str, Any]
-
-
-class FactsList(Message):
-    """Several of them."""
-
-    items: list[dict[str, Any]]
+    infos: list[ListedObjectInfo]
 
 
 class InvalidateCall(Message):
@@ -290,21 +295,39 @@ class FreeBuffer(Message):
 
 
 class ListDevices(Message):
-    """Ask for :class:`FactsList`: the devices that the server has memory on."""
+    """Ask for :class:`DevicesReply`."""
+
+
+class DevicesReply(Message):
+    """The devices that the server has memory on."""
+
+    infos: list[DeviceInfo]
 
 
 class Reload(Message):
-    """Have the app's code read anew; :class:`Facts` when it serves. ``objects``: of cached objects, drop those whose endpoint
-    has ``"changed"``, ``"all"`` or ``"none"``.
+    """Have the app's code read anew; :class:`ReloadReply` when it serves. ``objects``: of cached objects, drop those whose
+    endpoint has ``"changed"``, ``"all"`` or ``"none"``.
     """
 
     objects: str = "changed"
 
 
+class ReloadReply(Message):
+    """What a reload has changed."""
+
+    info: ReloadInfo
+
+
 class StopServer(Message):
-    """Have the server end; :class:`Facts` of what it held. ``if_idle``: refuse where others hold something or wait for it."""
+    """Have the server end; :class:`StopReply` first. ``if_idle``: refuse where others hold something or wait for it."""
 
     if_idle: bool = False
+
+
+class StopReply(Message):
+    """What a server held that ends now."""
+
+    info: StopInfo
 
 
 class Goodbye(Message):

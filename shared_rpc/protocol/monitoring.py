@@ -5,23 +5,50 @@ The numbers of these messages are in :mod:`shared_rpc.protocol.catalogue`.
 
 from __future__ import annotations
 
+from shared_rpc.protocol.infos import EndpointStatistics, RunInfo, SessionInfo
 from shared_rpc.protocol.messages import Message
 
-__all__ = ["GetStatistics", "InvalidateObject", "ListRuns", "ListSessions"]
+__all__ = [
+    "GetStatistics",
+    "InvalidateObject",
+    "ListRuns",
+    "ListSessions",
+    "RunsReply",
+    "SessionsReply",
+    "StatisticsReply",
+]
 
 
 class ListSessions(Message):
-    """Ask for :class:`FactsList`: every session, with its process."""
+    """Ask for :class:`SessionsReply`."""
+
+
+class SessionsReply(Message):
+    """All sessions, with their processes."""
+
+    infos: list[SessionInfo]
 
 
 class ListRuns(Message):
-    """Ask for :class:`FactsList`: runs of endpoints that have not ended, the oldest first, at most ``limit`` of them."""
+    """Ask for :class:`RunsReply` of at most ``limit`` runs."""
 
     limit: int = 1000
 
 
+class RunsReply(Message):
+    """Runs of endpoints that have not ended, the oldest first."""
+
+    infos: list[RunInfo]
+
+
 class GetStatistics(Message):
-    """Ask for :class:`Facts`: by endpoint, what it has done since the server began."""
+    """Ask for :class:`StatisticsReply`."""
+
+
+class StatisticsReply(Message):
+    """The counts of each endpoint since the server began, by name."""
+
+    infos: dict[str, EndpointStatistics]
 
 
 class InvalidateObject(Message):

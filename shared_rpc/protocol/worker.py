@@ -5,10 +5,9 @@ The request id of a frame is the number of a run, 0 where it is about none.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
@@ -62,7 +61,7 @@ class Serve(Message):
     socket_path: str
     device: str
     endpoints: list[EndpointSpec]
-    mechanism: dict[str, Any]
+    mechanism: MechanismInfo
     devices: list[DeviceMechanism]
     quotas: dict[str, int]
 

@@ -39,6 +39,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.engine import Engine
@@ -78,7 +79,7 @@ class LocalCaller:
     session = _SESSION
     name = ""
 
-    def __init__(self, core: Core, request: Request, server_info: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, core: Core, request: Request, server_info: Callable[[], ServerInfo]) -> None:
         self.core = core
         self.request = request
         self.server_info = server_info
@@ -193,7 +194,7 @@ class LoopbackDriver(BlockingMethods):
         return method
 
     @abstractmethod
-    def _server_info(self) -> dict[str, Any]:
+    def _server_info(self) -> ServerInfo:
         """Return what there is to know of the server. On the loop."""
 
     # What an operation may know.
@@ -380,8 +381,8 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
             "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
         )
 
-    def _server_info(self) -> dict[str, Any]:
-        return self._engine.core.info() | {"socket_path": None}
+    def _server_info(self) -> ServerInfo:
+        return self._engine.core.info()
 
 
 class _LoopbackSource:

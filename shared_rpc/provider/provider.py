@@ -18,12 +18,13 @@ from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import forget, remember
-from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, facts
+from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, mechanism_info
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server
@@ -205,13 +206,13 @@ class Provider(RoleDriver, BlockingOperations):
         return device_id(self.device)
 
     @functools.cached_property
-    def mechanism_facts(self) -> dict[str, Any]:
-        """How this process shares the memory of its device: ``name`` and ``reason``.
+    def mechanism_info(self) -> MechanismInfo:
+        """How this process shares the memory of its device.
 
         :raises ConfigurationError: for a ``mechanism`` that is none, or that does not go with the device.
         :raises CapabilityError: if the GPU cannot do what was asked for.
         """
-        return facts(self.mechanism, self.device_id)
+        return mechanism_info(self.mechanism, self.device_id)
 
     @property
     def client_settings(self) -> ClientSettings:
@@ -283,26 +284,27 @@ class Provider(RoleDriver, BlockingOperations):
         self.registry.add(endpoint.spec)
         return SharedFunction(self, endpoint)
 
-    def get_endpoint(self, name: str) -> dict[str, Any]:
-        """The options of an endpoint of this process.
+    def get_endpoint(self, name: str) -> EndpointInfo:
+        """Return the options of an endpoint of this process.
 
         :raises EndpointNotFound: if there is none of that name.
         """
-        return cast("dict[str, Any]", msgspec.to_builtins(self.registry.get(name)))
+        return cast(EndpointInfo, msgspec.to_builtins(self.registry.get(name)))
 
-    def list_endpoints(self) -> dict[str, dict[str, Any]]:
+    def list_endpoints(self) -> dict[str, EndpointInfo]:
         """Return the options of all endpoints of this process, by name."""
-        return {spec.name: msgspec.to_builtins(spec) for spec in self.registry.all()}
+        return {spec.name: self.get_endpoint(spec.name) for spec in self.registry.all()}
 
-    def get_runtime_info(self) -> dict[str, Any]:
-        """``execution_mode``, ``device``, ``mechanism``, ``pid``, and what the role knows: its socket path and server."""
-        return {
+    def get_runtime_info(self) -> RuntimeInfo:
+        """Return the role of this process, and what the role knows: its socket path and server."""
+        info: RuntimeInfo = {
             "execution_mode": self.execution_mode,
             "device": self.device_id,
-            "mechanism": self.mechanism_facts,
+            "mechanism": self.mechanism_info,
             "pid": os.getpid(),
-            **self._runtime().info(),
         }
+        self._runtime().describe(info)
+        return info
 
     def close(self) -> None:
         """End the role: hang up, or stop serving. Tensors that were handed out stay valid; every later call fails."""

@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
+from shared_rpc.protocol.infos import RuntimeInfo, ServerInfo
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
@@ -39,8 +40,8 @@ class Runtime(Protocol):
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile."""
 
-    def info(self) -> dict[str, Any]:
-        """Return what ``get_runtime_info`` adds for this role."""
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add what this role knows to a process's ``get_runtime_info``."""
 
     def close(self) -> None:
         """End the role: hang up, or stop serving."""
@@ -80,10 +81,10 @@ class ClientRuntime:
         """See :class:`Runtime`. It is done in a thread."""
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs))
 
-    def info(self) -> dict[str, Any]:
-        """Return what the server says of itself, as far as it can be reached."""
-        server = self.operations.get_server_info()
-        return {"socket_path": self.operations.socket_path, "server": server}
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add what the server says of itself."""
+        info["server"] = self.operations.get_server_info()
+        info["socket_path"] = self.operations.socket_path
 
     def close(self) -> None:
         """Hang up."""
@@ -113,9 +114,9 @@ class LocalRuntime(LoopbackRuntime):
         """Whether a thread still runs an endpoint, perhaps after :meth:`close`."""
         return self._engine.busy
 
-    def info(self) -> dict[str, Any]:
-        """Return how many objects the cache holds."""
-        return {"objects": self._engine.ask(lambda core: len(core.objects))}
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add how many objects the cache holds."""
+        info["objects"] = self._engine.ask(lambda core: len(core.objects))
 
     def close(self) -> None:
         """Let go of all results; handles that are out keep theirs."""
@@ -137,12 +138,13 @@ class ServerRuntime(LoopbackRuntime):
         """See :class:`shared_rpc.handle.Giver`."""
         return self.server.socket_path
 
-    def _server_info(self) -> dict[str, Any]:
+    def _server_info(self) -> ServerInfo:
         return self.server.info()
 
-    def info(self) -> dict[str, Any]:
-        """Return the server's own facts."""
-        return {"socket_path": self.server.socket_path, "server": self.server.info() if self.server.running else None}
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add what the server knows of itself, while it runs."""
+        info["socket_path"] = self.server.socket_path
+        info["server"] = self.server.info() if self.server.running else None
 
     def close(self) -> None:
         """Stop serving."""

@@ -7,15 +7,15 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
 from shared_rpc.forks import after_fork
+from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
@@ -58,22 +58,15 @@ class Acceptor:
         self._connections: set[RemoteClient] = set()
         #: Connections there have been.
         self.admitted = 0
-        self._started = time.monotonic()
         self._removing = threading.Lock()
         self._removed = listener is not None
         self._listener = listener or bind_socket(path)
         self._inode = os.lstat(path).st_ino if listener is None else 0
         after_fork(self._abandon)
 
-    def facts(self) -> dict[str, Any]:
-        """What ``get_server_info`` tells. On the loop only."""
-        return self._core.info() | {
-            "socket_path": self.path,
-            "uptime": time.monotonic() - self._started,
-            "sessions": len(self._core.sessions),
-            "connections": len(self._connections),
-            "ready": True,
-        }
+    def info(self) -> ServerInfo:
+        """Return what there is to know of the server. On the loop only."""
+        return self._core.info(self.path, len(self._connections))
 
     @property
     def sessions(self) -> int:
@@ -131,7 +124,7 @@ class Acceptor:
     def _admit(self, sock: socket.socket) -> None:
         peer = peer_of(sock)
         scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
-        connection = RemoteClient(sock, peer, self._core, self.facts, self._connections.discard)
+        connection = RemoteClient(sock, peer, self._core, self.info, self._connections.discard)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -14,6 +13,7 @@ from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
+from shared_rpc.protocol.infos import DeviceInfo
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Completed, Failure
@@ -93,7 +93,7 @@ class Buffers:
         stored = self.table.get(waiter.session, object_id)
         tell(waiter, Delivery(stored.record, None, stored, True))
 
-    def list_devices(self, waiter: Waiter, answer: Callable[[list[dict[str, Any]]], object]) -> None:
+    def list_devices(self, waiter: Waiter, answer: Callable[[list[DeviceInfo]], object]) -> None:
         """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
 
         def look() -> Completed:
@@ -127,7 +127,7 @@ class Buffers:
             raise CapabilityError(f"this server makes no memory on {device[:100]}; its devices are {', '.join(known)}")
         return self._memory.facts(device)
 
-    def _shown(self, facts: DeviceFacts, free: int | None) -> dict[str, Any]:
+    def _shown(self, facts: DeviceFacts, free: int | None) -> DeviceInfo:
         return {
             "id": facts.id,
             "kind": facts.kind,

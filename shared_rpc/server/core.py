@@ -20,6 +20,7 @@ from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.infos import MechanismInfo, ObjectInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
@@ -83,7 +84,7 @@ class Core:
         result_ttl: float = 3600.0,
         quotas: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
-        mechanism: dict[str, Any] | None = None,
+        mechanism: MechanismInfo | None = None,
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
         clock: Clock | None = None,
@@ -120,14 +121,15 @@ class Core:
         self.tasks = Tasks(
             table, self.runs, self.objects, self.leases, self._release_one, lambda: self._sweeper.look_within(result_ttl)
         )
-        self.started_at = clock.unix(clock.now())
+        self._began = clock.now()
+        self.started_at = clock.unix(self._began)
         self._executor = executor
         self.stopped = False
         #: What a client's wish for new code means, where endpoints run in processes that can be replaced: see :class:`Reload`.
-        self.on_reload: Callable[[str, Callable[[dict[str, Any] | Failure], None]], None] | None = None
+        self.on_reload: Callable[[str, Callable[[ReloadInfo | Failure], None]], None] | None = None
         #: What a client's wish for the server's end means, where the process is there for nothing else: it gets the id of the
         #: client's session and :attr:`StopServer.if_idle`, and says what the server held.
-        self.on_stop: Callable[[str, bool], dict[str, Any]] | None = None
+        self.on_stop: Callable[[str, bool], StopInfo] | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
         """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
@@ -216,14 +218,14 @@ class Core:
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 
-    def retire(self, target: str) -> list[dict[str, Any]]:
-        """Free what nobody holds of the superseded objects of an endpoint, or of an object; facts about those left.
+    def retire(self, target: str) -> list[ObjectInfo]:
+        """Free what nobody holds of the superseded objects of an endpoint, or of an object; those left are returned.
 
         :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
         """
         names = [spec.name for spec in self.registry.all()]
         endpoint = self.registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
-        return [self.facts(stored) for stored in self.generations.retire(target, endpoint)]
+        return [self.info_of(stored) for stored in self.generations.retire(target, endpoint)]
 
     def submit(
         self, endpoint: str, lowered: Lowered | None, arguments: CallArguments, request_id: str = "", session: str = ""
@@ -298,7 +300,7 @@ class Core:
         :raises StaleHandleError: if there is no such object.
         :raises ConfigurationError: if it is a buffer.
         """
-        stored = self._stored(object_id)
+        stored = self.stored(object_id)
         if stored.kind == "buffer":
             raise ConfigurationError(f"object {object_id} is a buffer, which the cache does not list: free_buffer() ends it")
         if not stored.listed:
@@ -306,7 +308,7 @@ class Core:
         self.runs.calls.detach(key=stored.cache_key)
         return self.objects.invalidate(key=stored.cache_key)
 
-    def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> dict[str, Any]:
+    def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> ReloadedServiceInfo:
         """Have these endpoints from now on, and say what became of the results of others.
 
         :param objects: of which endpoints cached results are dropped: ``"changed"``, ``"all"`` or ``"none"``. Those that
@@ -350,29 +352,26 @@ class Core:
         """See :func:`shared_rpc.server.revisions.page_of`."""
         return page_of(self.objects, self.quotas, object_id, local=local)
 
-    def object_info(self, object_id: str) -> dict[str, Any]:
-        """The facts about an object.
+    def stored(self, object_id: str) -> StoredObject:
+        """Return an object.
 
         :raises StaleHandleError: if the server does not own it (any more).
         """
-        return self.facts(self._stored(object_id))
-
-    def _stored(self, object_id: str) -> StoredObject:
         stored = self.objects.get(object_id)
         if stored is None:
             raise StaleHandleError(f"the server {self.server_id} owns no object {object_id}", reason="object_gone")
         return stored
 
-    def facts(self, stored: StoredObject) -> dict[str, Any]:
-        """``get_object_info``'s dict."""
-        facts = stored.facts(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
+    def info_of(self, stored: StoredObject) -> ObjectInfo:
+        """Return what there is to know of an object."""
+        info = stored.info(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
         bound = lifetime(stored.record.segments)
         if bound:
-            facts["lifetime"] = bound
-        return facts | self.buffers.table.facts(stored.object_id) if stored.kind == "buffer" else facts
+            info["lifetime"] = bound
+        return {**info, **self.buffers.table.info(stored.object_id)} if stored.kind == "buffer" else info
 
-    def info(self) -> dict[str, Any]:
-        """What there is to know of the server, apart from its sockets."""
+    def info(self, socket_path: str | None = None, connections: int = 0) -> ServerInfo:
+        """Return what there is to know of the server."""
         return {
             "server_id": self.server_id,
             "pid": os.getpid(),
@@ -383,13 +382,18 @@ class Core:
             "objects": len(self.objects),
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
-            "descriptors": self.objects.descriptors.facts(),
+            "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),
-            "pools": self.transfers.facts(),
+            "pools": self.transfers.info(),
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
+            "socket_path": socket_path,
+            "uptime": self._clock.now() - self._began,
+            "sessions": len(self.sessions),
+            "connections": connections,
+            "ready": True,
             **self.runs.statistics.totals(),
-            **self._executor.facts(),
+            **self._executor.info(),
         }
 
     def _bound(
@@ -409,7 +413,7 @@ class Core:
         except BaseException:
             self.runs.statistics.refused += 1
             raise
-        self.runs.statistics.of(spec.name).calls += 1
+        self.runs.statistics.of(spec.name)["calls"] += 1
         return spec, key
 
     def _settle(self, *object_ids: str) -> None:

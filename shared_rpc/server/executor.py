@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shared_rpc.memory.records import Record
+from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
@@ -39,8 +40,8 @@ class Executor(Protocol):
     def lend_thread(self) -> AbstractContextManager[None]:
         """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
 
-    def facts(self) -> dict[str, Any]:
-        """What ``get_server_info`` tells of it: ``workers``, where endpoints run in processes of their own."""
+    def info(self) -> ExecutorInfo:
+        """Return the processes that run endpoints."""
 
     def close(self) -> None:
         """The loop has ended. Idle threads end, one that runs an endpoint ends with it, or with the process."""

@@ -15,6 +15,7 @@ from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.server.coroutines import Coroutines
 from shared_rpc.server.endpoints import Endpoint
 from shared_rpc.server.executor import Owner
@@ -93,7 +94,7 @@ class InProcessExecutor:
         FINALIZER.start()
         FINALIZER.submit(MAPPINGS.drain)
 
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> ExecutorInfo:
         """See :class:`Executor`."""
         return {"workers": []}
 

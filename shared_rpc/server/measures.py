@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import Literal
 
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.acceptor import Acceptor
@@ -15,8 +16,13 @@ __all__ = ["Measures", "measures"]
 #: By metric and by values of its labels; see :mod:`shared_rpc.observability.metrics`.
 Measures = defaultdict[str, Counter[tuple[str, ...]]]
 
-#: Metrics of each endpoint, by the attribute of :class:`shared_rpc.server.statistics.EndpointCounts`.
-_COUNTS = {"cache_hits": "hits", "cache_misses": "misses", "joined_calls": "joined", "builds": "builds"}
+#: Metrics of each endpoint, by the key of :class:`~shared_rpc.protocol.infos.EndpointStatistics`.
+_COUNTS: dict[str, Literal["hits", "misses", "joined", "builds"]] = {
+    "cache_hits": "hits",
+    "cache_misses": "misses",
+    "joined_calls": "joined",
+    "builds": "builds",
+}
 
 
 def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
@@ -28,11 +34,11 @@ def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
             for name in (*_COUNTS, "builds_running", "builds_queued"):
                 found[name][spec.name,] += 0
         for endpoint, counts in core.runs.statistics:
-            for name, attribute in _COUNTS.items():
-                found[name][endpoint,] += getattr(counts, attribute)
+            for name, key in _COUNTS.items():
+                found[name][endpoint,] += counts[key]
         for run in core.runs.calls:
             found["builds_running" if run.running else "builds_queued"][run.spec.name,] += 1
-        buffers, pools = len(core.buffers.table), core.transfers.facts()
+        buffers, pools = len(core.buffers.table), core.transfers.info()
         found["objects"]["result",] += len(core.objects) - buffers
         found["objects"]["buffer",] += buffers
         found["object_bytes"][core.device,] += 0

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -17,6 +16,7 @@ from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.core import Core
@@ -54,7 +54,7 @@ class RemoteClient:
         sock: socket.socket,
         peer: Peer,
         core: Core,
-        server_info: Callable[[], dict[str, Any]],
+        server_info: Callable[[], ServerInfo],
         on_close: Callable[[RemoteClient], None],
     ) -> None:
         self.core = core
@@ -174,7 +174,7 @@ class RemoteCaller:
         """See :class:`Caller`: by it a client's error is found in the server's log."""
         return f"{self._client.name}-{self._number}"
 
-    def server_info(self) -> dict[str, Any]:
+    def server_info(self) -> ServerInfo:
         """See :class:`Caller`."""
         return self._client.server_info()
 

@@ -8,13 +8,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
+from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 from shared_rpc.server.executor import Executor
@@ -144,7 +145,7 @@ class Runs:
                 self._joined(waiter, run)
                 return
         if key is not None and not waiter.refreshes:
-            self.statistics.of(spec.name).misses += 1
+            self.statistics.of(spec.name)["misses"] += 1
         run = waiter.run = Run(
             spec,
             key,
@@ -170,7 +171,7 @@ class Runs:
 
     def _joined(self, waiter: Waiter, run: Run[Waiter]) -> None:
         waiter.run = run
-        self.statistics.of(run.spec.name).joined += 1
+        self.statistics.of(run.spec.name)["joined"] += 1
         if waiter.observed is not None:
             waiter.observed.how = "joined"
         if run.running and waiter.on_begin is not None:
@@ -183,7 +184,7 @@ class Runs:
         stored = self._objects.lookup(key) if key is not None else None
         if stored is None:
             return False
-        self.statistics.of(spec.name).hits += 1
+        self.statistics.of(spec.name)["hits"] += 1
         if waiter.observed is not None:
             waiter.observed.how = "hit"
         self._deliver([waiter], spec, stored.record, stored.live, stored)
@@ -215,10 +216,10 @@ class Runs:
             self._count_build(run)
             self._next_turn(run)
 
-    def facts(self, limit: int) -> list[dict[str, Any]]:
-        """``list_runs``'s list: the oldest of those that have not ended."""
+    def infos(self, limit: int) -> list[RunInfo]:
+        """Return the oldest of the runs that have not ended."""
         oldest = sorted(self.calls, key=lambda run: run.created_at)[:limit]
-        return [_facts(run, time.time() - time.monotonic()) for run in oldest]
+        return [_info(run, time.time() - time.monotonic()) for run in oldest]
 
     def ask_to_stop(self, run: Run[Waiter]) -> None:
         """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
@@ -227,7 +228,7 @@ class Runs:
 
     def began(self, run: Run[Waiter]) -> None:
         """See :class:`Owner`."""
-        self.statistics.of(run.spec.name).builds += 1
+        self.statistics.of(run.spec.name)["builds"] += 1
         self.calls.begin(run, time.monotonic())
         if HOOKS.registered:
             HOOKS.emit(
@@ -275,7 +276,7 @@ class Runs:
 
     def _count_build(self, run: Run[Waiter], error: str = "") -> None:
         seconds = time.monotonic() - run.begun_at
-        self.statistics.of(run.spec.name).build_seconds += seconds
+        self.statistics.of(run.spec.name)["build_seconds"] += seconds
         if HOOKS.registered:
             HOOKS.emit(
                 BuildFinished(
@@ -348,7 +349,7 @@ class Runs:
         self._tell_all(run.spec.name, self.calls.close(run), failure)
 
     def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
-        self.statistics.of(endpoint).errors += len(waiters)
+        self.statistics.of(endpoint)["errors"] += len(waiters)
         for waiter in waiters:
             tell(waiter, failure)
 
@@ -379,7 +380,7 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
         _log.exception("a waiter of session %s could not be told", waiter.session)
 
 
-def _facts(run: Run[Waiter], epoch: float) -> dict[str, Any]:
+def _info(run: Run[Waiter], epoch: float) -> RunInfo:
     """:param epoch: the Unix time at which the monotonic clock was at zero."""
     progress = run.progress
     tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in run.waiters if waiter.keeps]
@@ -391,7 +392,7 @@ def _facts(run: Run[Waiter], epoch: float) -> dict[str, Any]:
         "started_at": epoch + run.begun_at if run.running else None,
         "calls": len(run.waiters) - len(tasks),
         "tasks": tasks,
-        "progress": msgspec.structs.asdict(progress) if progress is not None else None,
+        "progress": cast(ProgressInfo, msgspec.structs.asdict(progress)) if progress is not None else None,
     }
 
 

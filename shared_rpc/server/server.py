@@ -13,6 +13,7 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
@@ -45,8 +46,8 @@ class App(Protocol):
         """The id of the device that results live on."""
 
     @property
-    def mechanism_facts(self) -> dict[str, Any]:
-        """How the memory of the device is shared: ``name`` and ``reason``."""
+    def mechanism_info(self) -> MechanismInfo:
+        """How the memory of the device is shared."""
 
     def serve_with(self, server: Any) -> None:
         """Have this process's own calls go through a server that was started for the app."""
@@ -153,7 +154,7 @@ class Server:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device = self.socket_path, self._provider.device_id
-        mechanism = self._provider.mechanism_facts
+        mechanism = self._provider.mechanism_info
         transfers = transfers_of(self._pool or self._provider.pool)
         executor = InProcessExecutor(self._provider.endpoints, device, transfers, self._max_workers)
         core = Core(
@@ -205,11 +206,11 @@ class Server:
 
         return Exporter(self._metrics_port, self._metrics_host)
 
-    def info(self) -> dict[str, Any]:
-        """What ``get_server_info`` tells."""
+    def info(self) -> ServerInfo:
+        """Return what ``get_server_info`` does."""
         engine, acceptor = self.engine, self._acceptor
         assert acceptor is not None, "a running server accepts"
-        return engine.ask(lambda _: acceptor.facts())
+        return engine.ask(lambda _: acceptor.info())
 
     def __enter__(self) -> Server:
         if not self.running:

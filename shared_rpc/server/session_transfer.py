@@ -11,6 +11,7 @@ import msgspec
 from shared_rpc.errors import ProtocolError, SegmentNotFound
 from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["SessionTransfer", "Transfers"]
@@ -137,8 +138,8 @@ class Transfers(Generic[TransferT_co]):
         if transfer is not None:
             transfer.close()
 
-    def facts(self) -> dict[str, int]:
-        """Bytes that pools for results have, and chunks of them that clients have not given back."""
+    def info(self) -> PoolInfo:
+        """Return what there is to know of the pools for results."""
         transfers = self.all()
         return {
             "nbytes": sum(transfer.results_nbytes for transfer in transfers),

@@ -10,9 +10,10 @@ import os
 import secrets
 import time
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Protocol
 
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
+from shared_rpc.protocol.infos import HolderInfo, SessionInfo
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, usage_of
@@ -33,8 +34,9 @@ class Session:
         self.closing = False
         self.began = time.monotonic()
 
-    def facts(self) -> dict[str, Any]:
-        """Who holds something: shown to people."""
+    @property
+    def info(self) -> HolderInfo:
+        """The session as the holder of something."""
         return {"session": self.session_id, "pid": self.peer.pid, "connections": self.connections}
 
 
@@ -108,21 +110,21 @@ class Sessions:
                     )
                 )
 
-    def holders(self, object_id: str) -> list[dict[str, Any]]:
-        """Who holds an object: clients, and without a connection this process itself, and tasks nobody has fetched yet."""
+    def holders(self, object_id: str) -> list[HolderInfo]:
+        """Return the sessions that hold an object."""
         return [
-            self._by_id[session_id].facts()
+            self._by_id[session_id].info
             if session_id in self._by_id
             else {"session": session_id, "pid": os.getpid(), "connections": 0}
             for session_id in self._leases.holders(object_id)
         ]
 
-    def facts(self) -> list[dict[str, Any]]:
-        """``list_sessions``'s list."""
+    def infos(self) -> list[SessionInfo]:
+        """Return all sessions."""
         leases, objects = self._leases, self._objects
         return [
-            session.facts()
-            | {
+            {
+                **session.info,
                 "leases": leases.count(session.session_id),
                 "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
                 "since": session.since,

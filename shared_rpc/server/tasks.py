@@ -68,7 +68,7 @@ class Tasks:
             self.table.check_capacity()
         except BaseException:
             close_arguments(arguments)
-            self._runs.statistics.of(spec.name).errors += 1
+            self._runs.statistics.of(spec.name)["errors"] += 1
             raise
         task = self.table.add(spec.name, key, kept=kept)
         waiter = task.waiter = Waiter(

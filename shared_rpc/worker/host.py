@@ -121,7 +121,7 @@ class WorkerHost:
                 runtime.socket_path,
                 provider.device_id,
                 provider.registry.all(),
-                provider.mechanism_facts,
+                provider.mechanism_info,
                 [w.DeviceMechanism(*facts_of(device)) for device in devices_of(provider.device_id)],
                 self._quotas(provider.device_id),
             )

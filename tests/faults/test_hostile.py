@@ -361,8 +361,8 @@ def test_a_page_of_any_size(server: Server, go: threading.Event, limit: bytes) -
         raw.say(m.Call("hold"), 7)
         raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
         runs = raw.hear(1)
-        assert isinstance(runs, m.FactsList)
-        assert [run["endpoint"] for run in runs.items] == ["hold"]
+        assert isinstance(runs, mo.RunsReply)
+        assert [run["endpoint"] for run in runs.infos] == ["hold"]
         go.set()
 
 

@@ -16,7 +16,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
 from shared_rpc.memory.backends import choice as mechanisms
-from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, facts
+from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, mechanism_info
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
@@ -60,8 +60,8 @@ def test_a_gpu_that_can_share_in_no_way_is_told_with_all_reasons(gpu: Callable[.
     gpu()
     with pytest.raises(CapabilityError, match=re.escape("(vmm: no vmm; ipc: no ipc; pool: no pool): use device='cpu'")):
         chosen(GPU)
-    assert facts("auto", GPU)["name"] is None
-    assert "ipc: no ipc" in facts("auto", GPU)["reason"]
+    assert mechanism_info("auto", GPU)["name"] is None
+    assert "ipc: no ipc" in mechanism_info("auto", GPU)["reason"]
 
 
 def test_what_is_asked_for_is_used(gpu: Callable[..., None]) -> None:

@@ -15,11 +15,23 @@ from shared_rpc import (
     AsyncClient,
     AsyncHandle,
     Client,
+    DeviceInfo,
+    EndpointInfo,
+    EndpointStatistics,
     Generation,
     Handle,
+    HolderInfo,
+    ListedObjectInfo,
+    ObjectInfo,
     Provider,
+    ReloadInfo,
+    RunInfo,
+    RuntimeInfo,
     Server,
+    ServerInfo,
+    SessionInfo,
     SharedFunction,
+    StopInfo,
     Subscription,
     TaskInfo,
     Ticket,
@@ -130,7 +142,7 @@ load(4).forward(torch.ones(1))  # type: ignore[attr-defined]
 with load(4) as handle:
     assert_type(handle, Handle[Net])
     assert_type(handle.value, Net)
-    assert_type(handle.get_object_info(refresh=True), dict[str, Any])
+    assert_type(handle.get_object_info(refresh=True), ObjectInfo)
     assert_type((handle.object_id, handle.server_id, handle.generation), tuple[str, str, int])
     assert_type((handle.released, handle.is_stale()), tuple[bool, bool])
     assert_type((handle.is_current(), handle.revision, handle.wait_revision(2, timeout=1)), tuple[bool, int, int])
@@ -178,14 +190,14 @@ async def awaiting() -> None:
 assert_type(provider.execution_mode, Literal["local", "server", "client", "spawn"])
 assert_type(provider.invalidate_call_cache("load", 4, name="big"), int)
 assert_type(provider.invalidate_endpoint_cache("load"), int)
-assert_type(provider.get_endpoint("load"), dict[str, Any])
-assert_type(provider.list_endpoints(), dict[str, dict[str, Any]])
-assert_type(provider.get_runtime_info(), dict[str, Any])
+assert_type(provider.get_endpoint("load"), EndpointInfo)
+assert_type(provider.list_endpoints(), dict[str, EndpointInfo])
+assert_type(provider.get_runtime_info(), RuntimeInfo)
 assert_type(provider.call("load", 4, name="big"), Any)
 assert_type(provider.execute("load", 4, wait=False, timeout=1), Any)
 assert_type(provider.wait_for_task("1", timeout=2), Any)
 assert_type(provider.list_tasks("failed"), list[TaskInfo])
-assert_type(provider.list_runs(limit=3), list[dict[str, Any]])
+assert_type(provider.list_runs(limit=3), list[RunInfo])
 assert_type(provider.create_buffer((2, 3), torch.float16, keep=True), Handle[torch.Tensor])
 assert_type(provider.latest(load(4)), Handle[Net])
 assert_type(provider.release_many([load(4), "an id"]), int)
@@ -213,8 +225,6 @@ Server(provider, workers=4)  # type: ignore[call-arg]
 with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client:
     assert_type(client, Client)
     assert_type(client.ping(), float)
-    assert_type(client.get_server_info(), dict[str, Any])
-    assert_type(client.list_objects(), list[dict[str, Any]])
     with client.create_buffer((2, 3), torch.float16, "cuda:1", zero=True, ttl=60, max_accesses=3) as buffer:
         assert_type(buffer, Handle[torch.Tensor])
         assert_type(buffer.value, torch.Tensor)
@@ -222,19 +232,13 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
         assert_type(client.free_buffer(buffer), bool)
     client.create_buffer("4")  # type: ignore[arg-type]
     client.create_buffer(4, ttl="soon")  # type: ignore[arg-type]
-    assert_type(client.list_devices(), list[dict[str, Any]])
-    assert_type(client.list_sessions(), list[dict[str, Any]])
-    assert_type(client.list_runs(10), list[dict[str, Any]])
     assert_type(client.call("load", 4), Any)
     assert_type(client.latest(handle), Handle[Net])
-    assert_type(client.get_statistics(), dict[str, dict[str, Any]])
     assert_type(client.invalidate_object(handle.object_id), int)
     assert_type(client.release(handle), bool)
     assert_type(client.release_many([handle, handle.object_id]), int)
-    assert_type(client.get_object_info(handle), dict[str, Any])
     assert_type(client.watch_task("1", 4, lambda info: print(info.progress)), TaskInfo)
     assert_type(client.refresh("load", 4).generation, int)
-    assert_type(client.retire(handle), list[dict[str, Any]])
     assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
     for made in client.refreshes():
         assert_type(made, Generation)
@@ -253,7 +257,6 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type(await asynchronous.ping(), float)
     assert_type(await asynchronous.execute("load", 4, callback=lambda info: print(info.progress)), Any)
     assert_type(await asynchronous.list_tasks(), list[TaskInfo])
-    assert_type(await asynchronous.list_runs(3), list[dict[str, Any]])
     async with await asynchronous.create_buffer(4, ttl=60) as buffer:
         assert_type(buffer, AsyncHandle[torch.Tensor])
     assert_type(await asynchronous.get_buffer("an id"), AsyncHandle[torch.Tensor])
@@ -271,6 +274,59 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     async for made in asynchronous.refreshes():
         assert_type(made, Generation)
     held.revision + 1  # type: ignore[operator]
+
+
+# Replies: dicts whose keys are known, the same of all three.
+
+
+def replies(client: Client, handle: Handle[Net]) -> None:
+    """By a client."""
+    assert_type(client.get_server_info(), ServerInfo)
+    assert_type(client.list_endpoints(), dict[str, EndpointInfo])
+    assert_type(client.list_objects(), list[ListedObjectInfo])
+    assert_type(client.get_object_info(handle), ObjectInfo)
+    assert_type(client.list_devices(), list[DeviceInfo])
+    assert_type(client.list_sessions(), list[SessionInfo])
+    assert_type(client.list_runs(10), list[RunInfo])
+    assert_type(client.get_statistics(), dict[str, EndpointStatistics])
+    assert_type(client.retire(handle), list[ObjectInfo])
+    assert_type(client.reload("all"), ReloadInfo)
+    assert_type(client.stop_server(if_idle=True), StopInfo)
+    assert_type(client.list_objects()[0]["holders"], list[HolderInfo])
+    assert_type(client.get_server_info()["workers"][0]["state"], Literal["starting", "ready", "draining", "ended"])
+    client.get_server_info()["object"]  # type: ignore[misc]
+    client.list_runs()[0]["lease"]  # type: ignore[misc]
+
+
+def replies_within(handle: Handle[Net]) -> None:
+    """By a provider."""
+    assert_type(provider.get_server_info(), ServerInfo)
+    assert_type(provider.list_objects(), list[ListedObjectInfo])
+    assert_type(provider.get_object_info(handle), ObjectInfo)
+    assert_type(provider.list_devices(), list[DeviceInfo])
+    assert_type(provider.list_sessions(), list[SessionInfo])
+    assert_type(provider.get_statistics(), dict[str, EndpointStatistics])
+    assert_type(provider.retire(handle), list[ObjectInfo])
+    assert_type(provider.reload(), ReloadInfo)
+    assert_type(provider.stop_server(), StopInfo)
+    provider.get_runtime_info()["role"]  # type: ignore[typeddict-item]
+
+
+async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
+    """By the client for coroutines."""
+    assert_type(await client.get_server_info(), ServerInfo)
+    assert_type(await client.list_endpoints(), dict[str, EndpointInfo])
+    assert_type(await client.list_objects(), list[ListedObjectInfo])
+    assert_type(await client.get_object_info(held), ObjectInfo)
+    assert_type(await held.get_object_info(), ObjectInfo)
+    assert_type(await client.list_devices(), list[DeviceInfo])
+    assert_type(await client.list_sessions(), list[SessionInfo])
+    assert_type(await client.list_runs(3), list[RunInfo])
+    assert_type(await client.get_statistics(), dict[str, EndpointStatistics])
+    assert_type(await client.retire(held), list[ObjectInfo])
+    assert_type(await client.reload(), ReloadInfo)
+    assert_type(await client.stop_server(), StopInfo)
+    (await client.list_devices())[0]["size"]  # type: ignore[misc]
 
 
 # Tickets, and models built around what is shared.

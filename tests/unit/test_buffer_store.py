@@ -86,7 +86,7 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
     assert not buffers.table.free(stored.object_id)
     assert buffers.reason(stored) == "freed"
     buffers.release("a", stored)
-    assert buffers.dropped == [] and buffers.table.facts(stored.object_id)["state"] == "freed"
+    assert buffers.dropped == [] and buffers.table.info(stored.object_id)["state"] == "freed"
     buffers.release("b", stored)
     assert buffers.dropped == [stored] and len(buffers.table) == 0
     assert buffers.reason(stored) == "freed"
@@ -123,7 +123,7 @@ def test_the_clock_decides_and_not_the_sweeper(buffers: Buffers, late: str) -> N
     if late == "free":
         assert not buffers.table.free(stored.object_id)
     elif late == "facts":
-        assert buffers.table.facts(stored.object_id)["state"] == "expired"
+        assert buffers.table.info(stored.object_id)["state"] == "expired"
     assert buffers.reason(stored) == "expired"
 
 
@@ -131,9 +131,9 @@ def test_as_many_accesses_as_were_allowed(buffers: Buffers) -> None:
     """The maker's is none of them; the last one is granted before the buffer is unlisted."""
     stored = buffers.make(max_accesses=2)
     buffers.release("a", stored)
-    assert buffers.table.facts(stored.object_id)["accesses_left"] == 2
+    assert buffers.table.info(stored.object_id)["accesses_left"] == 2
     buffers.table.get("b", stored.object_id)
-    assert buffers.table.facts(stored.object_id)["accesses_left"] == 1
+    assert buffers.table.info(stored.object_id)["accesses_left"] == 1
     buffers.table.get("c", stored.object_id)
     assert buffers.leases.holders(stored.object_id) == {"b", "c"}
     assert buffers.reason(stored) == "exhausted" and buffers.dropped == []

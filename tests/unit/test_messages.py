@@ -54,6 +54,10 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+    if typing.is_typeddict(annotation):
+        keys = {key: values_of(kind) for key, kind in typing.get_type_hints(annotation).items()}
+        optional = {key: keys.pop(key) for key in annotation.__optional_keys__}
+        return st.fixed_dictionaries(keys, optional=optional)
     return structs(annotation)
 
 
@@ -206,7 +210,7 @@ def test_text_that_is_no_unicode_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.Facts({"now": object()})],
+    [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.ObjectReply({"endpoint": object()})],
     ids=["surrogate", "large", "no data"],
 )
 def test_what_cannot_travel_is_refused_by_the_sender(message: Message) -> None:

@@ -421,10 +421,11 @@ def test_the_end_drops_everything_once(shelf: Shelf) -> None:
 def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
     """Every key that users rely on, in plain values."""
     stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
-    assert stored.facts("server", 1, shelf.clock) == {
+    assert stored.info("server", 1, shelf.clock) == {
         "object_id": stored.object_id,
         "server_id": "server",
         "endpoint": "f",
+        "kind": "result",
         "cache_key": "f(1)",
         "nbytes": 200,
         "private_nbytes": 0,

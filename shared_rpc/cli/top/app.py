@@ -26,8 +26,9 @@ from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Stat
 
 from shared_rpc.cli.rendering import one_line, origin
 from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, Table, View, arranged, detail, headline, objects, others, totals
-from shared_rpc.cli.top.watching import Action, Facts, ServerWatcher, Snapshot, pause, rates
+from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.protocol.infos import ListedObjectInfo
 
 __all__ = ["TopApp"]
 
@@ -243,10 +244,10 @@ class TopApp(App[None]):
         text = detail(self._view, item) if self._view is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
 
-    def _shown(self) -> Sequence[Facts]:
+    def _shown(self) -> Sequence[ListedObjectInfo]:
         return arranged(self._view.snapshot.objects, self._choice) if self._view is not None else ()
 
-    def _selected(self) -> Facts | None:
+    def _selected(self) -> ListedObjectInfo | None:
         key = self.query_one("#objects", Grid).selected
         return next((item for item in self._shown() if item["object_id"] == key), None)
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from shared_rpc.cli.rendering import one_line, origin, percent, size, steps
-from shared_rpc.cli.top.watching import Facts, Rates, Snapshot
+from shared_rpc.cli.top.watching import Rates, Snapshot
+from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.protocol.tasks import Progress
 
 __all__ = [
@@ -37,7 +38,7 @@ _BAR = 20
 _NAME = 20
 
 #: What objects are sorted by: the key, and whether the largest is first.
-ORDERS: dict[str, tuple[Callable[[Facts], Any], bool]] = {
+ORDERS: dict[str, tuple[Callable[[ListedObjectInfo], Any], bool]] = {
     "size": (lambda item: item["nbytes"], True),
     "age": (lambda item: -item["created_at"], True),
     "leases": (lambda item: item["leases"], True),
@@ -84,9 +85,8 @@ def parts_for(console: Console) -> str:
 def headline(view: View) -> Text:
     """Tell which server it is."""
     server = view.snapshot.server
-    facts = (
-        f"pid {server['pid']}  {_device(server['device'])}  up {lasted(server['uptime'])}  {one_line(server['socket_path'])}"
-    )
+    path = one_line(server["socket_path"] or "")
+    facts = f"pid {server['pid']}  {_device(server['device'])}  up {lasted(server['uptime'])}  {path}"
     return Text.assemble(("shared-rpc top", "bold"), "  ", facts)
 
 
@@ -115,7 +115,7 @@ def others(view: View) -> dict[str, Table]:
     return {name: make(view) for name, make in makers.items()}
 
 
-def arranged(found: Sequence[Facts], choice: ObjectChoice) -> list[Facts]:
+def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[ListedObjectInfo]:
     """Return the objects that are shown, in their order."""
     (key, descending), wanted = ORDERS[choice.sort], choice.filter.casefold()
     shown = [item for item in found if wanted in (item["endpoint"] or "buffer").casefold()]
@@ -125,7 +125,7 @@ def arranged(found: Sequence[Facts], choice: ObjectChoice) -> list[Facts]:
     return shown
 
 
-def objects(view: View, shown: Sequence[Facts]) -> Table:
+def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
     """Make the table of objects."""
     now = view.snapshot.wall
     return Table(
@@ -149,7 +149,7 @@ def objects(view: View, shown: Sequence[Facts]) -> Table:
     )
 
 
-def detail(view: View, item: Facts) -> str:
+def detail(view: View, item: ListedObjectInfo) -> str:
     """Tell of one object what columns have no room for."""
     facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
     return f"{item['object_id']}  {one_line(origin(item))}\n{facts}"
@@ -232,7 +232,7 @@ def bar(marks: str, parts: Sequence[tuple[float, str]], total: float) -> Text:
     return line.append(marks[-1] * left, "dim")
 
 
-def _state(item: Facts) -> Text:
+def _state(item: ListedObjectInfo) -> Text:
     if item["kind"] == "buffer":
         return _text("" if item["state"] == "listed" else item["state"], "yellow")
     if item["stale"]:
@@ -242,7 +242,7 @@ def _state(item: Facts) -> Text:
     return _text("" if item["cached"] else "uncached", "dim")
 
 
-def _holders(view: View, item: Facts) -> str:
+def _holders(view: View, item: ListedObjectInfo) -> str:
     found = []
     for holder in item["holders"]:
         session = one_line(str(holder["session"]))

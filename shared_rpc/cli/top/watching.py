@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
 from shared_rpc import Client
 from shared_rpc.cli.processes import command_of
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
-__all__ = ["Action", "Facts", "Rates", "ServerWatcher", "Snapshot", "pause", "rates"]
-
-Facts = dict[str, Any]
+__all__ = ["Action", "Rates", "ServerWatcher", "Snapshot", "pause", "rates"]
 
 #: Of the time at most one part in so many is spent on answers: a server with many objects is not slowed down by being watched.
 _SHARE = 10
@@ -36,18 +36,19 @@ class Snapshot:
 
     at: float
     wall: float
-    server: Facts
-    objects: Sequence[Facts] = ()
-    devices: Sequence[Facts] = ()
-    runs: Sequence[Facts] = ()
-    sessions: Sequence[Facts] = ()
-    endpoints: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    server: ServerInfo
+    objects: Sequence[ListedObjectInfo] = ()
+    devices: Sequence[DeviceInfo] = ()
+    runs: Sequence[RunInfo] = ()
+    sessions: Sequence[SessionInfo] = ()
+    endpoints: Mapping[str, EndpointStatistics] = field(default_factory=dict)
     commands: Mapping[int, str] = field(default_factory=dict)
 
     def is_of(self, other: Snapshot) -> bool:
         """Tell whether both are of one server process."""
         # A server under a service manager keeps its id when it is started again, and counts from nothing.
-        return all(self.server[name] == other.server[name] for name in ("server_id", "pid", "started_at"))
+        which = itemgetter("server_id", "pid", "started_at")
+        return bool(which(self.server) == which(other.server))
 
 
 class Rates(NamedTuple):
@@ -65,11 +66,17 @@ def rates(earlier: Snapshot | None, later: Snapshot) -> dict[str, Rates]:
     if earlier is None or later.at <= earlier.at or not later.is_of(earlier):
         return {}
     seconds = later.at - earlier.at
-    before: Mapping[str, Mapping[str, int]] = earlier.endpoints
+    before = earlier.endpoints
     return {
-        name: Rates(*(max(counts[what] - before.get(name, {}).get(what, 0), 0) / seconds for what in Rates._fields))
+        name: Rates(
+            *(max(now - then, 0) / seconds for now, then in zip(_counts(counts), _counts(before.get(name)), strict=True))
+        )
         for name, counts in later.endpoints.items()
     }
+
+
+def _counts(counts: EndpointStatistics | None) -> Sequence[int]:
+    return itemgetter(*Rates._fields)(counts) if counts is not None else (0,) * len(Rates._fields)
 
 
 def pause(interval: float, answered_in: float) -> float:
@@ -101,7 +108,7 @@ class ServerWatcher:
         self._client: Client | None = None
         self._path = ""
         self._latest: Snapshot | None = None
-        self._devices: list[Facts] = []
+        self._devices: list[DeviceInfo] = []
         self._asking: threading.Thread | None = None
         self._commands: dict[int, str] = {}
 
@@ -154,7 +161,7 @@ class ServerWatcher:
         now = time.monotonic(), time.time()
         return Snapshot(*now, server, objects, devices, runs, sessions, endpoints, self._commands)
 
-    def _ask_devices(self, client: Client) -> list[Facts]:
+    def _ask_devices(self, client: Client) -> list[DeviceInfo]:
         """Return what is known of the devices. A GPU's memory is asked of a worker, which may be busy for long."""
         if self._asking is None or not self._asking.is_alive():
 

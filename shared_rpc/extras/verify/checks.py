@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shared_rpc.extras.verify.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verify.gauges import Counts, DeviceGauge, HostGauge, counts_of
@@ -36,7 +36,7 @@ _MAPPINGS = 8
 #: Bytes that allocators keep beyond what is in use; a model, or a leak of some KiB each time, is more than that.
 _KEPT = 4 << 20
 #: Counters of the server that are as before when its clients are gone.
-_KEYS = ("leases", "sessions", "connections", "objects")
+_KEYS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = ("leases", "sessions", "connections", "objects")
 #: Seconds within which the leases of a killed client are back.
 _LEASES = 1.0
 #: Seconds that an attach may take while there is no worker: less than a worker needs to import torch.

@@ -24,6 +24,7 @@ from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.extras.verify.clients import LOG, VerifyClient
 from shared_rpc.extras.verify.interrupts import Interrupts
+from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
 
 __all__ = ["CannotRun", "Stage", "marked", "within"]
@@ -210,7 +211,7 @@ class Stage:
             self._client = Client(socket_path=self.socket_path, timeout=30.0, connect_timeout=0.0)
         return self._client
 
-    def info(self) -> dict[str, Any]:
+    def info(self) -> ServerInfo:
         """Ask the server about itself."""
         return self.client().get_server_info()
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.segments import Backend, Segment, gpu_support
+from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
 __all__ = [
@@ -22,9 +23,9 @@ __all__ = [
     "backend_for",
     "choose_mechanism",
     "chosen",
-    "facts",
     "lacking",
     "lifetime",
+    "mechanism_info",
     "survey",
 ]
 
@@ -149,18 +150,19 @@ def choose_mechanism(asked: str, device: str) -> Choice:
         return choice
 
 
-def facts(asked: str, device: str) -> dict[str, Any]:
-    """``name`` and ``reason`` for those who look; the name is None where nothing was asked for and nothing works.
+def mechanism_info(asked: str, device: str) -> MechanismInfo:
+    """Return how this process shares the memory of a device, or why it cannot.
 
     :raises ConfigurationError: as :func:`choose_mechanism` does.
     :raises CapabilityError: if the GPU cannot do what is asked for.
     """
     try:
-        return choose_mechanism(asked, device)._asdict()
+        choice = choose_mechanism(asked, device)
     except CapabilityError as error:
         if asked != "auto":
             raise
         return {"name": None, "reason": str(error)}
+    return {"name": choice.name, "reason": choice.reason}
 
 
 def lifetime(segments: Iterable[Segment]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
 from shared_rpc.provider.spawn.starting import ServerStarter, log_path
 from shared_rpc.settings import Role, ServeOptions
@@ -26,7 +26,7 @@ class SpawnRuntime(ClientRuntime):
         super().__init__(settings)
         self.operations._pool.summon = ServerStarter(target, ServeOptions(idle_exit=idle_exit, preload=preload))
 
-    def info(self) -> dict[str, Any]:
-        """See :class:`ClientRuntime`; with ``log``, where a server that was started writes."""
-        facts = super().info()
-        return facts | {"log": log_path(facts["socket_path"])}
+    def describe(self, info: RuntimeInfo) -> None:
+        """Add what the server says of itself, and where a server that was started writes."""
+        super().describe(info)
+        info["log"] = log_path(self.operations.socket_path)

@@ -39,4 +39,4 @@ def free_buffer(caller: Caller, message: m.FreeBuffer) -> m.Count:
 @handles(m.ListDevices)
 def list_devices(caller: Caller, message: m.ListDevices) -> None:
     """Answer with the devices that the server has memory on."""
-    caller.core.buffers.list_devices(caller.wait(), lambda items: caller.reply(m.FactsList(items)))
+    caller.core.buffers.list_devices(caller.wait(), lambda infos: caller.reply(m.DevicesReply(infos)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shared_rpc.protocol import generations as g
-from shared_rpc.protocol import messages as m
 from shared_rpc.server.handlers.table import Caller, entered, handles
 from shared_rpc.server.outcomes import Failure
 
@@ -50,9 +49,9 @@ def get_object(caller: Caller, message: g.GetObject) -> None:
 
 
 @handles(g.Retire)
-def retire(caller: Caller, message: g.Retire) -> m.FactsList:
+def retire(caller: Caller, message: g.Retire) -> g.RetireReply:
     """Free what nobody holds of superseded objects."""
-    return m.FactsList(caller.core.retire(message.target))
+    return g.RetireReply(caller.core.retire(message.target))
 
 
 @handles(g.GetRevision)

@@ -20,19 +20,18 @@ def hold(caller: Caller, message: m.Hold) -> m.Held:
 
 
 @handles(m.GetObjectInfo)
-def get_object_info(caller: Caller, message: m.GetObjectInfo) -> m.Facts:
+def get_object_info(caller: Caller, message: m.GetObjectInfo) -> m.ObjectReply:
     """Tell about an object."""
-    return m.Facts(caller.core.object_info(message.object_id))
+    return m.ObjectReply(caller.core.info_of(caller.core.stored(message.object_id)))
 
 
 @handles(m.ListObjects)
-def list_objects(caller: Caller, message: m.ListObjects) -> m.FactsList:
+def list_objects(caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
     """Tell about all objects, with the sessions that hold them."""
     core = caller.core
-    return m.FactsList(
+    return m.ObjectsReply(
         [
-            core.facts(stored)
-            | {"kind": stored.kind, "cached": stored.listed, "holders": core.sessions.holders(stored.object_id)}
+            {**core.info_of(stored), "cached": stored.listed, "holders": core.sessions.holders(stored.object_id)}
             for stored in core.objects
         ]
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.server.handlers.table import Caller, handles
 from shared_rpc.server.outcomes import Failure
 
@@ -28,9 +28,9 @@ def goodbye(caller: Caller, message: m.Goodbye) -> None:
 
 
 @handles(m.GetServerInfo)
-def get_server_info(caller: Caller, message: m.GetServerInfo) -> m.Facts:
+def get_server_info(caller: Caller, message: m.GetServerInfo) -> m.ServerReply:
     """Tell about the server."""
-    return m.Facts(caller.server_info())
+    return m.ServerReply(caller.server_info())
 
 
 @handles(m.ListEndpoints)
@@ -40,21 +40,21 @@ def list_endpoints(caller: Caller, message: m.ListEndpoints) -> m.Endpoints:
 
 
 @handles(mo.ListSessions)
-def list_sessions(caller: Caller, message: mo.ListSessions) -> m.FactsList:
+def list_sessions(caller: Caller, message: mo.ListSessions) -> mo.SessionsReply:
     """Tell about all sessions."""
-    return m.FactsList(caller.core.sessions.facts())
+    return mo.SessionsReply(caller.core.sessions.infos())
 
 
 @handles(mo.ListRuns)
-def list_runs(caller: Caller, message: mo.ListRuns) -> m.FactsList:
+def list_runs(caller: Caller, message: mo.ListRuns) -> mo.RunsReply:
     """Tell about runs that have not ended, the oldest first."""
-    return m.FactsList(caller.core.runs.facts(min(max(message.limit, 1), _MOST_RUNS)))
+    return mo.RunsReply(caller.core.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
 
 
 @handles(mo.GetStatistics)
-def get_statistics(caller: Caller, message: mo.GetStatistics) -> m.Facts:
+def get_statistics(caller: Caller, message: mo.GetStatistics) -> mo.StatisticsReply:
     """Tell by endpoint what it has done since the server began."""
-    return m.Facts(caller.core.runs.statistics.facts())
+    return mo.StatisticsReply(caller.core.runs.statistics.infos())
 
 
 @handles(m.Reload)
@@ -67,21 +67,21 @@ def reload(caller: Caller, message: m.Reload) -> None:
         )
     caller.wait()
 
-    def told(outcome: dict[str, Any] | Failure) -> None:
+    def told(outcome: ReloadInfo | Failure) -> None:
         if isinstance(outcome, Failure):
             caller.fail(outcome)
         else:
-            caller.reply(m.Facts(outcome))
+            caller.reply(m.ReloadReply(outcome))
 
     caller.core.on_reload(message.objects, told)
 
 
 @handles(m.StopServer)
-def stop_server(caller: Caller, message: m.StopServer) -> m.Facts:
+def stop_server(caller: Caller, message: m.StopServer) -> m.StopReply:
     """Have the server end, and tell what it held."""
     if caller.core.on_stop is None:
         raise ConfigurationError(
             f"this server is a part of process {os.getpid()}, which may do more than serve: end that process, with "
             f"'kill {os.getpid()}' or Ctrl-C"
         )
-    return m.Facts(caller.core.on_stop(caller.session, message.if_idle))
+    return m.StopReply(caller.core.on_stop(caller.session, message.if_idle))

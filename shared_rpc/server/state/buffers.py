@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shared_rpc.errors import BufferNotFound, ServerBusy
 from shared_rpc.memory.records import Record
+from shared_rpc.protocol.infos import BufferInfo
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
@@ -155,22 +155,13 @@ class BufferTable:
             self.settle(object_id)
         return min((end - now for end in (*ends.values(), *claims.values())), default=None)
 
-    def facts(self, object_id: str) -> dict[str, Any]:
-        """What ``get_object_info`` tells of a buffer beside what it tells of every object.
-
-        ``state`` is ``"listed"``, or the reason why it is not listed any more.
-        """
+    def info(self, object_id: str) -> BufferInfo:
+        """Return what there is to know of a buffer beside what there is of every object."""
         terms = self._current(object_id)
         if terms is None:
-            state = self._reasons.get(object_id, "unknown")
-            return {"kind": "buffer", "state": state, "expires_at": None, "accesses_left": None}
+            return {"state": self._reasons.get(object_id, "unknown"), "expires_at": None, "accesses_left": None}
         expires_at = self._clock.unix(terms.expires_at) if terms.expires_at is not None else None
-        return {
-            "kind": "buffer",
-            "state": "listed",
-            "expires_at": expires_at,
-            "accesses_left": terms.accesses_left,
-        }
+        return {"state": "listed", "expires_at": expires_at, "accesses_left": terms.accesses_left}
 
     def _current(self, object_id: str) -> Terms | None:
         """The terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""

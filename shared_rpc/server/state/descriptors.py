@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from shared_rpc.protocol.infos import DescriptorInfo
+
 __all__ = ["Descriptors", "mapped_limit", "open_limit"]
 
 #: One in so many of the descriptors, and of the mappings, that a process may have are for what is kept.
@@ -56,6 +58,6 @@ class Descriptors:
         available = self.available()
         return newest >= available - available // _RESERVE
 
-    def facts(self) -> dict[str, int]:
-        """What ``get_server_info`` tells: how many objects have, how many they may have, and the process altogether."""
+    def info(self) -> DescriptorInfo:
+        """Return how many objects have, how many they may have, and how many the process may."""
         return {"used": self.used, "limit": self.limit, "available": self.available()}

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
@@ -76,12 +77,13 @@ class StoredObject:
         if self.page is not None:
             self.page.close()
 
-    def facts(self, server_id: str, leases: int, clock: Clock) -> dict[str, Any]:
-        """``get_object_info``'s dict: sizes in bytes, times in Unix seconds."""
+    def info(self, server_id: str, leases: int, clock: Clock) -> ObjectInfo:
+        """Return what there is to know of every object."""
         return {
             "object_id": self.object_id,
             "server_id": server_id,
             "endpoint": self.endpoint,
+            "kind": self.kind,
             "cache_key": self.cache_key,
             "nbytes": self.record.nbytes,
             "private_nbytes": self.record.private_nbytes,

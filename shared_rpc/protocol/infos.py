@@ -1,0 +1,333 @@
+"""Replies about a server and what it has: dicts of plain values, with their keys.
+
+Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is ``"cpu"`` or a GPU's UUID.
+"""
+
+# The annotations are not postponed: of a postponed one Python does not tell whether its key is required.
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from shared_rpc.protocol.records import Access
+
+__all__ = [
+    "BufferInfo",
+    "DescriptorInfo",
+    "DeviceInfo",
+    "EndpointInfo",
+    "EndpointStatistics",
+    "ExecutorInfo",
+    "HolderInfo",
+    "ListedObjectInfo",
+    "MechanismInfo",
+    "ObjectInfo",
+    "PoolInfo",
+    "ProgressInfo",
+    "ReloadInfo",
+    "ReloadedServiceInfo",
+    "RunInfo",
+    "RuntimeInfo",
+    "ServerInfo",
+    "ServerStatistics",
+    "SessionInfo",
+    "StopInfo",
+    "WorkerInfo",
+    "ZygoteInfo",
+]
+
+
+class MechanismInfo(TypedDict):
+    """How a process shares the memory of its device, and the ``reason``; ``name`` is None where nothing works."""
+
+    name: str | None
+    reason: str
+
+
+class DescriptorInfo(TypedDict):
+    """File descriptors: those that objects use, how many they may, and how many the whole process may."""
+
+    used: int
+    limit: int
+    available: int
+
+
+class PoolInfo(TypedDict):
+    """Pools for results: their ``nbytes``, and the ``chunks`` of them that clients have not given back."""
+
+    nbytes: int
+    chunks: int
+
+
+class WorkerInfo(TypedDict):
+    """A worker process of a server.
+
+    ``device`` is the one it was told to use, if any. ``runs`` is the number of endpoints that it runs now, ``restarts`` that of
+    the workers before it that ended in a crash, ``uptime`` its age.
+    """
+
+    pid: int
+    number: int
+    device: str | None
+    state: Literal["starting", "ready", "draining", "ended"]
+    runs: int
+    restarts: int
+    uptime: float
+
+
+class ZygoteInfo(TypedDict):
+    """The process that workers are forks of.
+
+    ``why`` says why there is none. One that is ``"ready"`` has a ``pid``, the number of ``modules`` that it has imported,
+    ``pss`` (its private memory and its share of what workers have in common with it), and the packages that it ``dropped``,
+    each with the reason.
+    """
+
+    state: Literal["off", "waiting", "starting", "ready"]
+    why: NotRequired[str]
+    pid: NotRequired[int]
+    modules: NotRequired[int]
+    pss: NotRequired[int]
+    dropped: NotRequired[dict[str, str]]
+
+
+class ExecutorInfo(TypedDict):
+    """The processes that run endpoints: none where the server runs them itself."""
+
+    workers: list[WorkerInfo]
+    zygote: NotRequired[ZygoteInfo]
+
+
+class ServerStatistics(TypedDict):
+    """Sums over all endpoints, those of calls included that no endpoint got. Only ever growing."""
+
+    calls: int
+    cache_hits: int
+    joined: int
+    builds: int
+    failures: int
+
+
+class ServerInfo(ExecutorInfo, ServerStatistics):
+    """A server, as ``get_server_info`` returns it.
+
+    ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together. ``leases`` counts
+    pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
+    ``socket_path`` is None in the local role.
+    """
+
+    server_id: str
+    pid: int
+    device: str
+    mechanism: MechanismInfo | None
+    started_at: float
+    endpoints: list[str]
+    objects: int
+    buffers: int
+    nbytes: int
+    descriptors: DescriptorInfo
+    leases: int
+    pools: PoolInfo
+    running: int
+    tasks: dict[str, int]
+    socket_path: str | None
+    uptime: float
+    sessions: int
+    connections: int
+    ready: bool
+
+
+class RuntimeInfo(TypedDict):
+    """The role of a process, as ``Provider.get_runtime_info`` returns it.
+
+    ``socket_path`` and ``server`` belong to the roles with a server; in the server role ``server`` is None once it was stopped.
+    ``objects`` is the number of objects that the local role keeps; ``log`` is the file of a server that this process may start.
+    """
+
+    execution_mode: Literal["local", "server", "client", "spawn"]
+    device: str
+    mechanism: MechanismInfo
+    pid: int
+    socket_path: NotRequired[str]
+    server: NotRequired[ServerInfo | None]
+    objects: NotRequired[int]
+    log: NotRequired[str]
+
+
+class EndpointInfo(TypedDict):
+    """The options of an endpoint: those of ``Provider.share``, and what is known of its function.
+
+    ``idle_ttl`` is a duration, None for ever. ``parameters`` are ``[name, kind, required, default]``, ``kind`` as in
+    ``inspect.Parameter``. ``fingerprint`` changes with the function's code.
+    """
+
+    name: str
+    parameters: list[list[Any]]
+    execution: Literal["direct", "task"]
+    concurrency: Literal["parallel", "serialized"]
+    cache: bool
+    cache_format_key: str | None
+    managed: bool
+    singleflight: bool
+    access: Access
+    idle_ttl: float | None
+    is_async: bool
+    doc: str
+    fingerprint: str
+
+
+class EndpointStatistics(TypedDict):
+    """Counts of one endpoint since the server began. Only ever growing.
+
+    ``calls`` counts calls and submits that named it with arguments that fit; of these ``hits`` were answered from the cache,
+    ``misses`` began a run whose result the cache was to list, and ``joined`` joined a run that went on already (singleflight).
+    ``builds`` counts runs that began, ``build_seconds`` is what those that ended took together, and ``errors`` counts callers
+    and tasks that were told one.
+    """
+
+    calls: int
+    hits: int
+    misses: int
+    joined: int
+    builds: int
+    build_seconds: float
+    errors: int
+
+
+class BufferInfo(TypedDict):
+    """What there is to know of a buffer.
+
+    ``state`` is ``"listed"``, or the reason why nobody can get it any more. It expires at ``expires_at`` and may be got
+    ``accesses_left`` times; None for no limit.
+    """
+
+    state: str
+    expires_at: float | None
+    accesses_left: int | None
+
+
+class ObjectInfo(TypedDict):
+    """An object of a server, as ``get_object_info`` returns it.
+
+    ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` tells whether the
+    endpoint's next caller gets this object, ``stale`` whether the endpoint's code has changed since. ``leases`` is the number
+    of sessions that hold it. Where the memory ends with the process that made it, ``lifetime`` says so.
+
+    A buffer has the keys of :class:`~shared_rpc.protocol.infos.BufferInfo` as well.
+    """
+
+    object_id: str
+    server_id: str
+    endpoint: str
+    kind: Literal["result", "buffer"]
+    cache_key: str | None
+    nbytes: int
+    private_nbytes: int
+    device: str
+    generation: int
+    current: bool
+    leases: int
+    created_at: float
+    last_accessed_at: float
+    stale: bool
+    lifetime: NotRequired[str]
+    state: NotRequired[str]
+    expires_at: NotRequired[float | None]
+    accesses_left: NotRequired[int | None]
+
+
+class HolderInfo(TypedDict):
+    """A session that holds an object, and the process it belongs to.
+
+    A session without ``connections`` is the server's own: of its calls, or of a task whose result was not fetched
+    (``"task <id>"``).
+    """
+
+    session: str
+    pid: int
+    connections: int
+
+
+class ListedObjectInfo(ObjectInfo):
+    """An object as ``list_objects`` returns it: with its ``holders``, and whether it is ``cached``."""
+
+    cached: bool
+    holders: list[HolderInfo]
+
+
+class SessionInfo(HolderInfo):
+    """A process that is connected: the objects it holds (``leases``), the bytes they lie in, and since when it is there."""
+
+    leases: int
+    nbytes: int
+    since: float
+
+
+class ProgressInfo(TypedDict):
+    """The last report of an endpoint: ``done`` of ``total``, None where that is not known."""
+
+    done: float
+    total: float | None
+    message: str
+
+
+class RunInfo(TypedDict):
+    """A run of an endpoint that has not ended.
+
+    ``cache_key`` is None where the result is not cached, ``started_at`` for a run that is pending, ``progress`` before the
+    first report. ``calls`` is the number of calls that wait for it; ``tasks`` are the ids of the tasks that do.
+    """
+
+    endpoint: str
+    cache_key: str | None
+    status: Literal["pending", "running"]
+    created_at: float
+    started_at: float | None
+    calls: int
+    tasks: list[str]
+    progress: ProgressInfo | None
+
+
+class DeviceInfo(TypedDict):
+    """A device that a server has memory on; its ``kind`` is ``"cpu"`` or ``"cuda"``.
+
+    ``free`` is None where it is not known; ``used`` by the server's objects and buffers; ``limit`` is the quota, or None.
+    """
+
+    id: str
+    kind: str
+    name: str
+    total: int
+    free: int | None
+    used: int
+    limit: int | None
+
+
+class ReloadedServiceInfo(TypedDict):
+    """A service after a reload: its ``endpoints``, those that ``changed``, and how many objects were ``dropped``."""
+
+    endpoints: list[str]
+    changed: list[str]
+    dropped: int
+
+
+class ReloadInfo(TypedDict):
+    """A reload: the process ids of the new ``workers``, and the ``services`` by socket path."""
+
+    workers: list[int]
+    services: dict[str, ReloadedServiceInfo]
+
+
+class StopInfo(TypedDict):
+    """A server that ends, and what it held.
+
+    ``clients``, ``leases``, ``tasks`` and ``running`` are counts of what others had: processes, leases, tasks that had not
+    ended, and runs.
+    """
+
+    pid: int
+    socket_paths: list[str]
+    objects: int
+    nbytes: int
+    clients: int
+    leases: int
+    tasks: int
+    running: int
