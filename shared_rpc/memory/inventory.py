@@ -34,7 +34,7 @@ def devices_of(device: str) -> tuple[str, ...]:
     if device == "cpu":
         return ("cpu",)
     with gpu_support():
-        from shared_rpc.memory.backends.vmm import visible_gpus
+        from shared_rpc.memory.backends.cuda import visible_gpus
     return (*visible_gpus(), "cpu")
 
 

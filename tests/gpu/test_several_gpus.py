@@ -55,7 +55,7 @@ with Server(provider) as server:
 @pytest.fixture
 def gpus() -> list[str]:
     """The UUIDs of this process's ``cuda:0`` and ``cuda:1``, which reach each other."""
-    from shared_rpc.memory.backends.vmm import peer_capable, visible_gpus
+    from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
     seen = visible_gpus()
     if len(seen) < 2 or not (peer_capable(0, 1) and peer_capable(1, 0)):
@@ -390,7 +390,7 @@ except errors.CapabilityError as error:
 
 def test_a_process_that_sees_no_gpu(base_path: str, children: list[Child]) -> None:
     """It is told which GPU the memory is on and where to look; its lease goes back, and the server goes on."""
-    from shared_rpc.memory.backends.vmm import visible_gpus
+    from shared_rpc.memory.backends.cuda import visible_gpus
 
     provider = Provider(base_path, device="cuda:0")
     provider.share("weights", managed=True)(lambda: torch.ones(4, device="cuda:0"))

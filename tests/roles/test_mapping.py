@@ -726,7 +726,7 @@ def test_devices_where_a_gpu_is_visible() -> None:
     """``auto`` and ``cuda`` are the current GPU's UUID; an index too high is an error that says how many there are."""
     import torch
 
-    from shared_rpc.memory.backends.vmm import visible_gpus
+    from shared_rpc.memory.backends.cuda import visible_gpus
 
     seen = visible_gpus()
     assert device_id("auto") == device_id("cuda") == seen[torch.cuda.current_device()]

@@ -14,7 +14,7 @@ from tests.kit.processes import Child, python
 @pytest.fixture
 def two_gpus() -> None:
     """These tests need two GPUs that reach each other."""
-    from shared_rpc.memory.backends.vmm import peer_capable, visible_gpus
+    from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
 
     if len(visible_gpus()) < 2 or not peer_capable(0, 1):
         pytest.skip("needs two GPUs that are peers")

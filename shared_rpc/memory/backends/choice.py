@@ -60,19 +60,20 @@ _forced: set[str] = set()
 def lacking(ordinal: int) -> dict[Mechanism, str]:
     """What a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
     with gpu_support():
-        from shared_rpc.memory.backends.legacy_ipc import supports_ipc
-        from shared_rpc.memory.backends.pool_ipc import supports_pools
-        from shared_rpc.memory.backends.vmm import supports_vmm
-    vmm, vmm_fds = supports_vmm(ordinal)
-    pools, pool_fds = supports_pools(ordinal)
+        from shared_rpc.memory.backends.cuda import POSIX_FD, attribute
+    has = functools.partial(attribute, ordinal)
+    vmm, vmm_fds = has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"), has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+    pools, pool_fds = has("MEMORY_POOLS_SUPPORTED"), has("MEMPOOL_SUPPORTED_HANDLE_TYPES") & int(POSIX_FD)
+    # Containers and WSL may refuse legacy IPC all the same, when memory is opened.
+    ipc = has("UNIFIED_ADDRESSING") and has("IPC_EVENT_SUPPORTED")
     return {
         "vmm": "" if vmm and vmm_fds else _without_fds("virtual memory management", vmm),
-        "ipc": "" if supports_ipc(ordinal) else "no legacy CUDA IPC",
+        "ipc": "" if ipc else "no legacy CUDA IPC",
         "pool": "" if pools and pool_fds else _without_fds("stream-ordered pools", pools),
     }
 
 
-def _without_fds(what: str, there: bool) -> str:
+def _without_fds(what: str, there: int) -> str:
     return f"{what}, but without export as POSIX descriptors" if there else f"no {what} (vGPU and WSL lack it)"
 
 
@@ -204,5 +205,6 @@ def _backend_for(device: str, mechanism: Mechanism) -> Backend:
             from shared_rpc.memory.backends.pool_ipc import PoolBackend
 
             return PoolBackend(device)
-        from shared_rpc.memory.backends.vmm import gpu
-    return gpu(device)
+        from shared_rpc.memory.backends.vmm import VmmBackend
+
+        return VmmBackend(device)

@@ -17,11 +17,14 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.protocol.records import Access
 
 __all__ = [
+    "POSIX_FD",
     "CudaBackend",
     "DeviceBytes",
     "DriverError",
+    "access_for",
     "attribute",
     "check",
     "location_of",
@@ -38,6 +41,7 @@ __all__ = [
 _TORCH_POOL = 32
 #: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).
 _OPAQUE = 64
+POSIX_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 # As names of this module: looking an enum's members up takes longer than some of the calls.
 _SUCCESS, _NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -112,6 +116,15 @@ def location_of(ordinal: int) -> Any:
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = ordinal
     return location
+
+
+def access_for(ordinal: int, access: Access = "read_write") -> Any:
+    """Return the right of a visible GPU to use memory, as the driver's structures name it."""
+    flags = driver.CUmemAccess_flags
+    right = driver.CUmemAccessDesc()
+    right.location = location_of(ordinal)
+    right.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READ if access == "read" else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return right
 
 
 def opaque_bytes(handle: Any) -> bytes:

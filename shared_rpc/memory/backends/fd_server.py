@@ -17,6 +17,7 @@ import threading
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
+from shared_rpc.protocol.peers import peer_of
 
 __all__ = ["FD_SERVER", "FdServer", "fetch"]
 
@@ -25,7 +26,6 @@ _log = logging.getLogger("shared_rpc")
 TOKEN_BYTES = 16
 #: Seconds that one who asks may take, and that one who waits for an answer waits.
 _ASKING, _ANSWERING = 1.0, 10.0
-_UCRED = struct.Struct("iII")
 
 
 class FdServer:
@@ -84,7 +84,7 @@ class FdServer:
                     _log.debug("somebody at the descriptor server went away: %s", error)
 
     def _answer(self, asking: socket.socket) -> None:
-        if _uid_of(asking) != os.geteuid():
+        if peer_of(asking).uid != os.geteuid():
             return
         asking.settimeout(_ASKING)
         token = asking.recv(TOKEN_BYTES + 1)
@@ -110,7 +110,7 @@ def fetch(address: str, token: bytes) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_ANSWERING)
             sock.connect("\0" + address)
-            if _uid_of(sock) != os.geteuid():
+            if peer_of(sock).uid != os.geteuid():
                 raise CapabilityError(f"the descriptor server {address} is another user's")
             sock.send(token)
             # socket.recv_fds() of Python 3.11 drops the flags.
@@ -126,11 +126,6 @@ def fetch(address: str, token: bytes) -> int:
             os.close(fd)
         raise CapabilityError(f"there is nothing at {address} for this memory any more: its maker gave it back")
     return fds[0]
-
-
-def _uid_of(sock: socket.socket) -> int:
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(uid)
 
 
 FD_SERVER = FdServer()

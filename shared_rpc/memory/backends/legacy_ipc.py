@@ -16,17 +16,12 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, attribute, check, opaque, opaque_bytes, relaxed_captures
+from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, opaque, opaque_bytes, relaxed_captures
 from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, ExporterOwnedBackend, Memory
 
-__all__ = ["ExporterOwnedCudaBackend", "IpcBackend", "supports_ipc"]
+__all__ = ["ExporterOwnedCudaBackend", "IpcBackend"]
 
 _LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-
-
-def supports_ipc(ordinal: int) -> bool:
-    """Whether the GPU has legacy IPC. Containers and WSL may refuse it all the same, when memory is opened."""
-    return bool(attribute(ordinal, "UNIFIED_ADDRESSING") and attribute(ordinal, "IPC_EVENT_SUPPORTED"))
 
 
 class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):

@@ -18,22 +18,21 @@ from typing import Any
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.backends.cuda import DriverError, attribute, check, location_of, opaque, opaque_bytes, visible_gpus
+from shared_rpc.memory.backends.cuda import (
+    POSIX_FD,
+    DriverError,
+    access_for,
+    check,
+    location_of,
+    opaque,
+    opaque_bytes,
+    visible_gpus,
+)
 from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, Memory
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.legacy_ipc import ExporterOwnedCudaBackend
 
-__all__ = ["PoolBackend", "supports_pools"]
-
-_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def supports_pools(ordinal: int) -> tuple[bool, bool]:
-    """Whether the GPU has stream-ordered pools, and whether they export as descriptors."""
-    return (
-        bool(attribute(ordinal, "MEMORY_POOLS_SUPPORTED")),
-        bool(attribute(ordinal, "MEMPOOL_SUPPORTED_HANDLE_TYPES") & int(_FD)),
-    )
+__all__ = ["PoolBackend"]
 
 
 class PoolBackend(ExporterOwnedCudaBackend):
@@ -64,7 +63,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
                 self._allow(pool)
                 address = check(driver.cuMemAllocFromPoolAsync(nbytes, pool, self.stream))
                 self.zero(address, nbytes)
-                fd = int(check(driver.cuMemPoolExportToShareableHandle(pool, _FD, 0)))
+                fd = int(check(driver.cuMemPoolExportToShareableHandle(pool, POSIX_FD, 0)))
                 os.set_inheritable(fd, False)
                 handle = opaque_bytes(check(driver.cuMemPoolExportPointer(address)))
                 fd, left = -1, fd
@@ -79,7 +78,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
     def _properties(self) -> Any:
         properties = driver.CUmemPoolProps()
         properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.handleTypes = _FD
+        properties.handleTypes = POSIX_FD
         properties.location = location_of(self.ordinal)
         return properties
 
@@ -111,7 +110,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
         data = opaque(driver.CUmemPoolPtrExportData(), exported.handle)
         with self.working():
             try:
-                pool = check(driver.cuMemPoolImportFromShareableHandle(fd, _FD, 0))
+                pool = check(driver.cuMemPoolImportFromShareableHandle(fd, POSIX_FD, 0))
                 try:
                     self._allow(pool)
                     address = check(driver.cuMemPoolImportPointer(pool, data))
@@ -125,18 +124,11 @@ class PoolBackend(ExporterOwnedCudaBackend):
     def _allow(self, pool: Any) -> None:
         """A pool is there for the GPU that it is on, and for others when they are named, in each process anew."""
         if visible_gpus()[self.ordinal] != self.uuid:
-            check(driver.cuMemPoolSetAccess(pool, [_right(self.ordinal)], 1))
+            check(driver.cuMemPoolSetAccess(pool, [access_for(self.ordinal)], 1))
         for peer in self.peers:
-            driver.cuMemPoolSetAccess(pool, [_right(peer)], 1)
+            driver.cuMemPoolSetAccess(pool, [access_for(peer)], 1)
 
     def close(self, memory: Memory) -> None:
         """See :class:`ExporterOwnedBackend`."""
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
-
-
-def _right(ordinal: int) -> Any:
-    right = driver.CUmemAccessDesc()
-    right.location = location_of(ordinal)
-    right.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return right

@@ -6,54 +6,17 @@ mapping does. See the CUDA Driver API, "Virtual Memory Management".
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.backends.cuda import (
-    CudaBackend,
-    DeviceBytes,
-    DriverError,
-    attribute,
-    check,
-    location_of,
-    peer_capable,
-    uuid_of,
-    visible_gpus,
-)
+from shared_rpc.memory.backends.cuda import POSIX_FD, CudaBackend, DriverError, access_for, check, location_of, visible_gpus
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
 
-# The driver's names are shared_rpc.memory.backends.cuda's; they were here first, and stay importable from here.
-__all__ = ["DeviceBytes", "VmmBackend", "gpu", "peer_capable", "supports_vmm", "uuid_of", "visible_gpus"]
-
-_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_ACCESS = {
-    "read_write": driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-    "read": driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
-}
-
-
-def supports_vmm(ordinal: int) -> tuple[bool, bool]:
-    """Whether the GPU has virtual memory management, and whether its allocations export as descriptors."""
-    return (
-        bool(attribute(ordinal, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")),
-        bool(attribute(ordinal, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
-    )
-
-
-@functools.cache
-def gpu(uuid: str) -> VmmBackend:
-    """The backend of the GPU with that UUID.
-
-    A GPU that this process does not see is reached as a peer, through the first GPU that it does see.
-
-    :raises CapabilityError: if this process sees no GPU at all.
-    """
-    return VmmBackend(uuid)
+__all__ = ["VmmBackend"]
 
 
 class VmmBackend(CudaBackend):
@@ -73,7 +36,7 @@ class VmmBackend(CudaBackend):
     def _allocation(self) -> Any:
         allocation = driver.CUmemAllocationProp()
         allocation.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        allocation.requestedHandleTypes = _FD
+        allocation.requestedHandleTypes = POSIX_FD
         allocation.location = location_of(self.ordinal)
         return allocation
 
@@ -86,7 +49,7 @@ class VmmBackend(CudaBackend):
         except DriverError as error:
             raise CapabilityError(f"cannot allocate {size} bytes on GPU {self.uuid}: {error}") from error
         try:
-            fd = int(check(driver.cuMemExportToShareableHandle(handle, _FD, 0)))
+            fd = int(check(driver.cuMemExportToShareableHandle(handle, POSIX_FD, 0)))
         finally:
             # The descriptor holds the memory from here on.
             check(driver.cuMemRelease(handle))
@@ -99,7 +62,7 @@ class VmmBackend(CudaBackend):
         mapped = False
         with self.current():
             try:
-                handle = check(driver.cuMemImportFromShareableHandle(fd, _FD))
+                handle = check(driver.cuMemImportFromShareableHandle(fd, POSIX_FD))
                 address = check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
                 check(driver.cuMemMap(address, nbytes, 0, handle, 0))
                 mapped = True
@@ -127,10 +90,10 @@ class VmmBackend(CudaBackend):
 
     def _allow(self, address: Any, nbytes: int, access: Access) -> None:
         """The mapping is for this backend's GPU; other GPUs may use it too, so that tensors can be copied to them."""
-        check(driver.cuMemSetAccess(address, nbytes, [_right(self.ordinal, access)], 1))
+        check(driver.cuMemSetAccess(address, nbytes, [access_for(self.ordinal, access)], 1))
         for peer in self.peers:
             # A peer that the driver refuses (MIG, another fabric) is one that nothing is copied to.
-            driver.cuMemSetAccess(address, nbytes, [_right(peer, access)], 1)
+            driver.cuMemSetAccess(address, nbytes, [access_for(peer, access)], 1)
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Unmap and give the address range back."""
@@ -139,10 +102,3 @@ class VmmBackend(CudaBackend):
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
             check(driver.cuMemAddressFree(address, nbytes))
-
-
-def _right(ordinal: int, access: Access) -> Any:
-    right = driver.CUmemAccessDesc()
-    right.location = location_of(ordinal)
-    right.flags = _ACCESS[access]
-    return right
