@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from shared_rpc import Provider, Server, SharedFunction
+from shared_rpc import Client, Provider, Server, SharedFunction
 from shared_rpc.provider.loopback import LoopbackRuntime
 
-__all__ = ["ROLES", "App", "at_once", "shares_memory"]
+__all__ = ["ROLES", "App", "Connect", "Serve", "at_once", "shares_memory"]
 
 ROLES = ("local", "server", "client")
+
+#: What the fixtures ``serve`` and ``connect`` give.
+Serve = Callable[..., Server]
+Connect = Callable[..., Client]
 
 
 class App:
