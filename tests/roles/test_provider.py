@@ -9,7 +9,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from shared_rpc import Provider
-from shared_rpc.errors import ConfigurationError, RemoteError, RemoteTraceback, SharedRPCError
+from shared_rpc.errors import ConfigurationError, RemoteTraceback
 from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.processes import eventually
 
@@ -48,37 +47,6 @@ def test_identical_calls_get_the_same_memory(app: App) -> None:
     assert shares_memory(one, other)
 
 
-def test_other_arguments_are_another_call(app: App) -> None:
-    """Calls that differ in an argument, or only in its type, have results of their own."""
-    built = []
-
-    @app.share()
-    def load(size: Any) -> torch.Tensor:
-        built.append(size)
-        return torch.ones(4)
-
-    one, other, third = load(1), load(1.0), load(True)
-    assert built == [1, 1.0, True]
-    assert not shares_memory(one, other)
-    assert not shares_memory(one, third)
-
-
-def test_a_call_is_what_it_binds_to(app: App) -> None:
-    """Positional, keyword, in another order, or left to the default: one call."""
-    built = []
-
-    @app.share()
-    def load(size: int, scale: float = 2.0, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        built.append((size, scale, dtype))
-        return torch.ones(size, dtype=dtype) * scale
-
-    load(4)
-    load(4, 2.0)
-    load(scale=2.0, size=4)
-    load(4, dtype=torch.float32)
-    assert built == [(4, 2.0, torch.float32)]
-
-
 def test_uncached_endpoint_runs_every_time(app: App) -> None:
     """``cache=False`` gives every call memory of its own."""
     built = []
@@ -94,16 +62,17 @@ def test_uncached_endpoint_runs_every_time(app: App) -> None:
 
 
 def test_none_is_a_result(app: App) -> None:
-    """None is cached like any other result."""
-    built = []
-
-    @app.share()
-    def warm_up() -> None:
-        built.append(1)
-
-    assert warm_up() is None
-    assert warm_up() is None
-    assert built == [1]
+    """An endpoint may do something instead of making something; cached, managed and as a task too."""
+    ran = []
+    warm_up = app.share("warm_up")(lambda: ran.append("cached"))
+    act = app.share("act", cache=False)(lambda: ran.append("not cached"))
+    once = app.share("once", managed=True)(lambda: ran.append("managed"))
+    assert [warm_up(), warm_up(), act(), act()] == [None] * 4
+    assert app.provider.execute("act", timeout=10) is None
+    with once() as handle, once() as again, app.provider.execute("once", timeout=10) as third:
+        assert handle.value is None
+        assert handle.object_id == again.object_id == third.object_id
+    assert ran == ["cached", *["not cached"] * 3, "managed"]
 
 
 def test_failure_is_not_cached(app: App) -> None:
@@ -120,36 +89,6 @@ def test_failure_is_not_cached(app: App) -> None:
     with pytest.raises(ValueError, match="no weights yet"):
         load()
     assert torch.equal(load(), torch.ones(1))
-
-
-def test_template_says_which_calls_are_one(app: App) -> None:
-    """With a template only the arguments it names tell calls apart, defaults included."""
-    built = []
-
-    @app.share(cache_format_key="{name}-{size}")
-    def load(name: str, size: int = 4, verbose: bool = False) -> torch.Tensor:
-        built.append((name, size))
-        return torch.ones(size)
-
-    load("a", verbose=True)
-    load("a", size=4)
-    load("b")
-    assert built == [("a", 4), ("b", 4)]
-
-
-def test_template_is_the_endpoint_s_own(app: App) -> None:
-    """Two endpoints with the same template do not find each other's results."""
-
-    @app.share(cache_format_key="{size}")
-    def zeros(size: int) -> torch.Tensor:
-        return torch.zeros(size)
-
-    @app.share(cache_format_key="{size}")
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
-    assert torch.equal(zeros(2), torch.zeros(2))
-    assert torch.equal(ones(2), torch.ones(2))
 
 
 def test_call_with_a_tensor_is_not_cached(app: App) -> None:
@@ -172,6 +111,7 @@ def test_call_with_a_tensor_is_not_cached(app: App) -> None:
     assert torch.equal(look_up(x, 2), torch.full((2,), 3.0))
     assert torch.equal(look_up(x * 9, 2), torch.full((2,), 3.0))
     assert (len(added), looked_up) == (2, [2])
+    assert add.invalidate(x) == 0
 
 
 def test_results_go_at_once(app: App) -> None:
@@ -227,17 +167,6 @@ def test_invalidating_by_name(app: App) -> None:
     assert app.provider.invalidate_endpoint_cache("other") == 1
 
 
-def test_invalidating_what_cannot_be_cached(app: App) -> None:
-    """A call with a tensor has no cached result, and that is not an error."""
-
-    @app.share()
-    def add(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    add(torch.ones(1))
-    assert add.invalidate(torch.ones(1)) == 0
-
-
 def test_idle_result_goes(app: App) -> None:
     """After ``idle_ttl`` without a call a result is built anew."""
     built = []
@@ -290,6 +219,10 @@ def test_identical_calls_in_flight_join_one_run(app: App) -> None:
     *results, _ = at_once(load, load, load, load, release)
     assert len(built) == 1
     assert all(shares_memory(results[0], result) for result in results)
+    load()
+    if app.role != "local":
+        info = app.owner.get_runtime_info()["server"]
+        assert (info["builds"], info["joined"], info["cache_hits"]) == (1, 3, 1)
 
 
 def test_calls_that_are_not_cached_do_not_join(app: App) -> None:
@@ -322,7 +255,7 @@ def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
 
 
 def test_followers_get_the_leader_s_exception(app: App) -> None:
-    """Whoever waits for a run that fails gets its exception, with its own type."""
+    """Whoever waits for a run that fails gets its exception, with its own type and, in a client, the server's traceback."""
     built, go = [], threading.Event()
 
     @app.share()
@@ -337,29 +270,10 @@ def test_followers_get_the_leader_s_exception(app: App) -> None:
 
     *errors, _ = at_once(load, load, load, release)
     assert [(type(error), str(error)) for error in errors] == [(FileNotFoundError, "weights.safetensors")] * 3
+    if app.role == "client":
+        causes = [error.__cause__ for error in errors]
+        assert all(isinstance(cause, RemoteTraceback) and "raise FileNotFoundError(" in str(cause) for cause in causes)
     assert len(built) == 1
-
-
-def test_followers_are_released_whatever_ends_the_leader(app: App) -> None:
-    """A run that ends in SystemExit is an error for those who waited, and the end of none of their threads."""
-    go = threading.Event()
-
-    @app.share()
-    def load() -> torch.Tensor:
-        go.wait(10)
-        raise SystemExit("out of luck")
-
-    def follow() -> Any:
-        eventually(lambda: app.waiting() == 1)
-        return load()
-
-    def release() -> None:
-        eventually(lambda: app.waiting() == 2)
-        go.set()
-
-    _, error, _ = at_once(load, follow, release)
-    assert type(error) is RemoteError
-    assert (error.type_name, error.message) == ("SystemExit", "out of luck")
 
 
 def test_serialized_runs_never_meet(app: App) -> None:
@@ -474,28 +388,21 @@ def test_async_exception_reaches_the_caller(app: App) -> None:
     anyio.run(main)
 
 
-def test_async_endpoint_by_name_without_a_loop(app: App) -> None:
-    """``provider.call`` of an ``async def`` endpoint waits for its result."""
+def test_async_endpoint_by_name(app: App) -> None:
+    """``provider.call`` waits for its result, also in a thread that runs a loop, as every cell of a notebook does."""
 
     @app.share()
     async def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    assert torch.equal(app.provider.call("double", torch.ones(1)), torch.full((1,), 2.0))
-
-
-def test_async_endpoint_by_name_beside_a_loop(app: App) -> None:
-    """``provider.call`` works in a thread that runs a loop, as every cell of a notebook does."""
-
-    @app.share()
-    async def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    async def main() -> torch.Tensor:
+    def call() -> torch.Tensor:
         result: torch.Tensor = app.provider.call("double", torch.ones(1))
         return result
 
-    assert torch.equal(anyio.run(main), torch.full((1,), 2.0))
+    async def main() -> torch.Tensor:
+        return call()
+
+    assert call() == anyio.run(main) == 2
 
 
 def test_async_endpoint_awaits_another(app: App) -> None:
@@ -577,46 +484,6 @@ def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
 
 
 # What endpoints raise.
-
-
-class OutOfWeights(RuntimeError):
-    """An exception with more than a message."""
-
-    def __init__(self, model: str, missing: int) -> None:
-        super().__init__(model, missing)
-        self.model = model
-        self.missing = missing
-
-
-def test_exception_of_an_endpoint(app: App) -> None:
-    """``except`` around a shared function works in every role; a client sees the server's traceback too."""
-
-    @app.share()
-    def load() -> torch.Tensor:
-        raise OutOfWeights("llama", 3)
-
-    with pytest.raises(OutOfWeights) as caught:
-        load()
-    assert (caught.value.model, caught.value.missing) == ("llama", 3)
-    if app.role == "client":
-        assert isinstance(caught.value.__cause__, RemoteTraceback)
-        assert 'raise OutOfWeights("llama", 3)' in str(caught.value.__cause__)
-
-
-def test_every_error_is_of_one_root(app: App) -> None:
-    """``except SharedRPCError`` catches what the library itself raises, and nothing an endpoint does."""
-
-    @app.share()
-    def load(fail: bool) -> Any:
-        if fail:
-            raise KeyError("mine")
-        return 3
-
-    with pytest.raises(SharedRPCError):
-        load(fail=False)
-    with pytest.raises(KeyError) as caught:
-        load(fail=True)
-    assert not isinstance(caught.value, SharedRPCError)
 
 
 # Endpoints that call endpoints.
@@ -741,23 +608,17 @@ def test_runtime_info(app: App) -> None:
         assert info["server"]["pid"] == info["pid"]
 
 
-def test_closed_provider_says_so(app: App) -> None:
-    """After ``close`` every call is the same clear error, in every role; closing again is harmless."""
+@pytest.mark.parametrize("used", [True, False])
+def test_closed_provider_says_so(app: App, used: bool) -> None:
+    """After ``close`` every call is the same clear error, in every role, used before or not; closing again is harmless."""
     load = app.share("load")(lambda: torch.ones(1))
-    load()
+    if used:
+        load()
     app.provider.close()
     app.provider.close()
     for call in (load, load.invalidate, app.provider.get_runtime_info):
         with pytest.raises(ConfigurationError, match="this provider is closed"):
             call()
-
-
-def test_close_before_the_first_use(app: App) -> None:
-    """A provider that was closed before it was used does not begin then."""
-    load = app.share("load")(lambda: torch.ones(1))
-    app.provider.close()
-    with pytest.raises(ConfigurationError, match="this provider is closed"):
-        load()
 
 
 def test_close_leaves_nothing(no_leaks: None, app: App) -> None:

@@ -73,6 +73,7 @@ RESULTS = {
     "plain": Refusal(lambda: 3, "returned a value of type int that reaches no tensor and no module"),
     "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict that reaches no tensor"),
     "object": Refusal(object, "returned a value of type object that reaches no tensor"),
+    "class": Refusal(lambda: torch.nn.Linear, "returned a value of type type that reaches no tensor"),
     "path": Refusal(lambda: (1, Path("x")), "returned a value of type tuple that reaches no tensor"),
     "array": Refusal(
         lambda: State(1, {"m": numpy.zeros(3)}), "returned a value of type tests.kit.models.State that reaches no"
