@@ -101,16 +101,10 @@ def pools(server: Server) -> dict[str, int]:
 # What comes back.
 
 
-def test_results_do_not_share_bytes(client: Client) -> None:
-    """Every result that is held keeps its values, whatever is called after it."""
-    results = [client.call("full", float(value)) for value in range(200)]
-    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(200)]
-
-
 def test_one_result_is_kept_for_long(client: Client) -> None:
-    """Ten thousand later results come and go in the same pool, and never where the first one lies."""
+    """Later results come and go in the same pool, several times round, and never where the first one lies."""
     first = client.call("full", 7.0, 1000)
-    for value in range(10_000 if first.device.type == "cpu" else 3000):
+    for value in range(1500):
         assert client.call("full", float(value), 1000)[-1] == value
     assert first.unique().tolist() == [7.0]
 
@@ -182,23 +176,6 @@ def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Cli
     assert kept.tensors[0].unique().tolist() == [5.0]
 
 
-def test_an_argument_that_is_kept_is_not_overwritten(client: Client, kept: Kept, device: str) -> None:
-    """An endpoint may keep what it was given; later arguments go elsewhere."""
-    client.call("keep", torch.full((1000,), 5.0, device=device))
-    for value in range(500):
-        client.call("doubled", torch.full((1000,), float(value), device=device))
-    assert kept.tensors[0].unique().tolist() == [5.0]
-
-
-def test_an_argument_that_is_returned(client: Client, device: str) -> None:
-    """What an endpoint passes through is a copy of the caller's, which both may go on using."""
-    x = torch.arange(100.0, device=device)
-    results = [client.call("echo", x + number) for number in range(50)]
-    assert all(torch.equal(result, x + number) for number, result in enumerate(results))
-    x.zero_()
-    assert results[0][99] == 99
-
-
 @pytest.mark.asyncio
 async def test_many_at_once(server: Server, device: str) -> None:
     """Calls of one connection share the pools, and get each their own."""
@@ -213,24 +190,6 @@ async def test_many_at_once(server: Server, device: str) -> None:
         async with anyio.create_task_group() as tasks:
             for value in range(20):
                 tasks.start_soon(ask, float(value))
-
-
-def test_threads_share_the_pools(client: Client, device: str) -> None:
-    """Each thread has a connection; the arenas are known on all of them."""
-    wrong: list[float] = []
-
-    def ask(value: float) -> None:
-        x = torch.full((1000,), value, device=device)
-        for _ in range(50):
-            if client.call("doubled", x).unique().tolist() != [2 * value]:
-                wrong.append(value)
-
-    threads = [threading.Thread(target=ask, args=(float(value),)) for value in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 # No room.
@@ -377,10 +336,10 @@ def test_the_server_is_killed_while_results_are_held(device: str, base_path: str
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_thousand_sessions_die_holding_chunks(server: Server) -> None:
+def test_hundreds_of_sessions_die_holding_chunks(server: Server) -> None:
     """Nothing of them is left: no chunk, no mapping, no descriptor."""
     fds = open_fds()
-    for _ in range(1000):
+    for _ in range(300):
         with Raw(server.socket_path) as raw:
             result = raw.ask(m.Call("full", [1.0], pooled=True))
             assert isinstance(result, m.Result)

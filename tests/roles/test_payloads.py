@@ -119,12 +119,12 @@ def busy(endpoints: Endpoints, client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, ask: Ask, name: str) -> None:
+def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, client: Client, name: str) -> None:
     """Structure, layout, flags, bits and aliases, where the endpoint runs and in what it returns; the caller's own stays."""
     payload = PAYLOADS[name](endpoints.device)
     before = described(payload), aliases(payload)
 
-    result = ask("echo", payload)
+    result = client.call("echo", payload)
 
     assert endpoints.seen == [before]
     assert (described(result), aliases(result)) == before
@@ -132,11 +132,11 @@ def test_an_argument_arrives_as_it_is_and_comes_back(endpoints: Endpoints, ask: 
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_result_arrives_as_it_was_made(endpoints: Endpoints, ask: Ask, name: str) -> None:
+def test_a_result_arrives_as_it_was_made(endpoints: Endpoints, client: Client, name: str) -> None:
     """Structure, layout, flags, bits and aliases."""
     expected = PAYLOADS[name](endpoints.device)
 
-    result = ask("new", name)
+    result = client.call("new", name)
 
     assert described(result) == described(expected)
     assert aliases(result) == aliases(expected)
