@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +12,6 @@ from shared_rpc import TaskStatus
 from shared_rpc.errors import CapabilityError, ConfigurationError, StaleHandleError
 from tests.kit.apps import App
 from tests.kit.processes import eventually
-
-
-@pytest.fixture
-def begun() -> threading.Event:
-    """Set by an endpoint when it runs."""
-    return threading.Event()
-
-
-@pytest.fixture
-def go() -> Iterator[threading.Event]:
-    """What an endpoint waits for."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 def test_the_server_is_asked(app: App) -> None:
