@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, errors
+from shared_rpc import Client, Provider, errors
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.observability import events as i
-from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.apps import Connect, Serve
+from tests.kit.brokers import BrokerApp, worker_pids
 from tests.kit.processes import Child, eventually, python
 
 E = TypeVar("E", bound=i.Event)
@@ -58,7 +59,7 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-def client(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> Client:
+def client(provider: Provider, serve: Serve, connect: Connect) -> Client:
     """A client of a server with a few endpoints."""
 
     @provider.share(managed=True)
@@ -92,40 +93,8 @@ def test_a_call_is_told_from_beginning_to_end(client: Client, listener: Listener
     assert first.server_id == second.server_id == finished[0].server_id
 
 
-def test_a_call_that_joins_a_run_says_so(
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    listener: Listener,
-    go: threading.Event,
-    begun: threading.Event,
-    threads: Any,
-) -> None:
-    """Of two callers at once one builds, and one waits for that."""
-
-    @provider.share
-    def wait() -> torch.Tensor:
-        begun.set()
-        go.wait()
-        return torch.zeros(1)
-
-    serve()
-    client = connect()
-    one = threads.submit(client.call, "wait")
-    begun.wait()
-    other = threads.submit(client.call, "wait")
-    eventually(lambda: client.get_server_info()["joined"] == 1)
-    go.set()
-    one.result(), other.result()
-    assert sorted(event.outcome for event in listener.next(i.CallFinished, 2)) == ["built", "joined"]
-
-
 def test_a_call_whose_caller_gives_up(
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    listener: Listener,
-    go: threading.Event,
+    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:
     """It is told once, as one that was left, though its run goes on."""
 
@@ -178,7 +147,7 @@ def test_a_buffer_is_an_object_too(client: Client, listener: Listener) -> None:
     assert [event.kind for event in listener.of(i.ObjectPublished)] == ["buffer"]
 
 
-def test_a_client_that_closes_is_no_crash(client: Client, listener: Listener, connect: Callable[..., Client]) -> None:
+def test_a_client_that_closes_is_no_crash(client: Client, listener: Listener, connect: Connect) -> None:
     """Its leases end with it, and are not told as reclaimed."""
     other = connect()
     handle = other.call("held", 6)
@@ -224,7 +193,7 @@ def test_a_call_of_a_task_endpoint_is_one_call(client: Client, listener: Listene
 
 
 def test_a_task_that_is_cancelled_ends_its_call(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:
     """Before it begins, too."""
 
@@ -242,7 +211,7 @@ def test_a_task_that_is_cancelled_ends_its_call(
 
 
 def test_a_submit_that_is_refused_ends_its_call(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:
     """The server has as many tasks as it takes: that is how the call ended."""
 
@@ -262,7 +231,7 @@ def test_a_submit_that_is_refused_ends_its_call(
 
 
 def test_a_build_whose_result_nobody_takes_has_finished(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], listener: Listener, go: threading.Event
+    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:
     """Its caller gave up, and holds all the memory there is for it: what the endpoint took is told all the same."""
 
@@ -439,38 +408,19 @@ def test_nobody_listens_at_first() -> None:
     assert not i.HOOKS.registered
 
 
-def test_a_result_that_nobody_waits_for(base_path: str, listener: Listener) -> None:
-    """A run whose result waits for memory, and whose caller gives up, has ended as well."""
-    pool = PoolOptions(initial=1 << 20, limit=8 << 20)
-    provider = Provider(base_path, device="cpu", pool=pool)
-    provider.share(cache=False)(full)
-    with Server(provider), Client(base_path, device="cpu", pool=pool) as client:
-        results = [client.call("full") for _ in range(8)]
-        client._timeout = 0.3
-        with pytest.raises(errors.ServerBusy):
-            client.call("full")
-        assert len(listener.next(i.BuildFinished, 9)) == len(listener.of(i.BuildStarted)) == len(results) + 1
-        assert listener.of(i.BuildFinished)[-1].error == ""
-
-
-def full() -> torch.Tensor:
-    """An eighth of a pool."""
-    return torch.zeros(1 << 18)
-
-
 HOOK = """
 import sys
 from shared_rpc.observability import events as i
 
 def tell(event):
-    assert "torch" not in sys.modules
+    assert not {"torch", "prometheus_client", "wsgiref"} & {*sys.modules}
     if isinstance(event, (i.WorkerStarted, i.WorkerEnded, i.CallFinished)):
         print("event", event, flush=True)
 """
 
 
 def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """It sees calls, and workers that come and go, without torch."""
+    """It sees calls, and workers that come and go, without torch, and without metrics, which nobody has asked for."""
     (tmp_path / "my_hooks.py").write_text(HOOK)
     child = Child("-m", "shared_rpc.cli", "serve", str(broker_app.file), "--hook", "my_hooks:tell", cwd=tmp_path, fresh=True)
     broker_app._children.append(child)
@@ -485,7 +435,6 @@ def test_a_broker_takes_hooks_from_its_command_line(broker_app: BrokerApp, tmp_p
     ended, failed = told["WorkerEnded"], told["CallFinished"]
     assert f"pid={worker}" in ended and "crashed=True, signal='SIGKILL'" in ended
     assert "CallFinished(" in failed and "outcome='failed'" in failed and "error='worker-crashed'" in failed
-    another_worker(client, worker)
 
 
 @pytest.mark.parametrize("name", ["nowhere:tell", "os:nothing", "os", "os:environ"])

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, errors
+from shared_rpc import Client, Provider, errors
 from shared_rpc.context import request_id
 from shared_rpc.observability import events as i
 from shared_rpc.observability.logs import JsonFormatter, RequestIdFilter, TextFormatter, configure, log_event
+from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, python
 
@@ -39,7 +40,7 @@ def lines(stream: io.StringIO, **fields: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def client(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> Client:
+def client(provider: Provider, serve: Serve, connect: Connect) -> Client:
     """A client of a server whose endpoints log."""
 
     @provider.share
@@ -51,10 +52,6 @@ def client(provider: Provider, serve: Callable[..., Server], connect: Callable[.
     async def soon(size: int) -> torch.Tensor:
         logging.getLogger("app").info("soon, for %s", request_id())
         return torch.zeros(size)
-
-    @provider.share(cache=False)
-    def fails() -> torch.Tensor:
-        raise ValueError("no weights")
 
     serve()
     return connect()
@@ -84,15 +81,6 @@ def test_what_an_endpoint_logs_has_the_id_of_its_request(client: Client, stream:
         assert said["message"] == f"soon, for {finished['request_id']}"
     logging.getLogger("app").info("outside")
     assert lines(stream, message="outside")[0]["request_id"] == "-"
-
-
-def test_a_clients_error_is_found_in_the_log(client: Client, stream: io.StringIO) -> None:
-    """By the id that its exception has."""
-    with pytest.raises(ValueError, match="no weights") as raised:
-        client.call("fails")
-    own: Any = raised.value
-    (line,) = lines(stream, event="RequestFailed")
-    assert (line["request_id"], line["code"], line["text"]) == (own.request_id, "remote", "no weights")
 
 
 def test_an_error_without_a_server_has_no_id() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, RefreshError, StaleHandleError
+from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import eventually
 
@@ -28,15 +29,11 @@ def outcome_of(call: Callable[[], object]) -> object:
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
-    """A server with a cached endpoint, one that is not, and one that waits."""
+def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
+    """A server with a cached endpoint, and one that waits."""
 
     @provider.share(managed=True)
     def load(size: int) -> torch.Tensor:
-        return torch.zeros(size)
-
-    @provider.share(cache=False)
-    def plain(size: int) -> torch.Tensor:
         return torch.zeros(size)
 
     @provider.share(concurrency="serialized")
@@ -50,7 +47,7 @@ def served(provider: Provider, serve: Callable[..., Server], go: threading.Event
 
 @pytest.fixture
 def refreshing(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
+    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
 ) -> tuple[Client, Future[Any]]:
     """A client, and what comes of a refresh whose build has begun and waits for ``go``."""
     client = connect()
@@ -62,7 +59,7 @@ def refreshing(
     return client, refreshed
 
 
-def test_sessions(served: Server, connect: Callable[..., Client]) -> None:
+def test_sessions(served: Server, connect: Connect) -> None:
     """Each client's process, its connections and its leases, the asker's too."""
     holder, other = connect(), connect()
     handles = [holder.call("load", size) for size in (1, 2)]
@@ -76,7 +73,7 @@ def test_sessions(served: Server, connect: Callable[..., Client]) -> None:
     del handles
 
 
-def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider, connect: Callable[..., Client]) -> None:
+def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider, connect: Connect) -> None:
     """Objects over a buffer that it holds too are no more memory."""
 
     @provider.share(managed=True)
@@ -91,9 +88,7 @@ def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider
     del handles
 
 
-def test_runs_of_calls_and_of_tasks(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor
-) -> None:
+def test_runs_of_calls_and_of_tasks(served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor) -> None:
     """One that runs tells its progress and who waits for it; one that waits for its turn has not begun."""
     client = connect()
     task = client.submit("gated", 0)
@@ -129,7 +124,7 @@ def test_the_run_of_a_refresh(refreshing: tuple[Client, Future[Any]], go: thread
     assert refreshed.result(20).generation == 2
 
 
-def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
+def test_statistics(served: Server, connect: Connect) -> None:
     """What each endpoint did, and nothing of those that did nothing."""
     client = connect()
     begin = time.monotonic()
@@ -146,7 +141,7 @@ def test_statistics(served: Server, connect: Callable[..., Client]) -> None:
     }
 
 
-def test_totals_are_the_sums_over_endpoints(served: Server, connect: Callable[..., Client]) -> None:
+def test_totals_are_the_sums_over_endpoints(served: Server, connect: Connect) -> None:
     """With refreshes, and with calls that no endpoint got."""
     client = connect()
     client.call("load", 1), client.call("load", 1), client.refresh("load", 1)
@@ -160,7 +155,7 @@ def test_totals_are_the_sums_over_endpoints(served: Server, connect: Callable[..
     assert (total["cache_hits"], total["builds"], total["joined"]) == (1, 2, 0)
 
 
-def test_an_object_is_invalidated_by_its_id(served: Server, connect: Callable[..., Client]) -> None:
+def test_an_object_is_invalidated_by_its_id(served: Server, connect: Connect) -> None:
     """That call is built anew, others stay, and who holds the object keeps it."""
     client = connect()
     one, other = client.call("load", 1), client.call("load", 2)
@@ -187,7 +182,7 @@ def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, F
     assert client.list_objects() == []
 
 
-def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Callable[..., Client]) -> None:
+def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Connect) -> None:
     """The error says what it is, and what ends it."""
     client = connect()
     with pytest.raises(StaleHandleError) as unknown:
