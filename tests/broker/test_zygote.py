@@ -43,6 +43,15 @@ def zygote(make: Callable[..., Zygote]) -> Zygote:
     return make()
 
 
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A zygote that has imported torch, for tests that do not change it."""
+    zygote = Zygote(tmp_path_factory.mktemp("torch"))
+    zygote.prepare("torch", "numpy", "numpy.random", "tempfile", "multiprocessing", "random", "concurrent.futures")
+    yield zygote
+    zygote.close()
+
+
 # What a fork is.
 
 FACTS = """
@@ -93,8 +102,8 @@ FACTS = """
 def test_a_fork_is_as_a_new_process(make: Callable[..., Zygote], environ: dict[str, str], options: tuple[str, ...]) -> None:
     """Arguments, environment, streams, signals, limits, groups, threads: nothing tells it from ``python -m``."""
     zygote = make(environ=environ, options=options)
-    # What libraries do when they are imported is the same with options; torch takes five seconds with "-X dev".
-    library = "numpy" if options else "torch"
+    # What libraries do when they are imported is the same in all cases; torch takes five seconds with "-X dev".
+    library = "numpy" if options or environ else "torch"
     zygote.write("facts", FACTS.replace("import torch", f"import {library}"))
     plain = zygote.plain("facts", "--some", "word")
     assert plain.stderr == ""
@@ -134,9 +143,9 @@ def test_its_command_line_is_seen_by_others(zygote: Zygote) -> None:
     assert fork.close() == (-signal.SIGTERM, "")
 
 
-def test_random_numbers_differ(zygote: Zygote) -> None:
+def test_random_numbers_differ(with_torch: Zygote) -> None:
     """Those of the standard library, of numpy and of torch, names of temporary files, and the keys of multiprocessing."""
-    zygote.write(
+    with_torch.write(
         "draw",
         """
         import multiprocessing, random, tempfile
@@ -147,16 +156,15 @@ def test_random_numbers_differ(zygote: Zygote) -> None:
         say([random.random(), numpy.random.rand(), torch.rand(1, dtype=torch.float64).item(), name, key])
     """,
     )
-    zygote.prepare("torch", "numpy", "numpy.random", "tempfile", "multiprocessing", "random")
-    forks = [zygote.fork("draw") for _ in range(3)]
+    forks = [with_torch.fork("draw") for _ in range(3)]
     for values in zip(*(fork.told() for fork in forks), strict=True):
         assert len(set(values)) == 3
     assert [fork.close() for fork in forks] == [(0, "")] * 3
 
 
-def test_a_fork_computes_with_threads_of_its_own(zygote: Zygote) -> None:
+def test_a_fork_computes_with_threads_of_its_own(with_torch: Zygote) -> None:
     """Python's, and those of native libraries."""
-    zygote.write(
+    with_torch.write(
         "compute",
         """
         import concurrent.futures, threading
@@ -169,8 +177,7 @@ def test_a_fork_computes_with_threads_of_its_own(zygote: Zygote) -> None:
         say([sums, torch.get_num_threads(), threading.active_count()])
     """,
     )
-    zygote.prepare("torch", "concurrent.futures")
-    fork = zygote.fork("compute")
+    fork = with_torch.fork("compute")
     assert fork.told() == [[600.0**3] * 4, 2, 1]
     assert fork.close() == (0, "")
 
@@ -244,11 +251,10 @@ def test_descriptors_of_one_fork_are_in_no_other(zygote: Zygote) -> None:
             assert fork.close() == (0, "")
 
 
-def test_memory_is_shared_with_the_zygote(zygote: Zygote) -> None:
+def test_memory_is_shared_with_the_zygote(with_torch: Zygote) -> None:
     """What was imported is there once: a fork has little of its own."""
-    zygote.write("rest", "from tell import say; say(1); import signal; signal.pause()")
-    zygote.prepare("torch")
-    fork = zygote.fork("rest")
+    with_torch.write("rest", "from tell import say; say(1); import signal; signal.pause()")
+    fork = with_torch.fork("rest")
     fork.told()
     lines = Path(f"/proc/{fork.pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
@@ -416,7 +422,17 @@ def test_an_import_that_asks_whether_there_is_a_gpu(zygote: Zygote) -> None:
 def test_an_import_that_computes(make: Callable[..., Zygote]) -> None:
     """OpenMP would wait in a fork for threads that are not there: that is found out before anybody needs one."""
     zygote = make(environ={"OMP_NUM_THREADS": "2"})
-    zygote.write("computes", "import torch; torch.set_num_threads(2); torch.ones(2000, 2000).exp().sum()")
+    zygote.write(
+        "computes",
+        """
+        import torch
+        from shared_rpc.zygote import safety
+
+        safety._PATIENCE = 0.5  # seconds until a fork that does not compute is taken for one that cannot
+        torch.set_num_threads(2)
+        torch.ones(2000, 2000).exp().sum()
+        """,
+    )
     answer = zygote.ask(Preload(["computes"]))
     assert isinstance(answer, Unfit)
     assert "a fork of it cannot compute" in answer.why
