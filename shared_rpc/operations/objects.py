@@ -13,7 +13,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo, ServerInfo
+from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 
 __all__ = ["ObjectOperations"]
@@ -53,6 +53,14 @@ class ObjectOperations:
         :raises StaleHandleError: if the server does not own it.
         """
         return (yield from _info(id_of(handle)))
+
+    @operation
+    def holders(ctx: Context, handle: Lease[Any] | str) -> Steps[list[HolderInfo]]:
+        """Return the processes that hold leases on an object, by handle or id; one that is killed is no longer among them.
+
+        :raises StaleHandleError: if the server does not own the object.
+        """
+        return (yield from ask(Request(m.ListHolders(id_of(handle)), "holders", again=True), m.HoldersReply)).infos
 
     @operation
     def ensure_handle_live(ctx: Context, handle: Lease[Any]) -> Steps[None]:

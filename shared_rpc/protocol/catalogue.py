@@ -50,6 +50,8 @@ _KINDS: dict[int, type[m.Message]] = {
     33: m.DevicesReply,
     34: m.ReloadReply,
     35: m.StopReply,
+    36: m.ListHolders,
+    37: m.HoldersReply,
     40: m.CreateBuffer,
     41: m.GetBuffer,
     42: m.FreeBuffer,

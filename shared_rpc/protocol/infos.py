@@ -237,13 +237,16 @@ class ObjectInfo(TypedDict):
 class HolderInfo(TypedDict):
     """A session that holds an object, and the process it belongs to.
 
-    A session without ``connections`` is the server's own: of its calls, or of a task whose result was not fetched
-    (``"task <id>"``).
+    ``leases`` is the number of handles that it was given and has not given back; ``since`` is the beginning of the session. A
+    session without ``connections`` is the server's own, and ``since`` is None: of its calls, or of a task whose result was not
+    fetched (``"task <id>"``).
     """
 
     session: str
     pid: int
     connections: int
+    since: float | None
+    leases: int
 
 
 class ListedObjectInfo(ObjectInfo):
@@ -253,9 +256,12 @@ class ListedObjectInfo(ObjectInfo):
     holders: list[HolderInfo]
 
 
-class SessionInfo(HolderInfo):
+class SessionInfo(TypedDict):
     """A process that is connected: the objects it holds (``leases``), the bytes they lie in, and since when it is there."""
 
+    session: str
+    pid: int
+    connections: int
     leases: int
     nbytes: int
     since: float

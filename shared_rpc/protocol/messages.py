@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared_rpc.protocol.infos import DeviceInfo, ListedObjectInfo, ObjectInfo, ReloadInfo, ServerInfo, StopInfo
+from shared_rpc.protocol.infos import DeviceInfo, HolderInfo, ListedObjectInfo, ObjectInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -154,6 +154,18 @@ class ObjectReply(Message):
     """An object now."""
 
     info: ObjectInfo
+
+
+class ListHolders(Message):
+    """Ask for :class:`HoldersReply`."""
+
+    object_id: str
+
+
+class HoldersReply(Message):
+    """The sessions that hold an object."""
+
+    infos: list[HolderInfo]
 
 
 class ListObjects(Message):

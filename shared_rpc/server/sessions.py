@@ -34,11 +34,6 @@ class Session:
         self.closing = False
         self.began = time.monotonic()
 
-    @property
-    def info(self) -> HolderInfo:
-        """The session as the holder of something."""
-        return {"session": self.session_id, "pid": self.peer.pid, "connections": self.connections}
-
 
 class OnSessionEnd(Protocol):
     """Gives back all that a session held."""
@@ -112,11 +107,16 @@ class Sessions:
 
     def holders(self, object_id: str) -> list[HolderInfo]:
         """Return the sessions that hold an object."""
+        found = [(session_id, self._by_id.get(session_id)) for session_id in self._leases.holders(object_id)]
         return [
-            self._by_id[session_id].info
-            if session_id in self._by_id
-            else {"session": session_id, "pid": os.getpid(), "connections": 0}
-            for session_id in self._leases.holders(object_id)
+            {
+                "session": session_id,
+                "pid": self.pid_of(session_id),
+                "connections": session.connections if session is not None else 0,
+                "since": session.since if session is not None else None,
+                "leases": self._leases.handles(session_id, object_id),
+            }
+            for session_id, session in found
         ]
 
     def infos(self) -> list[SessionInfo]:
@@ -124,7 +124,9 @@ class Sessions:
         leases, objects = self._leases, self._objects
         return [
             {
-                **session.info,
+                "session": session.session_id,
+                "pid": session.peer.pid,
+                "connections": session.connections,
                 "leases": leases.count(session.session_id),
                 "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
                 "since": session.since,

@@ -25,6 +25,12 @@ def get_object_info(caller: Caller, message: m.GetObjectInfo) -> m.ObjectReply:
     return m.ObjectReply(caller.core.info_of(caller.core.stored(message.object_id)))
 
 
+@handles(m.ListHolders)
+def holders(caller: Caller, message: m.ListHolders) -> m.HoldersReply:
+    """Tell which sessions hold an object."""
+    return m.HoldersReply(caller.core.sessions.holders(caller.core.stored(message.object_id).object_id))
+
+
 @handles(m.ListObjects)
 def list_objects(caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
     """Tell about all objects, with the sessions that hold them."""

@@ -52,6 +52,10 @@ class LeaseTable:
         """The sessions that hold an object."""
         return frozenset(self._by_object.get(object_id, ()))
 
+    def handles(self, session: str, object_id: str) -> int:
+        """The number of handles that a session has of an object."""
+        return self._by_session.get(session, Counter())[object_id]
+
     def held(self, object_id: str) -> bool:
         """Whether anybody holds it."""
         return object_id in self._by_object
