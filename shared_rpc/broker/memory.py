@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, WorkerCrashed
-from shared_rpc.memory.inventory import DeviceFacts
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import LocalMemory
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
@@ -86,18 +86,16 @@ class MemoryRequests:
 class RelayedMemory:
     """The memory of one provider's devices; see :class:`DeviceMemory`."""
 
-    def __init__(self, requests: MemoryRequests, devices: Sequence[w.DeviceMechanism]) -> None:
+    def __init__(self, requests: MemoryRequests, devices: Sequence[DeviceSpec]) -> None:
         self._requests = requests
-        self._facts = {
-            device.id: DeviceFacts(device.id, device.kind, device.name, device.total, device.granularity) for device in devices
-        }
+        self._facts = {device.id: device for device in devices}
         self._host = LocalMemory("cpu")
 
     def devices(self) -> tuple[str, ...]:
         """See :class:`DeviceMemory`."""
         return tuple(self._facts)
 
-    def facts(self, device: str) -> DeviceFacts:
+    def facts(self, device: str) -> DeviceSpec:
         """See :class:`DeviceMemory`."""
         return self._facts[device]
 

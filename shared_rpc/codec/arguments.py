@@ -90,11 +90,7 @@ def _encode_single(
     copied = copy_single(rest[0], kind, pool, purpose, server)
     if copied is None:
         return None
-    try:
-        copied.wait()
-    except BaseException:
-        copied.discard(pool)
-        raise
+    copied.wait()
     return Arguments(*encode_call(*lowered), copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
 
 

@@ -17,7 +17,7 @@ import torch
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.buffers import PickledBuffers, place
 from shared_rpc.codec.skeleton import Scan, load
-from shared_rpc.codec.storages import bytes_at, make_storage
+from shared_rpc.codec.storages import bytes_at, current_stream, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for
@@ -235,16 +235,11 @@ _SMALL = 1 << 20
 
 def _copy(block: Block, mapping: Mapping, offset: int) -> None:
     if block.device.type == "cuda" or block.nbytes <= _SMALL:
-        mapping.backend.copy(mapping.address + offset, block.address, block.nbytes, _stream(block.device))
+        mapping.backend.copy(mapping.address + offset, block.address, block.nbytes, current_stream(block.device))
         return
     with torch.inference_mode(False), torch.no_grad():
         target = bytes_at(mapping.address + offset, block.nbytes, block.device)
         target.copy_(bytes_at(block.address, block.nbytes, block.device))
-
-
-def _stream(device: torch.device) -> int:
-    """The current stream's handle."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Block]], access: Access) -> None:
@@ -295,4 +290,4 @@ def _synchronize(device: torch.device) -> None:
 
 def _wait_for_stream(device: torch.device) -> None:
     if device.type == "cuda":
-        backend_for(id_of(device)).wait(_stream(device))
+        backend_for(id_of(device)).wait(current_stream(device))

@@ -70,7 +70,8 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
     if pool is not None and access == "read_write" and type(value) is torch.Tensor:
         copied = copy_single(value, kind, pool, f"results of {endpoint}()")
         if copied is not None:
-            return _waited(copied, pool)
+            copied.wait()
+            return _copy_record(copied)
     scan: Scan | None = None
     try:
         if pool is not None and access == "read_write":
@@ -94,23 +95,19 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
 class Soon:
     """A small result that is being copied into a pool; see :func:`publish_soon`."""
 
-    def __init__(self, value: torch.Tensor, copied: Copied, pool: Pool) -> None:
+    def __init__(self, value: torch.Tensor, copied: Copied) -> None:
         #: Its memory is read until then.
         self._value = value
         self._copied = copied
-        self._pool = pool
 
     def poll(self, seconds: float) -> Record | None:
-        """The record, None if the GPU has not come so far in that time."""
-        try:
-            return _copy_record(self._copied) if self._copied.wait_briefly(seconds) else None
-        except BaseException:
-            self._copied.discard(self._pool)
-            raise
+        """Return the record, None if the GPU has not come so far in that time."""
+        return _copy_record(self._copied) if self._copied.wait(seconds) else None
 
     def wait(self) -> Record:
-        """The record, when the GPU has come so far."""
-        return _waited(self._copied, self._pool)
+        """Return the record, when the GPU has come so far."""
+        self._copied.wait()
+        return _copy_record(self._copied)
 
 
 @without_modes
@@ -125,7 +122,7 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: fl
     if type(value) is not torch.Tensor:
         return None
     copied = copy_single(value, device_kind(device), pool, f"results of {endpoint}()", limit=_SMALL)
-    return Soon(value, copied, pool) if copied is not None else None
+    return Soon(value, copied) if copied is not None else None
 
 
 def _is_done(device: str, seconds: float | None = None) -> bool:
@@ -153,15 +150,6 @@ def publish_argument(value: list[Any], references: ChunkReferences, seconds: flo
         return None
     table, chunk, nbytes, device = found
     return Record(FIRST[0], table, (), nbytes, device, own=(chunk,))
-
-
-def _waited(copied: Copied, pool: Pool) -> Record:
-    try:
-        copied.wait()
-    except BaseException:
-        copied.discard(pool)
-        raise
-    return _copy_record(copied)
 
 
 def _copy_record(copied: Copied) -> Record:

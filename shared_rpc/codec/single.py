@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from shared_rpc.codec.modes import without_modes
-from shared_rpc.codec.storages import make_storage
+from shared_rpc.codec.storages import current_stream, make_storage
 from shared_rpc.codec.tensors import make_tensor, make_trusted, named, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import aligned
@@ -37,32 +37,36 @@ class Copied:
     ``segment`` is the arena's, with a descriptor of its own that belongs to whoever takes it.
     """
 
-    __slots__ = ("_backend", "_stream", "chunk", "nbytes", "segment", "table")
+    __slots__ = ("_backend", "_pool", "_stream", "chunk", "nbytes", "segment", "table")
 
-    def __init__(self, tensor: torch.Tensor, chunk: Chunk, nbytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, pool: Pool, chunk: Chunk, nbytes: int) -> None:
+        self._pool = pool
         self.chunk = chunk
         self.nbytes = nbytes
         mapping = chunk.arena.mapping
         assert mapping.segment is not None, "an arena can be sent"
         self._backend = mapping.backend
-        self._stream = _stream(tensor.device)
+        self._stream = current_stream(tensor.device)
         entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
         self.table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
         self._backend.copy(mapping.address + chunk.offset, tensor.data_ptr(), nbytes, self._stream)
         self.segment = mapping.segment.duplicate()
 
-    def wait(self) -> None:
-        """Until the copy is done, and what was queued on its stream before."""
-        self._backend.wait(self._stream)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the copy is done, and what was queued on its stream before; give the chunk back if that fails.
 
-    def discard(self, pool: Pool) -> None:
-        """Nobody will have it."""
-        self.segment.close()
-        pool.release((self.chunk.number,))
-
-    def wait_briefly(self, seconds: float) -> bool:
-        """:meth:`wait` for so many seconds at most; whether it was done in time."""
-        return self._backend.wait_briefly(seconds, self._stream)
+        :param seconds: to wait at most; None for no limit.
+        :returns: whether it was done in time.
+        """
+        try:
+            if seconds is not None:
+                return self._backend.wait_briefly(seconds, self._stream)
+            self._backend.wait(self._stream)
+            return True
+        except BaseException:
+            self.segment.close()
+            self._pool.release((self.chunk.number,))
+            raise
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -84,11 +88,6 @@ def _is_known(tensor: torch.Tensor, reader: str) -> bool:
 
 
 _capturing = torch.cuda.is_current_stream_capturing
-
-
-def _stream(device: torch.device) -> int:
-    """The current stream's handle."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def copy_single(
@@ -115,7 +114,7 @@ def copy_single(
         return None
     (chunk,) = pool.acquire(id_of(tensor.device), (nbytes,), purpose)
     try:
-        return Copied(tensor, chunk, nbytes)
+        return Copied(tensor, pool, chunk, nbytes)
     except BaseException:
         pool.release((chunk.number,))
         raise
@@ -142,7 +141,7 @@ def detach_argument(
     nbytes, device = tensor.nbytes, tensor.device
     if reference is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
-    stream, offset = _stream(device), storage.data_ptr() - hold.mapping.address
+    stream, offset = current_stream(device), storage.data_ptr() - hold.mapping.address
     if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
         return None  # torch has moved the storage meanwhile, into shared memory of its own
     if seconds is None:

@@ -31,7 +31,7 @@ from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["bytes_at", "make_storage"]
+__all__ = ["bytes_at", "current_stream", "make_storage"]
 
 #: Descriptors that a child is started with at most: a fork server takes fewer than 256, torch's own among them. The others it
 #: fetches from its parent.
@@ -51,6 +51,11 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a storage over mapped bytes, which is to keep the mapping: see :meth:`MappingTable.keep_for`."""
     return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of a device's current stream, 0 for the host."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.segments import gpu_support
+from shared_rpc.protocol.specs import DeviceSpec
 
 if TYPE_CHECKING:
     from shared_rpc.memory.backends.cuda import CudaBackend
 
-__all__ = ["DeviceFacts", "devices_of", "facts_of", "free_bytes"]
-
-
-class DeviceFacts(NamedTuple):
-    """What does not change. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
-
-    id: str
-    kind: str
-    name: str
-    total: int
-    granularity: int
+__all__ = ["devices_of", "facts_of", "free_bytes"]
 
 
 def devices_of(device: str) -> tuple[str, ...]:
@@ -39,7 +30,7 @@ def devices_of(device: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def facts_of(device: str) -> DeviceFacts:
+def facts_of(device: str) -> DeviceSpec:
     """The facts of a device of :func:`devices_of`. The first time this may wait for the driver.
 
     :raises CapabilityError: if this process cannot use that device.
@@ -47,9 +38,9 @@ def facts_of(device: str) -> DeviceFacts:
     kind, backend = device_kind(device), backend_for(device)
     if kind == "cpu":
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return DeviceFacts(device, kind, "host memory", total, backend.granularity)
+        return DeviceSpec(device, kind, "host memory", total, backend.granularity)
     gpu = cast("CudaBackend", backend)
-    return DeviceFacts(device, kind, gpu.name, gpu.total, backend.granularity)
+    return DeviceSpec(device, kind, gpu.name, gpu.total, backend.granularity)
 
 
 def free_bytes(device: str) -> int | None:

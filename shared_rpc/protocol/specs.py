@@ -1,4 +1,4 @@
-"""What is known of an endpoint without its function."""
+"""Descriptions of endpoints, without their functions, and of devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import msgspec
 
 from shared_rpc.protocol.records import Access
 
-__all__ = ["EndpointSpec", "Parameter"]
+__all__ = ["DeviceSpec", "EndpointSpec", "Parameter"]
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A device that a server has memory on. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
+
+    id: str
+    kind: str
+    name: str
+    total: int
+    granularity: int
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ import msgspec
 from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.specs import DeviceSpec, EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "AwaitChunks",
     "AwaitingMemory",
     "ChunksReturned",
-    "DeviceMechanism",
     "Drop",
     "FreeBytes",
     "Imports",
@@ -41,16 +40,6 @@ __all__ = [
 ]
 
 
-class DeviceMechanism(msgspec.Struct, frozen=True, array_like=True):
-    """A device that the worker makes memory on; see :class:`shared_rpc.memory.inventory.DeviceFacts`."""
-
-    id: str
-    kind: str
-    name: str
-    total: int
-    granularity: int
-
-
 # From the worker.
 
 
@@ -62,7 +51,7 @@ class Serve(Message):
     device: str
     endpoints: list[EndpointSpec]
     mechanism: MechanismInfo
-    devices: list[DeviceMechanism]
+    devices: list[DeviceSpec]
     quotas: dict[str, int]
 
 

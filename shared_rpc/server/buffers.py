@@ -9,12 +9,13 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
 from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of
+from shared_rpc.memory.inventory import devices_of, facts_of
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.runs import Delivery, Waiter, tell
@@ -66,7 +67,7 @@ class Buffers:
             lambda found: self._allocate(waiter, message, extent, found.live),
         )
 
-    def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceFacts) -> None:
+    def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceSpec) -> None:
         self.table.check_capacity(self._coming)
         size = -(-extent.nbytes // facts.granularity) * facts.granularity
         self._quotas.promise(facts.id, size, facts.total)
@@ -121,13 +122,13 @@ class Buffers:
         """The loop has ended."""
         self._threads.close()
 
-    def _facts(self, device: str) -> DeviceFacts:
+    def _facts(self, device: str) -> DeviceSpec:
         known = self._memory.devices()
         if device not in known:
             raise CapabilityError(f"this server makes no memory on {device[:100]}; its devices are {', '.join(known)}")
         return self._memory.facts(device)
 
-    def _shown(self, facts: DeviceFacts, free: int | None) -> DeviceInfo:
+    def _shown(self, facts: DeviceSpec, free: int | None) -> DeviceInfo:
         return {
             "id": facts.id,
             "kind": facts.kind,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.inventory import DeviceFacts, devices_of, facts_of, free_bytes
+from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.specs import DeviceSpec
 
 __all__ = ["DeviceMemory", "LocalMemory"]
 
@@ -18,7 +19,7 @@ class DeviceMemory(Protocol):
     def devices(self) -> tuple[str, ...]:
         """Their ids."""
 
-    def facts(self, device: str) -> DeviceFacts:
+    def facts(self, device: str) -> DeviceSpec:
         """What does not change of one of them."""
 
     def free(self, device: str) -> int | None:
@@ -41,7 +42,7 @@ class LocalMemory:
         """See :class:`DeviceMemory`."""
         return devices_of(self._device)
 
-    def facts(self, device: str) -> DeviceFacts:
+    def facts(self, device: str) -> DeviceSpec:
         """See :class:`DeviceMemory`."""
         return facts_of(device)
 

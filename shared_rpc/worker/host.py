@@ -122,7 +122,7 @@ class WorkerHost:
                 provider.device_id,
                 provider.registry.all(),
                 provider.mechanism_info,
-                [w.DeviceMechanism(*facts_of(device)) for device in devices_of(provider.device_id)],
+                [facts_of(device) for device in devices_of(provider.device_id)],
                 self._quotas(provider.device_id),
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)

@@ -13,13 +13,14 @@ import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server, codec
+from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.client import channel as channel_module
 from shared_rpc.client import connection as connection_module
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.steps import Request
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.codec import arguments
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -235,7 +236,7 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
     server: Server, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, times: int
 ) -> None:
     """asyncio's own cancellation, however often it comes, does not leave the thread alone with chunk and descriptors."""
-    encode = codec.encode_arguments
+    encode = arguments.encode_arguments
 
     def slowly(*arguments: Any) -> Any:
         encoded = encode(*arguments)
@@ -247,7 +248,7 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
         await client.call("doubled", torch.ones(4))
         transfer = transfer_of(client)
         with monkeypatch.context() as patch:
-            patch.setattr(codec, "encode_arguments", slowly)
+            patch.setattr(arguments, "encode_arguments", slowly)
             task = asyncio.create_task(client.call("doubled", torch.ones(100)))
             await anyio.to_thread.run_sync(begun.wait, 30)
             for _ in range(times):

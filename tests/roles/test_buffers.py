@@ -13,9 +13,10 @@ import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, codec
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
 from shared_rpc.client.exchange import to_give_back
 from shared_rpc.client.steps import Request
+from shared_rpc.codec import results
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
@@ -634,12 +635,12 @@ def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: py
         raise CodecError("no room for it here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "decode_result", fail)
+        patch.setattr(results, "decode_result", fail)
         with pytest.raises(CodecError):
             client.create_buffer(100)
     assert client.get_server_info()["buffers"] == 0
     with client.create_buffer(100) as buffer, monkeypatch.context() as patch:
-        patch.setattr(codec, "decode_result", fail)
+        patch.setattr(results, "decode_result", fail)
         # One that is there already stays.
         client._values.clear()
         with pytest.raises(CodecError):

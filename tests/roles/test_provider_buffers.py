@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Handle, Provider, Server, codec
+from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc.codec import results
 from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ConnectionClosed, ServerBusy
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
@@ -188,7 +189,7 @@ class TestOnTheHost:
             raise CodecError("no room for it here")
 
         with monkeypatch.context() as patch:
-            patch.setattr(codec, "decode_result", fail)
+            patch.setattr(results, "decode_result", fail)
             with pytest.raises(CodecError):
                 provider.create_buffer(100)
         eventually(lambda: running.info()["buffers"] == 0)
