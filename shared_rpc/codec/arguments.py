@@ -1,4 +1,4 @@
-"""Arguments: lowered by the caller, lifted where the endpoint runs."""
+"""Arguments of calls: lowered by the caller, lifted where the endpoint runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 def encode_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "", pool: Pool | None = None, purpose: str = ""
 ) -> Arguments:
-    """Lower a call's arguments; memory is copied, where it is not shared already. Its writers on the current streams are waited
-    for.
+    """Lower a call's arguments, and copy memory that is not shared yet, once its writers on the current streams are done.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
     :param server: the server's id: what it has itself is named, and stays where it is. ``""`` to send it.
@@ -82,7 +81,7 @@ _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 def _encode_single(
     args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str, pool: Pool, purpose: str
 ) -> Arguments | None:
-    """:func:`encode_arguments` for one plain tensor beside scalars; None for anything else."""
+    """Encode one plain tensor beside scalars; return None for anything else."""
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None
@@ -95,7 +94,7 @@ def _encode_single(
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call within this process, as far as they are plain data; tensors and modules stay as they are.
+    """Return the arguments of a call within this process as plain data; tensors and modules stay as they are.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device that memory is shared on.
     :raises CapabilityError: for an argument that could not travel, so that a call fails in every role or in none.
@@ -114,7 +113,7 @@ def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> t
 
 @without_modes
 def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as the endpoint takes them; tensors lie in the caller's segments.
+    """Return the arguments as the endpoint takes them; tensors lie in the caller's segments.
 
     :raises CodecError: if a skeleton cannot be rebuilt here.
     """

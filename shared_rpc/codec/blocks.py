@@ -1,4 +1,4 @@
-"""Which bytes a value's tensors lie in."""
+"""Bytes that a value's tensors lie in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block:
 
 
 def spans(scan: Scan, *, exact: bool) -> list[Span]:
-    """A span for every storage, in their order.
+    """Return a span for every storage, in their order.
 
     :param exact: leave out what no tensor uses, so that a row of a large matrix is a row. Not where tensors are to be moved,
         which keep their place in their storage.
@@ -62,7 +62,7 @@ def spans(scan: Scan, *, exact: bool) -> list[Span]:
 
 
 def _bounds(entry: TensorEntry) -> tuple[int, int]:
-    """The first byte of its storage that a tensor uses, and the one after the last."""
+    """Return the first byte of its storage that a tensor uses, and the one after the last."""
     size = getattr(torch, entry.dtype).itemsize
     if 0 in entry.shape:
         return entry.offset * size, entry.offset * size
@@ -71,7 +71,7 @@ def _bounds(entry: TensorEntry) -> tuple[int, int]:
 
 
 def blocks(found: Iterable[Span]) -> list[Block]:
-    """The blocks of all spans that have bytes, in the order the value names them: what is used together lies together."""
+    """Return the blocks of all spans that have bytes, in the order of the value: what is used together lies together."""
     found = [span for span in found if span.nbytes]
     if len(found) == 1:
         return [Block(found[0].address, found[0].nbytes, found[0].device, found)]

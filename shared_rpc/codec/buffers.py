@@ -27,13 +27,13 @@ _LEAST = 16 << 10
 
 
 class PickledBuffers:
-    """What pickling has handed over so far, in the order in which unpickling will ask for it."""
+    """Buffers that pickling has handed over so far, in the order in which unpickling will ask for them."""
 
     def __init__(self) -> None:
         self.views: list[memoryview] = []
 
     def accept(self, buffer: pickle.PickleBuffer) -> bool:
-        """For pickle's ``buffer_callback``: whether a buffer is to be pickled after all."""
+        """Return whether a buffer is to be pickled after all, as pickle's ``buffer_callback`` does."""
         view = buffer.raw()
         if view.nbytes < _LEAST:
             return True
@@ -47,7 +47,7 @@ class PickledBuffers:
 
 
 def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Segment], list[BufferEntry]]:
-    """Copy buffers into new segments, which belong to the caller; where each lies.
+    """Copy buffers into new segments, which belong to the caller; return these, and where each buffer lies.
 
     :param access: that of the endpoint.
     :param first: the number of the first segment.
@@ -80,13 +80,13 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 
 
 def _sealed(segment: Segment, access: Access) -> Segment:
-    """The segment as others get it: nobody can write to it any more."""
+    """Return the segment as others get it: nobody can write to it any more."""
     HOST.seal(segment.fileno())
     return segment.duplicate("read" if access == "read" else "copy")
 
 
 def buffers_of(table: TensorTable, mappings: Sequence[Mapping]) -> list[memoryview]:
-    """All buffers of a table, over the segments' mappings, each of which is kept while something uses a buffer in it.
+    """Return the buffers of a table over the segments' mappings. Each mapping is kept while a buffer in it is used.
 
     :raises CodecError: if an entry leaves its segment.
     """

@@ -27,7 +27,7 @@ def pickle_by_value(module: ModuleType) -> None:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """While something is pickled. cloudpickle's registry is global, and is left as other users of it expect it."""
+    """Have cloudpickle know the modules in the block. Its registry is global, and is left as other users of it expect it."""
     with _lock:
         added = _names - _REGISTRY
         _REGISTRY.update(added)

@@ -1,4 +1,4 @@
-"""Which device memory must be on to be shared: the rule, in one place."""
+"""Rule for the device that memory must be on to be shared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -
 
 
 def wrong_device(path: str, device: torch.device, kind: str) -> str:
-    """The text for memory that is not on the kind of device a server shares."""
+    """Return the text for memory that is not on the kind of device a server shares."""
     if device.type == "meta":
         return f"{path} is on the meta device, which has no memory: load the weights before it is shared"
     return (

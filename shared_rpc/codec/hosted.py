@@ -27,7 +27,7 @@ _CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def host_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """The tensors that such an object keeps on the host; none of any other object."""
+    """Yield the tensors that such an object keeps on the host; none of any other object."""
     for (module, name), attributes in _CLASSES.items():
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(obj, kind):

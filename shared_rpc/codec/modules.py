@@ -43,7 +43,7 @@ _PICKLING = {
 
 
 def reduce_module(module: torch.nn.Module) -> Any:
-    """What pickle is to do with a module; NotImplemented for what its class says."""
+    """Return a module's reduction for pickle; NotImplemented for what its class says."""
     if "parametrizations" in module.__dict__.get("_modules", ()):
         return _reduce_parametrized(module)
     kind = type(module)
@@ -63,17 +63,17 @@ _UNINITIALISED = ("torch.ao.nn.quantized.modules.conv", "_ConvNd")
 
 
 def _restores_plainly(kind: type) -> bool:
-    """Whether pickling a module of that class comes to its ``__dict__`` and its slots."""
+    """Return whether pickling a module of that class comes to its ``__dict__`` and its slots."""
     return not _PICKLING & _defined(kind)
 
 
 def _defined(kind: type) -> set[str]:
-    """The names that a class and its bases define, below :class:`torch.nn.Module`."""
+    """Return the names that a class and its bases define, below :class:`torch.nn.Module`."""
     return {name for base in kind.__mro__ if base not in (torch.nn.Module, object) for name in base.__dict__}
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """A module's attributes, without those that are as in a new one: they are half of what an attach would unpickle.
+    """Return a module's attributes, without those that are as in a new one: they are half of what an attach would unpickle.
 
     Where the module's class has slots, a pair: the attributes, and what is in the slots.
     """
@@ -87,7 +87,7 @@ def _state(module: torch.nn.Module) -> Any:
 
 
 def _counted(module: torch.nn.Module) -> list[tuple[str, Any, int]]:
-    """The attributes of a module, with the number of references to each."""
+    """Return the attributes of a module, with the number of references to each."""
     return [(name, value, sys.getrefcount(value)) for name, value in module.__dict__.items()]
 
 
@@ -159,28 +159,28 @@ def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...],
 
 
 def next_hook(module: torch.nn.Module) -> int:
-    """An id that is above those of a module's hooks; 0 where it has none."""
+    """Return an id that is above those of a module's hooks; 0 where it has none."""
     attributes = module.__dict__
     ids = [key for name in _HOOKS if (hooks := attributes.get(name)) for key in hooks if type(key) is int]
     return max(ids) + 1 if ids else 0
 
 
 def raise_next_hook(value: int) -> None:
-    """See to it that no hook registered from here on takes the id of one that came from another process."""
+    """Keep hooks registered from here on from taking the id of one that came from another process."""
     # Statements without a call are not interrupted by other threads, which is what torch relies on where it counts.
     if RemovableHandle.next_id < value:  # noqa: PLR1730  max() would be a call
         RemovableHandle.next_id = value
 
 
 def reduce_handle(handle: RemovableHandle) -> Any:
-    """What pickle is to do with the handle of a hook, which may be one of a module that is gone."""
+    """Return the reduction of a hook's handle, which may be one of a module that is gone."""
     # torch writes a dict down that is gone, and cannot read that.
     extras = tuple(extra for reference in handle.extra_dict_ref if (extra := reference()) is not None)
     return copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)  # type: ignore[attr-defined]
 
 
 def reduce_compiled(function: types.FunctionType) -> Any:
-    """What pickle is to do with what ``torch.compile`` made of a function: compile it again, when it is first called.
+    """Return the reduction of a function that ``torch.compile`` made: it is compiled again when it is first called.
 
     None for any other function.
     """

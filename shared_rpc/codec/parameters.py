@@ -14,7 +14,7 @@ __all__ = ["reduce_parameter"]
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """What pickle is to do with a parameter that is memory and attributes; NotImplemented for what its class says."""
+    """Return the reduction of a parameter that is memory and attributes; NotImplemented for what its class says."""
     kind = type(parameter)
     if kind is torch.nn.Parameter or kind.__reduce_ex__ is not torch.nn.Parameter.__reduce_ex__:
         return NotImplemented

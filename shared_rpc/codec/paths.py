@@ -1,4 +1,4 @@
-"""Finding the attribute that makes a value unpicklable, for the person who has to change it."""
+"""Search for the attribute that makes a value unpicklable, for the person who has to change it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECURSION = 8
 
 
 def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Exception) -> tuple[str, Exception]:
-    """The deepest part of ``value`` for which ``attempt`` still fails: ``(its path, its error)``.
+    """Return path and error of the deepest part of ``value`` for which ``attempt`` still fails.
 
     An error whose ``subject`` is the part itself ends the search there. Of what is nested too deep the beginning of the way is
     told: every part of it fails.
@@ -41,7 +41,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, with the text that reaches it."""
+    """Yield the parts of a value, with the text that reaches each."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield f"[{key!r}]", part
@@ -78,7 +78,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What travels with a function that travels as code."""
+    """Yield what travels with a function that travels as code."""
     for index, cell in enumerate(function.__closure__ or ()):
         try:
             part = cell.cell_contents

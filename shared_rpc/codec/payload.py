@@ -1,4 +1,4 @@
-"""What an endpoint may return: the rule, in one place.
+"""Rule for what an endpoint may return.
 
 None, or any object that reaches at least one tensor or module: it is taken apart by the pickler, and comes back as what it
 was. A result that reaches none is refused: this is not a general RPC system. So is a tensor with an autograd graph, wherever
@@ -36,7 +36,7 @@ _DEPTH = 20
 
 
 def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
-    """The skeleton of a result, and what it refers to.
+    """Return the skeleton of a result, and the scan of what it refers to.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device its tensors must be on.
     :raises CapabilityError: for a result that cannot be shared, naming the place of what is wrong with it; see the module.
@@ -89,7 +89,7 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
 
 
 def _is_plain(value: Any, kind: str, storages: dict[int, int], seen: set[int], depth: int) -> bool:
-    """Whether there is nothing in a value that the pickler has to look at. Its storages are added, with their bytes.
+    """Return whether the pickler has nothing to look at in a value. Its storages are added, with their bytes.
 
     :param seen: the ids of containers that were looked at, or are.
     """

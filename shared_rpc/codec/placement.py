@@ -1,4 +1,4 @@
-"""Where a value's memory lies for those who are to read it: in segments.
+"""Placement of a value's memory in segments, for its readers.
 
 What is *moved* into segments stays there: storages are copied segment by segment, every tensor over them is rebound to its
 new place, and the originals are freed before the next segment is filled, so the extra memory at any time is about one segment.
@@ -35,7 +35,7 @@ _LARGE = 1 << 28
 
 
 class Placement:
-    """Where every storage of a scan lies now.
+    """Places of the storages of a scan.
 
     The segments' descriptors belong to this object until they are taken with :attr:`segments`. A segment that the reader keeps
     itself is there without a descriptor.
@@ -64,7 +64,7 @@ class Placement:
                 self.entries[span.storage] = StorageEntry(-1, 0, 0, self._device(span.device))
 
     def table(self) -> bytes:
-        """The table of the scan's tensors and their storages, as it travels."""
+        """Return the table of the scan's tensors and their storages, as it travels."""
         entries = self._scan.entries
         if any(self._starts):
             entries = [
@@ -83,7 +83,7 @@ class Placement:
         return self.devices.index(name)
 
     def segment(self, mapping: Mapping, access: Access, *, named: bool = False) -> int:
-        """The number of a mapping's segment. ``named``: the reader knows it by its id."""
+        """Return the number of a mapping's segment. ``named``: the reader knows it by its id."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
@@ -103,12 +103,12 @@ class Placement:
         self.nbytes += buffers.nbytes
 
     def put(self, block: Block, segment: int, offset: int, chunk: int = 0) -> None:
-        """A block lies at ``offset`` of a segment."""
+        """Note that a block lies at ``offset`` of a segment."""
         for span in block.spans:
             self.entries[span.storage] = StorageEntry(segment, offset + span.address - block.address, span.nbytes, 0, chunk)
 
     def count(self, block: Block) -> None:
-        """Add to what is told of the value's size."""
+        """Add a block to the value's size, as it is told."""
         if all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans):
             self.repacked += block.nbytes
         else:
@@ -134,7 +134,7 @@ class Placement:
         return True
 
     def close(self) -> None:
-        """Give up the descriptors."""
+        """Close the descriptors."""
         for segment in self.segments:
             segment.close()
 
@@ -194,7 +194,7 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
 
 
 def _elsewhere(placement: Placement, found: list[Span], access: Access) -> dict[torch.device, list[Block]]:
-    """The blocks that must be copied, by device."""
+    """Return the blocks that must be copied, by device."""
     rest: dict[torch.device, list[Block]] = defaultdict(list)
     for block in blocks(found):
         placement.count(block)
@@ -214,7 +214,7 @@ def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torc
 
 
 def _segments(rest: list[Block], device: torch.device) -> Iterable[tuple[Mapping, list[tuple[Block, int]]]]:
-    """New segments one after the other, each mapped while it is filled, and the blocks at their offsets in it."""
+    """Yield new segments, each mapped while it is filled, and the blocks at their offsets in it."""
     sizes, places = pack([block.nbytes for block in rest])
     for segment, nbytes in enumerate(sizes):
         chosen = [(block, spot.offset) for block, spot in zip(rest, places, strict=True) if spot.segment == segment]

@@ -31,7 +31,7 @@ def keep_in_place() -> None:
 
 
 def _is_shared(parameter: torch.Tensor) -> bool:
-    """Whether it lies in memory that others map too; the chunks of pools are the reader's own."""
+    """Return whether a parameter lies in memory that others map too; the chunks of pools are the reader's own."""
     if not parameter.is_cuda:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What cannot be shared by its nature: why, and what to do instead. What pickle refuses of itself is not listed here."""
+"""Reasons against sharing what cannot be shared by its nature, and what to do instead. Pickle's own are not listed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PickleRefused", "reason_against", "refuse_kind", "refuse_tensor"]
 
 
 class PickleRefused(TypeError):
-    """Raised inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""
+    """Refusal inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""
 
     def __init__(self, reason: str, subject: object = None) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ def refuse_tensor(tensor: torch.Tensor) -> None:
 
 
 def reason_against(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be shared; None for one that can."""
+    """Return why a tensor cannot be shared; None for one that can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if isinstance(tensor, UninitializedTensorMixin):
             return "is a lazy parameter without a shape: run the module once before it is shared"

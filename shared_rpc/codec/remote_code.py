@@ -18,7 +18,7 @@ _PACKAGE = "transformers_modules."
 
 
 def reduce_remote_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """cloudpickle's reduction of a class, with what :func:`_finish` needs if it is one of those."""
+    """Add what :func:`_finish` needs to cloudpickle's reduction of a class, if it is one of those."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if not kind.__module__.startswith(_PACKAGE) or file is None or len(reduced) != 6:
         return reduced

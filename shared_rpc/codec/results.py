@@ -1,4 +1,4 @@
-"""Results: published by the process that made them, rebuilt by those that asked."""
+"""Results: published by the process that made them, rebuilt by the one that asked."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Soon:
 
 @without_modes
 def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: float) -> Record | Soon | None:
-    """:func:`publish` into a pool where that is a matter of microseconds, for a thread that has no more; else None.
+    """Publish into a pool where that is a matter of microseconds, for a thread that has no more; else return None.
 
     :param seconds: that the GPU has to come to the end of an endpoint that returns nothing.
     :raises PoolFull: if the pool has no room now.
@@ -144,7 +144,7 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
 
 @without_modes
 def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
-    """:func:`publish` a tensor that is an argument of its reader's, where that needs no copy; see :func:`detach_argument`."""
+    """Publish a tensor that is an argument of its reader's, where that needs no copy; see :func:`detach_argument`."""
     found = detach_argument(value, references, seconds)
     if found is None:
         return None
@@ -213,13 +213,13 @@ def decode_result(
 
 
 def _drain() -> None:
-    """A safe point for what earlier results left behind; after a new one, which may lie in the same segments."""
+    """Unmap what earlier results left behind; after a new one, which may lie in the same segments."""
     if MAPPINGS.has_unused:
         MAPPINGS.drain()
 
 
 def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], buffers: list[memoryview]) -> Any:
-    """The object around what is in the lists, which are emptied."""
+    """Rebuild the object around what is in the lists, which are emptied."""
     try:
         return load(skeleton, tensors, storages, buffers)
     except BaseException as error:

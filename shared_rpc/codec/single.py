@@ -82,7 +82,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_known(tensor: torch.Tensor, reader: str) -> bool:
-    """Whether the reader may be told where it lies: see :meth:`Placement.stays`."""
+    """Return whether the reader may be told where a tensor lies: see :meth:`Placement.stays`."""
     found = MAPPINGS.find(tensor.data_ptr())
     return found is not None and not (found[0].pooled and (not reader or found[0].owner != reader))
 
@@ -93,7 +93,7 @@ _capturing = torch.cuda.is_current_stream_capturing
 def copy_single(
     tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, reader: str = "", limit: int | None = None
 ) -> Copied | None:
-    """Copy a tensor into a pool; None for one that has to go the general way, errors included.
+    """Copy a tensor into a pool; return None for one that has to go the general way, errors included.
 
     :param kind: the type of device that it must be on.
     :param reader: the id of the server that is to read it, ``""`` for anybody.
@@ -195,7 +195,7 @@ def rebuild_single(
     *,
     trusted: bool = False,
 ) -> torch.Tensor | None:
-    """The tensor that a table says lies in a chunk of an arena that is mapped already; None where that is not all there is.
+    """Rebuild the tensor in a chunk of an arena that is mapped already; return None where a table says anything else.
 
     For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is taken if there is a tensor.
 

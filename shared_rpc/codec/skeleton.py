@@ -1,4 +1,4 @@
-"""Pickling without the tensors: the skeleton holds references into a table of tensors and storages.
+"""Skeletons: pickles with references into a table of tensors and storages in the place of these.
 
 Plain strided tensors and parameters become one table entry each. Everything else that has storages (subclasses,
 sparse, quantised) is taken apart by torch's own reduction, and only its storages become entries.
@@ -38,13 +38,13 @@ _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 def dump_exception(error: Exception) -> bytes:
-    """The pickled exception, its class as code where a client could not import it, or only by running a script again."""
+    """Pickle an exception, its class as code where a client could not import it, or only by running a script again."""
     with by_value.registered():
         return bytes(cloudpickle.dumps(error))
 
 
 class Scan:
-    """What pickling has met so far: distinct storages, and the tensors over them.
+    """Tensors that pickling has met so far, and the distinct storages under them.
 
     Several dumps may share one scan, so that what they have in common is shared once.
 
@@ -84,7 +84,7 @@ class Scan:
         return bool(self.module or self.storages or self._met)
 
     def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
-        """The number of a storage, a new one where it was not met before."""
+        """Return the number of a storage, a new one where it was not met before."""
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
             self._check_device(storage, storage.nbytes())
@@ -95,7 +95,7 @@ class Scan:
         return number
 
     def tensor(self, tensor: torch.Tensor) -> int | None:
-        """The table number of a plain tensor, None for one that torch has to take apart."""
+        """Return the table number of a plain tensor, None for one that torch has to take apart."""
         number = self._tensor_numbers.get(id(tensor))
         if number is not None:
             return number
@@ -151,14 +151,14 @@ class Scan:
         return isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
 
     def anew(self) -> Scan:
-        """A scan that has met nothing, for a part of the same value."""
+        """Return a scan that has met nothing, for a part of the same value."""
         scan = Scan(self.kind, PickledBuffers())
         scan.hosted = self.hosted
         return scan
 
 
 def _wraps(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
+    """Return whether a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
@@ -174,7 +174,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._opened = opened
 
     def persistent_id(self, obj: Any) -> Any:
-        """A reference into the table for what has memory; None leaves the object to pickle."""
+        """Return a reference into the table for what has memory; None leaves the object to pickle."""
         if not isinstance(obj, _TENSOR_LIKE) or obj is self._opened:
             return None
         if isinstance(obj, torch.Tensor):
@@ -184,7 +184,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (self._scan.storage(obj._untyped_storage), obj.dtype)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reductions of our own, then cloudpickle's."""
+        """Reduce in ways of our own, then in cloudpickle's."""
         if self._scan.kind != "cpu":
             self._scan.hosted.update(tensor.untyped_storage()._cdata for tensor in host_tensors(obj))
         refuse_kind(obj)
@@ -224,7 +224,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor, and what it is quantised by, if that is tensors."""
+    """Return a tensor, and what it is quantised by, if that is tensors."""
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return (tensor,)
@@ -257,7 +257,7 @@ _UNPICKLABLE = "cannot be pickled: {}; make it where it is used, or leave it out
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
-    """The skeleton of ``value``; what it refers to is added to ``scan``.
+    """Return the skeleton of ``value``; what it refers to is added to ``scan``.
 
     :param path: what the value is called in an error, ``"result"`` or ``"argument 'x'"``.
     :raises CapabilityError: if a part of it cannot be shared, naming the attribute path of that part.
@@ -292,7 +292,7 @@ _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
 class _Outside(_Pickler):
-    """Pickles what is not in a module, up to a tensor with an autograd graph."""
+    """Pickler of what is not in a module, up to a tensor with an autograd graph."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.nn.Module):
@@ -303,7 +303,7 @@ class _Outside(_Pickler):
 
 
 def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
-    """A tensor with an autograd graph that is not in a module: its path, and what computed it; None if there is none.
+    """Find a tensor with an autograd graph outside of modules; return its path, and what computed it, or None.
 
     :param scan: what pickling has met in the value.
     """
@@ -352,7 +352,7 @@ class _Unpickler(pickle.Unpickler):
     storages: list[torch.UntypedStorage]
 
     def persistent_load(self, pid: Any) -> Any:
-        """The tensor or storage a reference stands for; None for the first one, see :data:`_HOOKS_BELOW`."""
+        """Return the tensor or storage a reference stands for; None for the first one, see :data:`_HOOKS_BELOW`."""
         if type(pid) is int:
             return self.tensors[pid]
         if len(pid) == 1:

@@ -59,7 +59,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
-    """The mapping that a storage lies in, and the offset in it."""
+    """Return the mapping that a storage lies in, and the offset in it."""
     if storage.device.type not in ("cpu", "cuda"):
         return None
     try:
@@ -71,7 +71,7 @@ def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
 
 
 def _shared(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
-    """:func:`_find`, without the chunks of pools: their bytes are used again, and nobody else may be told of them."""
+    """Find a storage's mapping unless that is of a pool, whose bytes are used again: nobody else may be told of them."""
     found = _find(storage)
     return found if found is not None and not found[0].pooled else None
 
@@ -123,7 +123,7 @@ def _reduce_mapping(mapping: Mapping) -> Any:
 
 
 def _enclosed(fd: int) -> Any:
-    """What a message has of a descriptor; its ``detach()`` gives the receiver one of its own."""
+    """Return a message's part of a descriptor; its ``detach()`` gives the receiver one of its own."""
     # A process that is being started inherits each descriptor once: two messages in its arguments may name the same one.
     inherited = getattr(context.get_spawning_popen(), "_fds", ())
     if fd in inherited or len(inherited) >= _INHERITED:
@@ -173,7 +173,7 @@ def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.Un
 
 
 def _install() -> None:
-    """Have torch.multiprocessing, ``share_memory_()`` and ``is_shared()`` know what lies in mappings.
+    """Tell torch.multiprocessing, ``share_memory_()`` and ``is_shared()`` what lies in mappings.
 
     Storages are all of one class, and an attribute on each of ten thousand would be paid for by every attach. So the class is
     told, and asks before it does what it did; the two methods are public, and have been the same since torch 1.

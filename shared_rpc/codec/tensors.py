@@ -26,12 +26,12 @@ _NAMES = hasattr(torch.Tensor, "names")
 
 
 def named(tensor: torch.Tensor) -> bool:
-    """Whether the dimensions of a tensor have names, which a table has no place for."""
+    """Return whether the dimensions of a tensor have names, which a table has no place for."""
     return _NAMES and any(getattr(tensor, "names"))  # noqa: B009  not in every release
 
 
 def read_table(table: bytes | msgspec.Raw) -> TensorTable:
-    """A table as it came.
+    """Decode a table.
 
     :raises CodecError: if it is none.
     """
@@ -42,7 +42,7 @@ def read_table(table: bytes | msgspec.Raw) -> TensorTable:
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The tensor of a table entry, which may ask for anything: torch refuses what leaves the storage."""
+    """Make the tensor of a table entry, which may ask for anything: torch refuses what leaves the storage."""
     tensor = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
     return _finished(entry, tensor.set_(storage, entry.offset, entry.shape, entry.strides))
 
@@ -52,7 +52,7 @@ _construct: Any = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Met
 
 
 def make_trusted(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
-    """:func:`make_tensor` for an entry that fits its storage."""
+    """Make the tensor of an entry that fits its storage."""
     device = storage.device
     if _construct is None or device.type != "cuda":
         return make_tensor(entry, storage)
@@ -79,7 +79,7 @@ def _finished(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
 def tensors_of(
     table: TensorTable, mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences], *, trusted: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
-    """All tensors and storages of a table, over the segments' mappings.
+    """Make all tensors and storages of a table, over the segments' mappings.
 
     A mapping, or the chunk of a pool that a storage names, is kept while a storage over it, or any tensor, view or autograd
     graph of that, lives.
@@ -94,7 +94,7 @@ def tensors_of(
         storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
         placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
         MAPPINGS.keep_for((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
-        _lend_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
+        _keep_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
         return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
     except (IndexError, AttributeError, TypeError, RuntimeError) as error:
         raise CodecError(f"the tensor table does not fit its memory: {error}") from error
@@ -103,10 +103,10 @@ def tensors_of(
             references.release([chunk])
 
 
-def _lend_chunks(
+def _keep_chunks(
     placed: list[tuple[StorageEntry, torch.UntypedStorage]], mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences]
 ) -> None:
-    """Those that are lent are not among the pooled any more."""
+    """Have storages keep their chunks, which are taken out of ``pooled``."""
     sharing: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
     for entry, storage in placed:
         sharing[entry.chunk].append(storage)

@@ -1,4 +1,4 @@
-"""Keeping ``torch.compile`` away from the codec, where a call is made in what it compiles.
+"""Exclusion of the codec from ``torch.compile``, where a call is made in what it compiles.
 
 What the codec does with tensors is no computation: there is nothing to put into a graph, and torch 2.13 fails on some of it.
 """
@@ -51,7 +51,7 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions it makes."""
+    """Yield a function's code, and that of the functions it makes."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,1 +1,1 @@
-"""Where bytes live: segments on the host and on GPUs, and the mappings of this process. Imports no torch by itself."""
+"""Memory: segments on the host and on GPUs, and the mappings of this process. Imports no torch by itself."""

@@ -1,4 +1,4 @@
-"""How blocks of bytes are laid out in segments. Pure arithmetic."""
+"""Layout of blocks of bytes in segments. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SEGMENT_LIMIT = 1 << 30
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of the alignment."""
+    """Return the next multiple of the alignment."""
     return -(-nbytes // alignment) * alignment
 
 
 class Place(NamedTuple):
-    """Where a block lies: the index of its segment and its offset in bytes."""
+    """Place of a block: the index of its segment and its offset in bytes."""
 
     segment: int
     offset: int
@@ -46,7 +46,7 @@ def pack(sizes: Sequence[int], *, limit: int = SEGMENT_LIMIT, alignment: int = A
 
 
 class Extents:
-    """Which bytes of a segment are free. The first that suffice are taken; what is given back joins its neighbours."""
+    """Free bytes of a segment. The first that suffice are acquired; those that are released join their neighbours."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -56,7 +56,7 @@ class Extents:
         self._sizes = {0: nbytes}
 
     def acquire(self, nbytes: int) -> int | None:
-        """The offset of ``nbytes`` bytes that were free, None where there are not so many together."""
+        """Return the offset of ``nbytes`` bytes that were free, None where there are not so many together."""
         for index, offset in enumerate(self._offsets):
             left = self._sizes[offset] - nbytes
             if left < 0:
@@ -72,7 +72,7 @@ class Extents:
         return None
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Free what was taken."""
+        """Free bytes that were acquired."""
         offsets, sizes = self._offsets, self._sizes
         index = bisect.bisect(offsets, offset)
         end = offset + nbytes

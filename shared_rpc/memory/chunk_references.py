@@ -1,4 +1,4 @@
-"""What this process uses of another one's pool.
+"""References of this process to chunks of another one's pool.
 
 A chunk is in use until the tensors over it are gone **and** the work that this process has queued on its GPU is done, on
 whichever stream it was queued. The end of a tensor is noticed in a finaliser, which enqueues; the safe point
@@ -25,7 +25,7 @@ _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
 class _ChunkPin:
-    """What the tensors over one chunk hold."""
+    """The object that the tensors over one chunk hold."""
 
     __slots__ = ("__weakref__", "hold", "number", "reference")
 
@@ -41,21 +41,18 @@ _HELD = "_shared_rpc_chunk"
 
 
 def keep(user: object, pin: object) -> None:
-    """Have one more object keep a chunk, by what its :class:`ChunkReference` gave."""
+    """Have one more object keep a chunk, by the pin that its :class:`ChunkReference` gave."""
     setattr(user, _HELD, pin)
 
 
 def chunk_of(user: object) -> int:
-    """The number of the chunk that an object was lent, 0 for none."""
+    """Return the number of the chunk that an object keeps, 0 for none."""
     pin = getattr(user, _HELD, None)
     return pin.number if isinstance(pin, _ChunkPin) else 0
 
 
 class ChunkReference(weakref.ref[_ChunkPin]):
-    """A pin's end, and the chunk it is about, of which ``nbytes`` are used.
-
-    Called, it gives what keeps the chunk, see :func:`keep`; None once nothing does.
-    """
+    """Weak reference to a pin, with the chunk, of which ``nbytes`` are used. Called, it gives the pin, see :func:`keep`."""
 
     __slots__ = ("backend", "mapping", "nbytes", "number")
 
@@ -68,7 +65,7 @@ class ChunkReference(weakref.ref[_ChunkPin]):
 
 
 class ChunkReferences:
-    """The chunks that this process has borrowed in one session. Thread-safe.
+    """References of one session. Thread-safe.
 
     :param dropped: called, in a finaliser, when a chunk is not used any more, or soon will not be. It may only enqueue.
     """
@@ -90,7 +87,7 @@ class ChunkReferences:
         self._returned: list[int] = []
 
     def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
-        """Keep a chunk while one of the objects lives, which take an attribute; then it is given back.
+        """Keep a chunk while one of the objects lives, which take an attribute; then release it.
 
         :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
         :raises CodecError: if it is no arena.
@@ -116,7 +113,7 @@ class ChunkReferences:
         return hold
 
     def arena(self, segment_id: str) -> MappingHold | None:
-        """What keeps an arena mapped that something was borrowed of before."""
+        """Return what keeps an arena mapped, if a chunk of it was acquired before."""
         return self._holds.get(segment_id)
 
     def _pin_gone(self, reference: ChunkReference) -> None:
@@ -126,22 +123,22 @@ class ChunkReferences:
         self._notify()
 
     def reference_of(self, user: object) -> ChunkReference | None:
-        """The reference by which an object uses a chunk, if it does."""
+        """Return the reference by which an object uses a chunk, if it does."""
         pin = getattr(user, _HELD, None)
         return pin.reference if isinstance(pin, _ChunkPin) and pin.reference in self._references else None
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Give back chunks that came, and that nothing here has used."""
+        """Release chunks that came, and that nothing here has used."""
         self.requeue(numbers)
         self._notify()
 
     def requeue(self, numbers: Iterable[int]) -> None:
-        """What :meth:`pop_returned` gave, and could not be told."""
+        """Take back numbers that :meth:`pop_returned` gave, and that could not be sent."""
         with self._lock:
             self._returned.extend(numbers)
 
     def poll(self, *, background: bool = False, look: bool = False) -> None:
-        """A safe point: see which chunks nobody uses any more. Does not wait.
+        """Find chunks that nobody uses any more: a safe point, which does not wait.
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
         :param look: only look, because there is no time to mark a GPU's work.
@@ -179,7 +176,7 @@ class ChunkReferences:
         self._fenced.append((passed, [reference.number for reference in references]))
 
     def drain(self) -> None:
-        """Poll, after waiting for the GPU: where somebody needs the memory now."""
+        """Poll, after waiting for the GPU: where the memory is needed now."""
         waiting = [*self._dropped]
         done = {backend for backend in {reference.backend for reference in waiting} if backend.synchronize()}
         with self._lock:
@@ -191,7 +188,7 @@ class ChunkReferences:
         self.poll()
 
     def pop_returned(self) -> list[int]:
-        """The chunks to give back now; who takes them must tell their pool."""
+        """Return the chunks that their pool is to be told of now."""
         if not self._returned:
             return []
         with self._lock:
@@ -214,6 +211,6 @@ class ChunkReferences:
         return len(self._references)
 
     def close(self) -> None:
-        """The session ended: mappings go with the tensors over them."""
+        """End the session: mappings go with the tensors over them."""
         self._closed = True
         self._holds = {}

@@ -1,4 +1,4 @@
-"""Names of devices: what a user writes, what travels, and what torch wants.
+"""Names of devices: those users write, those that travel, and torch's.
 
 On the wire and in socket paths a device is ``"cpu"`` or the UUID of a GPU, never an index, because
 ``CUDA_VISIBLE_DEVICES`` may differ between processes.
@@ -19,7 +19,7 @@ __all__ = ["device_id", "device_kind", "device_tag", "id_of", "torch_device"]
 
 
 def device_id(device: str) -> str:
-    """The id of ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
+    """Return the id of ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
 
     ``"auto"`` is the current CUDA device where ``torch.cuda.is_available()``, else the host.
 
@@ -47,26 +47,23 @@ def device_id(device: str) -> str:
 
 @functools.cache
 def id_of(device: torch.device) -> str:
-    """:func:`device_id` of a tensor's device."""
+    """Return the id of a tensor's device."""
     return device_id(str(device))
 
 
 def device_kind(device: str) -> str:
-    """``"cpu"`` or ``"cuda"``, the type of torch's device."""
+    """Return ``"cpu"`` or ``"cuda"``, the type of torch's device."""
     return "cpu" if device == "cpu" else "cuda"
 
 
 def device_tag(device: str) -> str:
-    """What the socket path carries: ``"cpu"``, or the first eight hex digits of the GPU's UUID."""
+    """Return the device's part of a socket path: ``"cpu"``, or the first eight hex digits of the GPU's UUID."""
     return device if device == "cpu" else device.removeprefix("GPU-")[:8]
 
 
 @functools.cache
 def torch_device(device: str) -> torch.device:
-    """The device of tensors over memory of that device in this process.
-
-    For a GPU that is not visible here it is the GPU that reaches it as a peer.
-    """
+    """Return the device of tensors over memory of that device: for a GPU that is not visible here the peer that reaches it."""
     import torch
 
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""What a process says when it writes to host memory that it may only read.
+"""Report of a process that writes to host memory that it may only read.
 
 The kernel ends it by SIGSEGV, which by itself says nothing. From the first read-only mapping on, a handler of that signal
 writes to standard error what was written to, and where from; then it puts the earlier handler in its place and returns, so that
@@ -35,7 +35,7 @@ __all__ = ["ReadOnlyRange", "unwatch_read_only", "watch_read_only"]
 
 
 class ReadOnlyRange(NamedTuple):
-    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and what they are, told when it is asked."""
+    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and a function that describes it."""
 
     address: int
     nbytes: int
@@ -52,7 +52,7 @@ def _address_of(place: ReadOnlyRange) -> int:
 
 
 def watch_read_only(place: ReadOnlyRange) -> None:
-    """From now on a write there is told of."""
+    """Report writes to the range from now on."""
     global _places  # noqa: PLW0603
     with _changing:
         index = bisect.bisect_left(_places, place.address, key=_address_of)
@@ -61,7 +61,7 @@ def watch_read_only(place: ReadOnlyRange) -> None:
 
 
 def unwatch_read_only(address: int) -> None:
-    """It is about to be unmapped."""
+    """Forget a range that is about to be unmapped."""
     global _places  # noqa: PLW0603
     with _changing:
         _places = tuple(place for place in _places if place.address != address)
@@ -192,7 +192,7 @@ def _hint() -> str:
 
 
 def _where() -> Iterator[str]:
-    """The lines of Python that this thread is in; of one that has none those of all threads, for one of them waits for it."""
+    """Yield the lines of Python that this thread is in; if there are none those of all threads, one of which waits for it."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -52,7 +52,7 @@ def wake(address: int) -> None:
 
 
 def fence() -> None:
-    """What this thread has read and written before is done before what it reads and writes after.
+    """Complete what this thread has read and written before what it reads and writes after.
 
     Waking has to see who began to wait, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
     kernel/futex). Neither Python nor ctypes has another one.

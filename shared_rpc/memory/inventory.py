@@ -1,4 +1,4 @@
-"""The devices that a server has memory on: what they are, and how much they have. Needs no torch, and no CUDA context."""
+"""Inventory of the devices that a server has memory on. Needs no torch, and no CUDA context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["devices_of", "facts_of", "free_bytes"]
 
 
 def devices_of(device: str) -> tuple[str, ...]:
-    """The ids of the devices that a server of ``device`` makes memory on.
+    """Return the ids of the devices that a server of ``device`` makes memory on.
 
     A GPU's server: every GPU that its process sees, and the host. The host's: the host alone, so that it never loads CUDA.
     """
@@ -31,7 +31,7 @@ def devices_of(device: str) -> tuple[str, ...]:
 
 @functools.cache
 def facts_of(device: str) -> DeviceSpec:
-    """The facts of a device of :func:`devices_of`. The first time this may wait for the driver.
+    """Describe a device of :func:`devices_of`. The first time this may wait for the driver.
 
     :raises CapabilityError: if this process cannot use that device.
     """
@@ -44,7 +44,7 @@ def facts_of(device: str) -> DeviceSpec:
 
 
 def free_bytes(device: str) -> int | None:
-    """Bytes of a device that nobody uses now, None where that is not known."""
+    """Return the bytes of a device that nobody uses now, None where that is not known."""
     if device != "cpu":
         return cast("CudaBackend", backend_for(device)).free_bytes()
     with open("/proc/meminfo", encoding="ascii") as file:

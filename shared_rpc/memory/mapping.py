@@ -1,4 +1,4 @@
-"""Which segments this process has mapped, and who still uses them.
+"""Table of the segments that this process has mapped, and of their users.
 
 A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because nobody else is
 to see what is written there. It is unmapped when the last object over it is gone:
@@ -66,7 +66,7 @@ class Mapping:
         self.labels: list[str] = []
 
     def label(self, text: str) -> None:
-        """Something more lies in it. The first few are kept."""
+        """Add what lies in it, for people. The first few are kept."""
         if text and text not in self.labels and len(self.labels) < _LABELS:
             self.labels.append(text)
 
@@ -81,7 +81,7 @@ class Mapping:
 
     @property
     def key(self) -> tuple[str, Access, int]:
-        """By which a :class:`MappingTable` has it."""
+        """The key of a :class:`MappingTable`."""
         return self.info.id, self.info.access, self.number
 
     @property
@@ -96,18 +96,18 @@ class Mapping:
             self.sealed = True
 
     def view(self) -> object:
-        """The bytes, see :meth:`Backend.view`. Valid while this mapping has a user."""
+        """Return the bytes, see :meth:`Backend.view`. Valid while this mapping has a user."""
         return self.backend.view(self.address, self.info.nbytes)
 
 
 class _Pin:
-    """What the objects over a mapping hold, those of one use together: it goes with the last of them."""
+    """The object that the objects over a mapping hold, those of one use together: it goes with the last of them."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Use(weakref.ref[_Pin]):
-    """A pin's end, and the mapping it is about."""
+    """Weak reference to a pin, with the mapping."""
 
     __slots__ = ("mapping",)
 
@@ -125,14 +125,14 @@ _HELD = "_shared_rpc_pin"
 
 
 class MappingHold:
-    """Keeps a mapping for as long as it lives, see :meth:`MappingTable.hold`."""
+    """Owner of a use of a mapping, see :meth:`MappingTable.hold`."""
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
 
 
 def _tells_of_faults(info: SegmentInfo) -> bool:
-    """A GPU's driver tells of writes by itself."""
+    """Return whether writes are to be reported here: a GPU's driver does so by itself."""
     return info.device == "cpu" and info.access == "read"
 
 
@@ -158,7 +158,7 @@ class MappingTable:
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
-        """New memory, mapped for writing; it stays mapped while the block runs and then while it is in use."""
+        """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use."""
         backend = backend_for(device)
         segment = backend.create(nbytes)
         mappings: list[Mapping] = []
@@ -245,11 +245,11 @@ class MappingTable:
             return self.hold(mapping)
 
     def knows(self, info: SegmentInfo) -> bool:
-        """Whether a segment is mapped, with the access that its info names."""
+        """Return whether a segment is mapped, with the access that its info names."""
         return (info.id, info.access, 0) in self._mappings
 
     def disown(self, segment_ids: Iterable[str]) -> int:
-        """Their server does not keep these segments any more; how many of them it did, as far as was known here."""
+        """Note that these segments' server keeps them no more; return how many of them it did, as far as known here."""
         gone = set(segment_ids)
         with self._lock:
             owned = [mapping for mapping in self._mappings.values() if mapping.owner and mapping.info.id in gone]
@@ -315,7 +315,7 @@ class MappingTable:
                 attributes[_HELD] = (held, pin)
 
     def hold(self, mapping: Mapping) -> MappingHold:
-        """An object that keeps the mapping. To be called while it is created or attached."""
+        """Return an object that keeps the mapping. To be called while it is created or attached."""
         hold = MappingHold(mapping)
         self.keep_for([(mapping, hold)])
         return hold
@@ -327,7 +327,7 @@ class MappingTable:
             FINALIZER.submit(self._drain_in_background)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
-        """The mapping that holds ``address`` and the offset in it, in bytes."""
+        """Return the mapping that holds ``address`` and the offset in it, in bytes."""
         with self._lock:
             index = bisect.bisect_right(self._by_address, address, key=lambda entry: entry[0]) - 1
             if index < 0:

@@ -23,7 +23,7 @@ __all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """How large the pools of a session may be, in bytes: one for arguments, one for results, for each device.
+    """Sizes of the pools of a session, in bytes: one for arguments, one for results, for each device.
 
     A pool begins with an arena of ``initial`` bytes and doubles as it needs to, up to ``limit``. What is larger than a
     quarter of the limit has a segment of its own. ``limit=0``: everything has.
@@ -39,16 +39,16 @@ class PoolOptions:
             raise ConfigurationError(f"{self}: initial is at least 1 byte, and limit at least 0, for no pool")
 
     def takes(self, nbytes: int) -> bool:
-        """Whether so many bytes go into a pool."""
+        """Return whether so many bytes go into a pool."""
         return nbytes <= self.limit // 4
 
 
 class PoolClosed(Exception):
-    """The session has ended."""
+    """Use of a pool whose session has ended."""
 
 
 class PoolFull(Exception):
-    """There is no room now; the text says who holds what, and ``frees`` what :attr:`Pool.frees` was then."""
+    """Want of room; the text says who holds what, and ``frees`` what :attr:`Pool.frees` was then."""
 
     def __init__(self, text: str, frees: int) -> None:
         super().__init__(text)
@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Arena:
-    """A segment of a pool. Whoever has one of its chunks in hand keeps it mapped, though the pool may be closed meanwhile."""
+    """Segment of a pool. Whoever has one of its chunks in hand keeps it mapped, though the pool may be closed meanwhile."""
 
     hold: MappingHold
     mapping: Mapping
@@ -100,7 +100,7 @@ class Pool:
         self.frees = 0
 
     def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
-        """A chunk for each of ``sizes`` bytes on a device, all or none.
+        """Return a chunk for each of ``sizes`` bytes on a device, all or none.
 
         :raises PoolFull: if there is no room for them.
         :raises PoolClosed: if the session has ended.
@@ -157,7 +157,7 @@ class Pool:
         return f"{self._what} has {total} of at most {limit} bytes and no room for {nbytes} more: in use are {holders}"
 
     def retain(self, numbers: Iterable[int]) -> list[Chunk]:
-        """Hold chunks that are in use once more, all or none; empty if one of them is not in use."""
+        """Hold chunks that are in use once more, all or none; return none if one of them is not in use."""
         with self._lock:
             chunks = [self._chunks.get(number) for number in numbers]
             held = [chunk for chunk in chunks if chunk is not None]
@@ -168,7 +168,7 @@ class Pool:
             return held
 
     def release(self, numbers: Iterable[int]) -> int:
-        """Give chunks back; how many became free. Numbers that are not in use are passed over."""
+        """Give chunks back; return how many became free. Numbers that are not in use are passed over."""
         freed = 0
         with self._lock:
             for number in numbers:
@@ -187,11 +187,11 @@ class Pool:
         chunk.arena.extents.release(chunk.offset, chunk.nbytes)
 
     def find(self, number: int) -> Chunk | None:
-        """A chunk that is in use; who has it keeps it mapped."""
+        """Return a chunk that is in use; who has it keeps it mapped."""
         return self._chunks.get(number)
 
     def segment(self, segment_id: str) -> Segment | None:
-        """The segment of an arena, which stays the pool's."""
+        """Return the segment of an arena, which stays the pool's."""
         with self._lock:
             for arenas in self._arenas.values():
                 for arena in arenas:
@@ -211,7 +211,7 @@ class Pool:
         return len(self._chunks)
 
     def close(self) -> None:
-        """The session ended: nothing is taken any more. The memory goes when neither side has a tensor over it."""
+        """End the session: nothing is acquired any more. The memory goes when neither side has a tensor over it."""
         with self._lock:
             self._closed = True
             self._arenas.clear()

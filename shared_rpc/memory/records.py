@@ -15,14 +15,14 @@ __all__ = ["Arguments", "ChunkSink", "Record"]
 
 
 class ChunkSink(Protocol):
-    """To whom chunks are given back."""
+    """Owner of chunks that came with a message."""
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Nothing has used these chunks."""
+        """Take back chunks that nothing has used."""
 
 
 class Record:
-    """A value taken apart.
+    """Value taken apart.
 
     :param skeleton: the pickled value, its tensors and storages left out.
     :param table: the :class:`TensorTable` in MessagePack.
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(slots=True)
 class Arguments:
-    """A call's arguments, with the memory they refer to.
+    """Arguments of a call, with the memory they refer to.
 
     ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: whoever passes a
     call on does not read them.
@@ -94,7 +94,7 @@ class Arguments:
     nbytes: int = 0
 
     def detach_pooled(self) -> dict[int, ChunkSink]:
-        """The pooled, which the caller sees to from here on."""
+        """Return ``pooled``, which the caller releases from here on."""
         pooled, self.pooled = self.pooled, {}
         return pooled
 

@@ -1,4 +1,4 @@
-"""Revisions: how often memory was written in place, in a page that all who map the memory map as well.
+"""Revisions: counts of writes to memory in place, in a page that all who map the memory map as well.
 
 The page holds a number of 64 bits, as a seqlock does. It is even while nobody writes, odd while somebody does; an update adds
 two. Whoever writes holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with the process, however that ends. So an
@@ -49,18 +49,18 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def new_page() -> Segment:
-    """A page of revision 0, which the caller owns."""
+    """Return a page of revision 0, which the caller owns."""
     futex.supported()
     return HOST.create(HOST.granularity)
 
 
 def restored_page(fd: int) -> Segment:
-    """A page that :func:`new_page` made in another process, by a descriptor that belongs to it now."""
+    """Return a page that :func:`new_page` made in another process. It owns the descriptor."""
     return Segment(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
 
 
 def read_only(page: Segment) -> Segment:
-    """A descriptor of the same page for those who only read, which the caller owns."""
+    """Return a descriptor of the same page for readers, which the caller owns."""
     info = SegmentInfo(page.info.id, page.info.nbytes, page.info.device, "read", page.info.mechanism)
     return Segment(info, os.open(f"/proc/self/fd/{page.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
 
@@ -95,7 +95,7 @@ class Page:
         return revision
 
     def wait(self, revision: int, until: float) -> int:
-        """Wait until the revision is even, and not less than that: what it is then.
+        """Wait until the revision is even, and not less than that; return it.
 
         :param until: when to give up, in terms of time.monotonic().
         :raises DeadlineExceeded: then.
@@ -106,7 +106,7 @@ class Page:
         return seen
 
     def wait_slice(self, revision: int, until: float) -> int | None:
-        """:meth:`wait`, for a moment: None if it has to go on."""
+        """Wait for a moment, as :meth:`wait` does; return None if that has to go on."""
         seen = self.revision
         if seen % 2:
             self._check_writer(seen)
@@ -133,7 +133,7 @@ class Page:
         )
 
     def read(self, function: Callable[[V], T], value: V, until: float) -> T:
-        """``function(value)``, from memory that nobody wrote to meanwhile; it is called again where somebody did.
+        """Return ``function(value)`` of memory that nobody wrote to meanwhile: it is called again where somebody did.
 
         What it queues on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
         """
@@ -169,7 +169,7 @@ class Page:
 
     @contextmanager
     def update(self, until: float) -> Iterator[None]:
-        """Around what writes to the memory. One at a time: another one's end is waited for.
+        """Run a block that writes to the memory. The end of another update is waited for.
 
         If the block raises, the update is left as interrupted.
 
@@ -218,7 +218,7 @@ class Page:
             )
 
     def wait_for_writer(self, until: float) -> None:
-        """A moment, or until whoever writes has ended."""
+        """Wait a moment, or until the writer has ended."""
         left = until - time.monotonic()
         seen = self.revision
         if left <= 0:
@@ -229,7 +229,7 @@ class Page:
 
 
 class Update:
-    """An update under way. ``revision`` is the odd one that stands for it."""
+    """Update under way. ``revision`` is the odd one that stands for it."""
 
     def __init__(self, page: Page, lock: _Lock, revision: int) -> None:
         self.revision = revision
@@ -238,7 +238,7 @@ class Update:
         self._process = os.getpid()
 
     def commit(self) -> None:
-        """All is written: wait for the GPU, and make it the next revision.
+        """Wait for the GPU, and make what was written the next revision.
 
         :raises CapabilityError: if it cannot be waited for, because a CUDA graph is being captured, or its context is broken.
         """
@@ -254,7 +254,7 @@ class Update:
         self._page._revision.value = self.revision + 1
 
     def end(self) -> None:
-        """Let others write; without :meth:`commit` before, this update is one that was interrupted.
+        """Let others write; without :meth:`commit` before, this update counts as interrupted.
 
         In a child that was forked in the block there is no lock, and nothing happens.
         """
@@ -264,7 +264,7 @@ class Update:
 
 
 class _Lock:
-    """A description of the page of its own: locks are between descriptions, and end with the last copy of one.
+    """Lock of a page, by a description of its own: locks are between descriptions, and end with the last copy of one.
 
     One that nobody refers to any more is released, as where a signal handler raised before there was an update.
 
@@ -289,13 +289,13 @@ class _Lock:
             self.close()
 
     def release(self) -> None:
-        """Also of the copies that a process which is just being started may have."""
+        """Unlock, copies that a process which is just being started may have included."""
         if self._descriptor.number >= 0:
             fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         self.close()
 
     def close(self) -> None:
-        """Let go of this process's copy alone."""
+        """Close this process's copy alone."""
         self._descriptor.close()
 
 

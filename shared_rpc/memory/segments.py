@@ -1,4 +1,4 @@
-"""What a segment is: a piece of memory that lives as long as somebody holds its file descriptor."""
+"""Segments: pieces of memory, each of which lives as long as somebody holds its file descriptor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Backend", "Segment", "gpu_support", "new_segment_id"]
 
 
 def new_segment_id() -> str:
-    """An id no other segment of this host has."""
+    """Return an id that no other segment of this host has."""
     return secrets.token_hex(8)
 
 
 class Descriptor:
-    """An open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
+    """Open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
     point at which a finaliser, a signal handler or another thread may run.
     """
 
@@ -82,7 +82,7 @@ class Segment:
         return segment
 
     def adopt(self, fds: list[int]) -> None:
-        """Own the first of some descriptors from here on, which is taken out of their list."""
+        """Own the first of some descriptors from here on, and take it out of their list."""
         descriptor = Descriptor(-1)
         # No call from here on, after which a signal handler might raise: it is in the list or has an owner.
         descriptor.number = fds[0]
@@ -90,14 +90,14 @@ class Segment:
         self._descriptor = descriptor
 
     def fileno(self) -> int:
-        """The descriptor, still owned by this object.
+        """Return the descriptor, still owned by this object.
 
         :raises ValueError: if it is closed.
         """
         return self.descriptor().number
 
     def descriptor(self) -> Descriptor:
-        """Its descriptor, which lives as long as somebody refers to it, though this object is closed.
+        """Return its descriptor, which lives as long as somebody refers to it, though this object is closed.
 
         :raises ValueError: if it is closed.
         """
@@ -112,7 +112,7 @@ class Segment:
         return self._descriptor is None
 
     def duplicate(self, access: Access | None = None) -> Segment:
-        """Another owner of the same memory, by the same descriptor: those that a process may have are few.
+        """Return another owner of the same memory, by the same descriptor: those that a process may have are few.
 
         :raises ValueError: if it is closed.
         """
@@ -140,7 +140,7 @@ class Segment:
 
 
 class Backend(Protocol):
-    """Where bytes live: host memory or one GPU. Addresses are valid in this process only.
+    """Contract of host memory and of one GPU's. Addresses are valid in this process only.
 
     Every implementation passes the conformance kit in ``tests/kit/conformance.py``.
     """
@@ -150,7 +150,7 @@ class Backend(Protocol):
         """Sizes are multiples of this many bytes."""
 
     def create(self, nbytes: int) -> Segment:
-        """New zeroed memory of at least ``nbytes`` bytes. The caller owns the segment.
+        """Make zeroed memory of at least ``nbytes`` bytes. The caller owns the segment.
 
         :raises CapabilityError: if the device has not enough memory.
         """
@@ -182,7 +182,7 @@ class Backend(Protocol):
         """Wait for a stream's work."""
 
     def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
-        """:meth:`wait` for so many seconds at most; whether the work was done in time."""
+        """Wait for so many seconds at most; return whether the work was done in time."""
 
     def fence(self) -> Callable[[], bool] | None:
         """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.
@@ -197,12 +197,12 @@ class Backend(Protocol):
         """
 
     def view(self, address: int, nbytes: int) -> object:
-        """The mapped bytes as an object with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""
+        """Return the mapped bytes with the buffer protocol or, on a GPU, with ``__cuda_array_interface__``."""
 
 
 @contextmanager
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:
-    """Around an import of what drives a GPU: what is missing is told as what to install.
+    """Say for an import of what drives a GPU what to install, where it is missing.
 
     :param what: what it is needed for.
     """

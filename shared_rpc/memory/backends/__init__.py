@@ -1,1 +1,1 @@
-"""How memory is shared: host memory as a memfd, that of a GPU by one of three mechanisms; and which one is chosen."""
+"""Mechanisms of sharing: host memory as a memfd, a GPU's by one of three; and the choice between them."""

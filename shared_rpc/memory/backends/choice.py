@@ -1,4 +1,4 @@
-"""By which mechanism this process makes the segments of a GPU, and why.
+"""Choice of the mechanism by which this process makes the segments of a GPU.
 
 The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU has, or the one that
 a provider asks for. Consumers have no choice: a segment says how it was made.
@@ -58,7 +58,7 @@ _forced: set[str] = set()
 
 
 def lacking(ordinal: int) -> dict[Mechanism, str]:
-    """What a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
+    """Return what a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
     with gpu_support():
         from shared_rpc.memory.backends.cuda import POSIX_FD, attribute
     has = functools.partial(attribute, ordinal)
@@ -78,7 +78,7 @@ def _without_fds(what: str, there: int) -> str:
 
 
 def survey(device: str) -> dict[Mechanism, str]:
-    """:func:`lacking` of a device id.
+    """Return what the GPU of a device id lacks, see :func:`lacking`.
 
     :raises CapabilityError: if this process sees no GPU.
     """
@@ -119,7 +119,7 @@ def _find(asked: str, device: str) -> Choice:
 
 
 def chosen(device: str) -> Choice:
-    """How this process makes segments on a device.
+    """Return the mechanism by which this process makes segments on a device.
 
     :raises CapabilityError: if it can in no way.
     """
@@ -130,7 +130,7 @@ def chosen(device: str) -> Choice:
 
 
 def choose_mechanism(asked: str, device: str) -> Choice:
-    """:func:`chosen`, after a provider's option has been heard.
+    """Take a provider's option into account, and return what :func:`chosen` does from now on.
 
     :raises ConfigurationError: for an option that is none, that does not go with the device, or that contradicts another
         provider of this process.
@@ -167,7 +167,7 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
 
 
 def lifetime(segments: Iterable[Segment]) -> str:
-    """How long the memory of an object lives, for people; ``""`` for as long as anybody holds it. The segments are borrowed."""
+    """Describe whose end ends the memory of an object; ``""`` for nobody's. The segments are borrowed."""
     from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
     owned = [segment for segment in segments if segment.info.mechanism in EXPORTER_OWNED]
@@ -178,7 +178,7 @@ def lifetime(segments: Iterable[Segment]) -> str:
 
 
 def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
-    """The backend of a device id, ``"cpu"`` or a GPU's UUID.
+    """Return the backend of a device id, ``"cpu"`` or a GPU's UUID.
 
     :param mechanism: how a segment that is there was made; None for the one by which this process makes its own.
     :raises CapabilityError: if this process cannot use that device, or not in that way.

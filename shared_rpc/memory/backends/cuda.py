@@ -48,7 +48,7 @@ _CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class DriverError(RuntimeError):
-    """A driver call that failed; ``code`` is its CUresult."""
+    """Failure of a driver call; ``code`` is its CUresult."""
 
     def __init__(self, code: Any) -> None:
         name = driver.cuGetErrorName(code)[1]
@@ -57,7 +57,7 @@ class DriverError(RuntimeError):
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The values of a driver call, or :class:`DriverError`."""
+    """Return the values of a driver call, or raise :class:`DriverError`."""
     if result[0] != _SUCCESS:
         raise DriverError(result[0])
     return result[1] if len(result) == 2 else result[1:]
@@ -65,7 +65,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs this process sees, in the order of their ordinals; empty where there is no driver."""
+    """Return the UUIDs of the GPUs this process sees, in the order of their ordinals; none where there is no driver."""
     try:
         check(driver.cuInit(0))
         count = check(driver.cuDeviceGetCount())
@@ -75,14 +75,14 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def uuid_of(ordinal: int) -> str:
-    """``"GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"`` of a visible GPU, as nvidia-smi prints it."""
+    """Return ``"GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"`` of a visible GPU, as nvidia-smi prints it."""
     check(driver.cuInit(0))
     digits = bytes(check(driver.cuDeviceGetUuid(check(driver.cuDeviceGet(ordinal)))).bytes).hex()
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 def ordinal_of(uuid: str) -> int:
-    """The GPU of this process that reaches the memory of the GPU with that UUID: itself where it is visible, else the first.
+    """Return the GPU of this process that reaches the memory of the GPU with that UUID: itself if visible, else the first.
 
     :raises CapabilityError: if this process sees no GPU at all.
     """
@@ -95,7 +95,7 @@ def ordinal_of(uuid: str) -> int:
 
 
 def attribute(ordinal: int, name: str) -> int:
-    """``CU_DEVICE_ATTRIBUTE_<name>`` of a visible GPU; 0 where bindings or driver are too old to know it."""
+    """Return ``CU_DEVICE_ATTRIBUTE_<name>`` of a visible GPU; 0 where bindings or driver are too old to know it."""
     known = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
     if known is None:
         return 0
@@ -106,12 +106,12 @@ def attribute(ordinal: int, name: str) -> int:
 
 
 def peer_capable(ordinal: int, other: int) -> bool:
-    """Whether one visible GPU can reach another's memory."""
+    """Return whether one visible GPU can reach another's memory."""
     return bool(check(driver.cuDeviceCanAccessPeer(check(driver.cuDeviceGet(ordinal)), check(driver.cuDeviceGet(other)))))
 
 
 def location_of(ordinal: int) -> Any:
-    """A visible GPU, as the driver's structures name it."""
+    """Return a visible GPU as the driver's structures name it."""
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = ordinal
@@ -128,12 +128,12 @@ def access_for(ordinal: int, access: Access = "read_write") -> Any:
 
 
 def opaque_bytes(handle: Any) -> bytes:
-    """The bytes of a CUipcMemHandle or CUmemPoolPtrExportData: some releases of the bindings have no attribute for them."""
+    """Return the bytes of a CUipcMemHandle or CUmemPoolPtrExportData: some bindings have no attribute for them."""
     return ctypes.string_at(int(handle.getPtr()), _OPAQUE)
 
 
 def opaque(handle: Any, data: bytes) -> Any:
-    """``handle``, filled with what :func:`opaque_bytes` gave.
+    """Fill ``handle`` with what :func:`opaque_bytes` gave, and return it.
 
     :raises CapabilityError: if it has another size.
     """
@@ -145,7 +145,7 @@ def opaque(handle: Any, data: bytes) -> Any:
 
 @contextmanager
 def relaxed_captures() -> Iterator[None]:
-    """While the block runs, this thread may allocate and free although another one captures a CUDA graph.
+    """Let this thread allocate and free in the block although another one captures a CUDA graph.
 
     Allocating is forbidden to every thread during a capture in the global mode, which is torch's; what is done here is
     on no stream that is captured.
@@ -170,13 +170,13 @@ class DeviceBytes:
 
 
 class _Event:
-    """A point in the work of the GPU whose context is current."""
+    """Point in the work of the GPU whose context is current."""
 
     def __init__(self) -> None:
         self.handle = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def passed(self) -> bool:
-        """Whether the GPU has come so far; also where its context is broken, and will not do any more."""
+        """Return whether the GPU has come so far; True too where its context is broken, and will not do any more."""
         with relaxed_captures():  # asking would invalidate the captures of other threads
             return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 
@@ -185,7 +185,7 @@ class _Event:
 
 
 class CudaBackend:
-    """One GPU, seen from this process: what every way of sharing its memory needs.
+    """One GPU, seen from this process: the part that every mechanism needs.
 
     ``uuid`` is the GPU that the memory is on. ``ordinal`` is the GPU whose address space is used here: the GPU itself where
     it is visible, else a peer.
@@ -201,7 +201,7 @@ class CudaBackend:
 
     @functools.cached_property
     def _context(self) -> Any:
-        """Retained for the life of the process: it is the context torch uses, and mappings need one to be current.
+        """The context that torch uses, retained for the life of the process: mappings need one to be current.
 
         Allocating needs none, so a process that only makes memory and hands it out has no context, which takes hundreds of MiB.
         """
@@ -218,7 +218,7 @@ class CudaBackend:
         return int(check(driver.cuDeviceTotalMem(self._device)))
 
     def free_bytes(self) -> int | None:
-        """Bytes of memory that nobody uses; None where the driver does not tell, as in a process without a context."""
+        """Return the bytes of memory that nobody uses; None where the driver does not tell, as without a context."""
         try:
             _, active = check(driver.cuDevicePrimaryCtxGetState(self._device))
             if not active:
@@ -236,7 +236,7 @@ class CudaBackend:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The context is the current one of this thread while the block runs."""
+        """Make the context the current one of this thread in the block."""
         check(driver.cuCtxPushCurrent(self._context))
         try:
             yield
@@ -244,7 +244,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def require_visible(self) -> None:
-        """Before memory is allocated.
+        """Refuse to allocate on a GPU that this process reaches as a peer only.
 
         :raises CapabilityError: if this process reaches the GPU as a peer only.
         """
@@ -252,7 +252,7 @@ class CudaBackend:
             raise CapabilityError(f"GPU {self.uuid} is not visible to this process, so it cannot allocate there")
 
     def seal(self, fd: int) -> None:
-        """CUDA has no seal: a consumer maps read-only because it was told to, where it can."""
+        """Do nothing: CUDA has no seal. A consumer maps read-only because the segment's info says so, where it can."""
 
     def synchronize(self) -> bool:
         """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access.
@@ -270,7 +270,7 @@ class CudaBackend:
         return True
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
-        """Queued on the stream."""
+        """Queue the copy on the stream."""
         check(driver.cuCtxPushCurrent(self._context))
         try:
             check(driver.cuMemcpyDtoDAsync(target, source, nbytes, driver.CUstream(stream)))
@@ -278,7 +278,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def wait(self, stream: int = 0) -> None:
-        """Only this stream's work, and for stream 0 that of those that wait for one another with it."""
+        """Wait for this stream's work only; for stream 0 also that of the streams that wait for one another with it."""
         check(driver.cuCtxPushCurrent(self._context))
         try:
             check(driver.cuStreamSynchronize(driver.CUstream(stream)))
@@ -286,7 +286,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
-        """:meth:`wait` for so many seconds at most; whether the work was done in time."""
+        """Wait for so many seconds at most; return whether the work was done in time."""
         handle, until = driver.CUstream(stream), time.perf_counter() + seconds
         check(driver.cuCtxPushCurrent(self._context))
         try:
@@ -312,7 +312,7 @@ class CudaBackend:
         return event.passed
 
     def _capturing(self) -> bool:
-        """Whether one of torch's streams is being captured. Over a hundred calls: as little as can be is done for each."""
+        """Return whether one of torch's streams is being captured. Over a hundred calls: little is done for each."""
         captured = driver.cuStreamIsCapturing
         for stream in self._torch_streams():
             code, status = captured(stream)
@@ -322,7 +322,7 @@ class CudaBackend:
         return False
 
     def _torch_streams(self) -> tuple[Any, ...]:
-        """torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+        """Return torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ()
@@ -340,5 +340,5 @@ class CudaBackend:
         return (*self._pool, driver.CUstream(current)) if current else self._pool
 
     def view(self, address: int, nbytes: int) -> DeviceBytes:
-        """The bytes as a CUDA array."""
+        """Return the bytes as a CUDA array."""
         return DeviceBytes(address, nbytes)

@@ -1,4 +1,4 @@
-"""Segments whose memory belongs to the process that made it: what CUDA's IPC and its pools have in common.
+"""Segments whose memory belongs to the process that made it: the common part of CUDA's legacy IPC and its pools.
 
 The descriptor is an export descriptor (see :mod:`shared_rpc.memory.backends.liveness`). Every mapping, the maker's own too,
 keeps a copy of it until it is unmapped, so that the maker learns when the last user has gone, whatever ended it, and frees the
@@ -28,7 +28,7 @@ __all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descrip
 
 
 class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """What is needed to open memory of another process.
+    """Serialised export: what is needed to open memory of another process.
 
     ``pid`` is its maker's, ``handle`` what the driver takes, and ``fd_server`` where the maker hands out a descriptor for
     ``token``, if the mechanism has one.
@@ -47,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(ExportDescriptor)
 
 
 def export_descriptor_of(fd: int) -> ExportDescriptor:
-    """What a bound segment's descriptor says.
+    """Return what the descriptor of such a segment says.
 
     :raises CapabilityError: if it is no such descriptor.
     """
@@ -102,7 +102,7 @@ class ExporterOwnedBackend(ABC):
 
     @abstractmethod
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """New zeroed memory of that size, complete when this returns.
+        """Make zeroed memory of that size, complete when this returns.
 
         :raises CapabilityError: if it is not to be had.
         """
@@ -124,15 +124,15 @@ class ExporterOwnedBackend(ABC):
 
     @abstractmethod
     def synchronize(self) -> bool:
-        """See :class:`~shared_rpc.memory.segments.Backend`."""
+        """Wait for the device, as a :class:`~shared_rpc.memory.segments.Backend` does."""
 
     @property
     def fd_server(self) -> str:
-        """Where this process hands out descriptors, for export descriptors."""
+        """The address at which this process hands out descriptors; ``""`` where the mechanism has none."""
         return ""
 
     def create(self, nbytes: int) -> Segment:
-        """New zeroed memory of this process. It is freed when no copy of the descriptor is left in any process."""
+        """Make zeroed memory of this process. It is freed when no copy of the descriptor is left in any process."""
         self._free_waiting()
         size = -(-nbytes // self.granularity) * self.granularity
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -148,7 +148,7 @@ class ExporterOwnedBackend(ABC):
         return Segment(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
 
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
-        """The address of the memory here, the same for every mapping of a segment. ``access="read"`` is not enforced.
+        """Return the address of the memory here, one for all mappings of a segment. ``access="read"`` is not enforced.
 
         :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
         """
@@ -165,7 +165,7 @@ class ExporterOwnedBackend(ABC):
             copy = os.dup(fd)
             if use is None:
                 try:
-                    use = self._open(fd, exported)
+                    use = self._begin(fd, exported)
                 except BaseException:
                     os.close(copy)
                     raise
@@ -175,7 +175,7 @@ class ExporterOwnedBackend(ABC):
                 made += (use.memory.address,)
             return use.memory.address
 
-    def _open(self, fd: int, exported: ExportDescriptor) -> _Use:
+    def _begin(self, fd: int, exported: ExportDescriptor) -> _Use:
         made = self._made.get(exported.token)
         if made is not None:
             # The driver opens no handle in the process that made it.
@@ -211,7 +211,7 @@ class ExporterOwnedBackend(ABC):
         self._free_waiting()
 
     def _unused(self, token: bytes) -> None:
-        """No copy of the descriptor is left anywhere."""
+        """Free the memory: no copy of the descriptor is left anywhere."""
         with self._lock:
             self._to_free.append((token, self._made.pop(token)))
         self._free_waiting()

@@ -38,7 +38,7 @@ class FdServer:
         self.address = ""
 
     def register(self, token: bytes, fd: int) -> None:
-        """Hand ``fd`` out to whoever shows the token. The descriptor server owns it from here on.
+        """Hand ``fd`` out to whoever shows the token. The server owns the descriptor from here on.
 
         :raises CapabilityError: if the descriptor server cannot be opened; the descriptor is closed.
         """
@@ -64,7 +64,7 @@ class FdServer:
         self._listener, self.address = listener, name
 
     def withdraw(self, token: bytes) -> None:
-        """Close what was left for the token."""
+        """Close the descriptor that was registered for the token."""
         with self._lock:
             fd = self._left.pop(token, -1)
         if fd >= 0:
@@ -102,7 +102,7 @@ class FdServer:
 
 
 def fetch(address: str, token: bytes) -> int:
-    """The descriptor that was left for the token at another process's descriptor server; the caller owns it.
+    """Return the descriptor that another process's server has for the token; the caller owns it.
 
     :raises CapabilityError: if nobody answers there, or has nothing for it.
     """

@@ -43,7 +43,7 @@ class MemfdBackend:
     granularity = mmap.PAGESIZE
 
     def create(self, nbytes: int) -> Segment:
-        """New zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
+        """Make zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
         size = -(-nbytes // self.granularity) * self.granularity
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
         name = f"shared-rpc-{info.id}"
@@ -101,33 +101,33 @@ class MemfdBackend:
     unmaps_in_background = True
 
     def synchronize(self) -> bool:
-        """Nothing is queued on the host."""
+        """Return True: nothing is queued on the host."""
         return True
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
-        """memmove(3)."""
+        """Copy by memmove(3)."""
         ctypes.memmove(target, source, nbytes)
 
     def wait(self, stream: int = 0) -> None:
-        """Nothing is queued on the host."""
+        """Return at once: nothing is queued on the host."""
 
     def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
-        """Nothing is queued on the host."""
+        """Return True: nothing is queued on the host."""
         return True
 
     def fence(self) -> Callable[[], bool]:
-        """Nothing is queued on the host."""
+        """Return a fence that has passed."""
         return _done
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """munmap(2)."""
+        """Unmap by munmap(2)."""
         done = done if done is not None else []
         done.extend(starmap(_libc.munmap, ((address, nbytes),)))
         if done[0] != 0:
             raise OSError(ctypes.get_errno(), f"munmap({address:#x}, {nbytes})")
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """The bytes themselves; writing to a read-only mapping ends the process with SIGSEGV."""
+        """Return the bytes themselves; writing to a read-only mapping ends the process with SIGSEGV."""
         return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 

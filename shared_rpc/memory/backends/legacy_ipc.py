@@ -25,7 +25,7 @@ _LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):
-    """What allocates on a GPU and is bound to this process: a stream of its own, so that no other one is waited for."""
+    """GPU memory that is bound to this process, with a stream of its own, so that no other one is waited for."""
 
     def __init__(self, uuid: str) -> None:
         CudaBackend.__init__(self, uuid)
@@ -33,12 +33,12 @@ class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):
 
     @functools.cached_property
     def stream(self) -> Any:
-        """On which memory is zeroed."""
+        """The stream on which memory is zeroed."""
         return check(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around driver calls that allocate or free, also while a graph is captured."""
+        """Run driver calls that allocate or free, also while a graph is captured."""
         with self.current(), relaxed_captures():
             yield
 
@@ -58,7 +58,7 @@ class IpcBackend(ExporterOwnedCudaBackend):
     )
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """See :class:`ExporterOwnedBackend`."""
+        """Allocate and zero memory, and have the driver make a handle."""
         self.require_visible()
         with self.working():
             try:
@@ -74,12 +74,12 @@ class IpcBackend(ExporterOwnedCudaBackend):
         return Memory(int(address), handle)
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """See :class:`ExporterOwnedBackend`."""
+        """Free the allocation."""
         with self.working():
             check(driver.cuMemFree(memory.address))
 
     def open(self, exported: ExportDescriptor) -> Memory:
-        """See :class:`ExporterOwnedBackend`."""
+        """Open the handle."""
         handle = opaque(driver.CUipcMemHandle(), exported.handle)
         with self.working():
             try:
@@ -88,6 +88,6 @@ class IpcBackend(ExporterOwnedCudaBackend):
                 raise CapabilityError(str(error)) from error
 
     def close(self, memory: Memory) -> None:
-        """See :class:`ExporterOwnedBackend`."""
+        """Close what the handle opened."""
         with self.working():
             check(driver.cuIpcCloseMemHandle(memory.address))

@@ -41,7 +41,7 @@ _kept: set[int] = set()
 
 
 def issue(content: bytes, on_end: Callable[[], None]) -> int:
-    """An export descriptor's descriptor, which the caller owns.
+    """Return a new export descriptor, which the caller owns.
 
     ``on_end`` runs once, in a thread, when no copy of the descriptor is left in any process; never in a forked child.
 
@@ -82,7 +82,7 @@ def _wait(own: int, on_end: Callable[[], None]) -> None:
 
 
 def read(fd: int) -> bytes:
-    """What the export descriptor says. The descriptor is borrowed.
+    """Return what an export descriptor says. The descriptor is borrowed.
 
     :raises CapabilityError: if it is no export descriptor.
     """
@@ -97,7 +97,7 @@ def read(fd: int) -> bytes:
 
 
 def maker_lives(fd: int) -> bool:
-    """Whether the process that issued the export descriptor is there."""
+    """Return whether the process that issued the export descriptor is there."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
     return bool(answer[0] != fcntl.F_UNLCK)

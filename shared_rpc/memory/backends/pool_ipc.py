@@ -46,11 +46,11 @@ class PoolBackend(ExporterOwnedCudaBackend):
 
     @property
     def fd_server(self) -> str:
-        """Where this process hands out its pools."""
+        """The address at which this process hands out its pools."""
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """See :class:`ExporterOwnedBackend`. The pool's descriptor is left at the descriptor server."""
+        """Allocate and zero memory in a pool of its own, whose descriptor is registered at the descriptor server."""
         self.require_visible()
         with self.working():
             try:
@@ -89,13 +89,13 @@ class PoolBackend(ExporterOwnedCudaBackend):
         check(driver.cuMemPoolDestroy(pool))
 
     def free(self, token: bytes, memory: Memory) -> None:
-        """See :class:`ExporterOwnedBackend`."""
+        """Withdraw the pool's descriptor, and destroy the pool."""
         FD_SERVER.withdraw(token)
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))
 
     def open(self, exported: ExportDescriptor) -> Memory:
-        """See :class:`ExporterOwnedBackend`."""
+        """Fetch the pool's descriptor from its maker, and open its allocation."""
         fd = fetch(exported.fd_server, exported.token)
         try:
             return self.open_pool(fd, exported)
@@ -122,13 +122,13 @@ class PoolBackend(ExporterOwnedCudaBackend):
         return Memory(int(address), pool=pool)
 
     def _allow(self, pool: Any) -> None:
-        """A pool is there for the GPU that it is on, and for others when they are named, in each process anew."""
+        """Let peers use a pool: it is there for its own GPU, and for others when they are named, in each process anew."""
         if visible_gpus()[self.ordinal] != self.uuid:
             check(driver.cuMemPoolSetAccess(pool, [access_for(self.ordinal)], 1))
         for peer in self.peers:
             driver.cuMemPoolSetAccess(pool, [access_for(peer)], 1)
 
     def close(self, memory: Memory) -> None:
-        """See :class:`ExporterOwnedBackend`."""
+        """Free the imported allocation and its pool."""
         with self.working():
             self._give_up(memory.pool, driver.CUdeviceptr(memory.address))

@@ -41,7 +41,7 @@ class VmmBackend(CudaBackend):
         return allocation
 
     def create(self, nbytes: int) -> Segment:
-        """New GPU memory. The driver zeroes it."""
+        """Make GPU memory. The driver zeroes it."""
         self.require_visible()
         size = -(-nbytes // self.granularity) * self.granularity
         try:
@@ -89,7 +89,7 @@ class VmmBackend(CudaBackend):
         return int(address)
 
     def _allow(self, address: Any, nbytes: int, access: Access) -> None:
-        """The mapping is for this backend's GPU; other GPUs may use it too, so that tensors can be copied to them."""
+        """Let this backend's GPU use the mapping, and the GPUs that reach it, so that tensors can be copied to them."""
         check(driver.cuMemSetAccess(address, nbytes, [access_for(self.ordinal, access)], 1))
         for peer in self.peers:
             # A peer that the driver refuses (MIG, another fabric) is one that nothing is copied to.
