@@ -1,4 +1,4 @@
-"""How large a raw buffer is: shapes and dtypes as both sides understand them, without torch."""
+"""Sizes of raw buffers: shapes and dtypes as both sides understand them, without torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST = 64
 
 
 class Extent(NamedTuple):
-    """A contiguous tensor: its shape and strides count elements, ``nbytes`` is all of it."""
+    """Contiguous tensor: its shape and strides count elements, ``nbytes`` is all of it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -52,7 +52,7 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, shape_or_nbytes: int | Sequence[int], dtype: str) -> Extent:
-        """The extent of a shape, or of a number of bytes, which are as many elements as fit exactly.
+        """Return the extent of a shape, or of a number of bytes, which are as many elements as fit exactly.
 
         :raises ConfigurationError: for a dtype that there is not, and for sizes that no tensor has.
         """

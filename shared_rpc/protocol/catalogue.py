@@ -110,7 +110,7 @@ UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
 
 
 def encode_message(message: m.Message) -> tuple[int, bytes]:
-    """``(kind, body)`` for a frame.
+    """Return ``(kind, body)`` for a frame.
 
     :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
     """
@@ -126,7 +126,7 @@ def unwritable(message: m.Message, error: Exception) -> ProtocolError:
 
 
 def decode_message(frame: Frame) -> m.Message:
-    """The message of a frame.
+    """Decode the message of a frame.
 
     :raises ProtocolError: for an unknown kind, or a body that is not of its kind.
     """

@@ -1,4 +1,4 @@
-"""Who starts a server: one of all who want it.
+"""Election of the process that starts a server.
 
 The lock is a flock(2) on a file beside the socket. Whoever starts a server has it, and so has the server, which inherits the
 descriptor, until it ends. So nobody starts a second one while the first loads its app, even if the process that started it has
@@ -37,26 +37,26 @@ class Election:
         self._failures, _ = self._read()
 
     def acquire(self) -> bool:
-        """Whether it is this one's to start the server, from now until :meth:`close`. Does not wait."""
+        """Take the lock until :meth:`close`, without waiting; return whether the server is this one's to start."""
         with suppress(BlockingIOError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
 
     def failure(self) -> str:
-        """Why another one's start has failed since this one began to wait; empty if none has. For who has won."""
+        """Return why another start has failed since this object was made; ``""`` if none has. Call it with the lock."""
         failures, reason = self._read()
         return reason if failures != self._failures else ""
 
     def record_failure(self, reason: str) -> None:
-        """Tell those who wait. For who has won."""
+        """Record the reason for those who wait. Call it with the lock."""
         count, _ = self._read()
         content = f"{count + 1}\n".encode() + reason.encode(errors="replace")[: _ROOM // 2]
         os.pwrite(self.fd, content, 0)
         os.ftruncate(self.fd, len(content))
 
     def close(self) -> None:
-        """Give it up; a server that was started keeps its own."""
+        """Close this object's descriptor; a server that was started keeps its own."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

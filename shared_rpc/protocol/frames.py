@@ -57,7 +57,7 @@ MAX_FDS = 4 * FDS_PER_MESSAGE
 
 @dataclass(frozen=True)
 class Limits:
-    """What a frame may announce, in bytes. Checked on the header, before anything is buffered, and by the sender.
+    """Limits of a frame, in bytes. Checked on the header, before anything is buffered, and by the sender.
 
     A body of empty lists takes 64 times its size once it is decoded. A table of 100,000 tensors has about 5 MiB.
     """
@@ -89,7 +89,7 @@ class Frame:
     fds: list[int] = field(default_factory=list)
 
     def detach_fds(self) -> list[int]:
-        """The descriptors, which belong to the caller from here on."""
+        """Return the descriptors, which belong to the caller from here on."""
         fds, self.fds = self.fds, []
         return fds
 
@@ -99,7 +99,7 @@ class Frame:
 
 
 def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
-    """The buffers of a frame, to be sent in order; ``fds`` is the number of descriptors that go with it.
+    """Return the buffers of a frame, to be sent in order; ``fds`` is the number of descriptors that go with it.
 
     :raises ProtocolError: if the other side would refuse it: too many descriptors or bytes. The connection stays good.
     """
@@ -116,7 +116,7 @@ def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", 
 
 
 class FrameDecoder:
-    """Turns what arrives, in whatever pieces, into frames.
+    """Decoder of frames from what arrives, in whatever pieces.
 
     A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
 
@@ -147,14 +147,14 @@ class FrameDecoder:
             raise ProtocolError(f"{len(self._fds)} file descriptors for frames of at most {MAX_FDS}")
 
     def next_frame(self) -> Frame | None:
-        """The next complete frame, None where more bytes are needed.
+        """Return the next complete frame, None where more bytes are needed.
 
         :raises ProtocolError: see :meth:`ready`.
         """
         return self.frames.popleft() if self.ready() else None
 
     def ready(self) -> bool:
-        """Whether a complete frame is among :attr:`frames`.
+        """Return whether a complete frame is among :attr:`frames`.
 
         :raises ProtocolError: on a wrong magic or version, a size over the limits, or descriptors that do not match.
         """

@@ -45,7 +45,7 @@ class Generation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refresh(Call):
-    """Build the next generation of a call's object, or join the run that does; the answer is :class:`Refreshed`."""
+    """A call that builds the next generation of its object, or joins the run that does. The answer is :class:`Refreshed`."""
 
 
 class Refreshed(Message):
@@ -55,13 +55,13 @@ class Refreshed(Message):
 
 
 class AwaitRefreshes(Message):
-    """Ask for :class:`Refreshes` since position ``after``, as soon as there are any; with -1 for the position now, at once."""
+    """Request for :class:`Refreshes` since position ``after``, when there are any; with -1 for the position now, at once."""
 
     after: int = -1
 
 
 class Refreshes(Message):
-    """What became current, the latest generation of each key alone, in the order it did; and the position after them.
+    """New generations, the latest of each key alone, in the order they became current; and the position after them.
 
     A position means something to the server with that id alone.
     """
@@ -72,13 +72,13 @@ class Refreshes(Message):
 
 
 class GetLatest(Message):
-    """Ask for the :class:`~shared_rpc.protocol.messages.Result` of what is current now of an object's key, with a lease."""
+    """Request for the :class:`~shared_rpc.protocol.messages.Result` of an object's key that is current now, with a lease."""
 
     object_id: str
 
 
 class GetObject(Message):
-    """Ask for the :class:`~shared_rpc.protocol.messages.Result` of an object that is there, with a lease.
+    """Request for the :class:`~shared_rpc.protocol.messages.Result` of an object that is there, with a lease.
 
     ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place. Of a buffer it is
     :class:`~shared_rpc.protocol.messages.GetBuffer`, whose terms count.
@@ -101,13 +101,13 @@ class RetireReply(Message):
 
 
 class GetRevision(Message):
-    """Ask for the :class:`RevisionPage` of an object."""
+    """Request for the :class:`RevisionPage` of an object."""
 
     object_id: str
 
 
 class RevisionPage(Message):
-    """Where an object's revision is: a segment of one page, whose descriptor comes with the frame.
+    """Place of an object's revision: a segment of one page, whose descriptor comes with the frame.
 
     ``memory`` has a segment of the object's for each device and mechanism: what a writer has to wait for.
     """

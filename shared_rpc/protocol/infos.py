@@ -36,7 +36,7 @@ __all__ = [
 
 
 class MechanismInfo(TypedDict):
-    """How a process shares the memory of its device, and the ``reason``; ``name`` is None where nothing works."""
+    """Mechanism by which a process shares its device's memory, and the ``reason``; ``name`` is None where nothing works."""
 
     name: str | None
     reason: str
@@ -193,7 +193,7 @@ class EndpointStatistics(TypedDict):
 
 
 class BufferInfo(TypedDict):
-    """What there is to know of a buffer.
+    """Description of a buffer.
 
     ``state`` is ``"listed"``, or the reason why nobody can get it any more. It expires at ``expires_at`` and may be got
     ``accesses_left`` times; None for no limit.

@@ -32,15 +32,15 @@ class Welcome(Message):
 
 
 class Ping(Message):
-    """Is the server there?"""
+    """Question whether the server is there."""
 
 
 class Pong(Message):
-    """It is."""
+    """Answer to :class:`Ping`."""
 
 
 class GetServerInfo(Message):
-    """Ask for :class:`ServerReply`."""
+    """Request for :class:`ServerReply`."""
 
 
 class ServerReply(Message):
@@ -50,7 +50,7 @@ class ServerReply(Message):
 
 
 class ListEndpoints(Message):
-    """Ask for :class:`Endpoints`."""
+    """Request for :class:`Endpoints`."""
 
 
 class Endpoints(Message):
@@ -119,19 +119,19 @@ class Cancel(Message):
 
 
 class Release(Message):
-    """Give back one lease for each id, as often as it is named."""
+    """Return of one lease for each id, as often as it is named."""
 
     object_ids: list[str]
 
 
 class Count(Message):
-    """How many: leases given back, entries invalidated."""
+    """Number of leases given back, or of entries invalidated."""
 
     count: int
 
 
 class Hold(Message):
-    """Ask for one more lease for each id, as often as it is named: those of an earlier session of the same client, whose
+    """Request for one more lease for each id, as often as it is named: those of an earlier session of the same client, whose
     connections broke or whose server was restarted.
     """
 
@@ -145,7 +145,7 @@ class Held(Message):
 
 
 class GetObjectInfo(Message):
-    """Ask for :class:`ObjectReply`."""
+    """Request for :class:`ObjectReply`."""
 
     object_id: str
 
@@ -169,7 +169,7 @@ class HoldersReply(Message):
 
 
 class ListObjects(Message):
-    """Ask for :class:`ObjectsReply`."""
+    """Request for :class:`ObjectsReply`."""
 
 
 class ObjectsReply(Message):
@@ -193,11 +193,11 @@ class InvalidateEndpoint(Message):
 
 
 class Submit(Call):
-    """Make a task of a call; the answer is :class:`TaskIs`."""
+    """A call to be made a task; the answer is :class:`TaskIs`."""
 
 
 class GetTask(Message):
-    """Ask for :class:`TaskIs`."""
+    """Request for :class:`TaskIs`."""
 
     task_id: str
 
@@ -215,7 +215,7 @@ class TaskUpdate(Message):
 
 
 class WaitTask(Message):
-    """Ask for the :class:`Result` of a task, when it has ended.
+    """Request for the :class:`Result` of a task, when it has ended.
 
     ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
     :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session holds it from then on, for a
@@ -230,7 +230,7 @@ class WaitTask(Message):
 
 
 class FetchTask(Message):
-    """Ask for the :class:`Result` of a task that has ended; any other is an error.
+    """Request for the :class:`Result` of a task that has ended; any other is an error.
 
     ``claimed``: the id of the object that the session claimed by its wait, and gives up the claim on.
     """
@@ -246,7 +246,7 @@ class CancelTask(Message):
 
 
 class ListTasks(Message):
-    """Ask for a :class:`TaskPage`: tasks of one status, or of all, that were made after that of number ``after``."""
+    """Request for a :class:`TaskPage`: tasks of one status, or of all, that were made after that of number ``after``."""
 
     status: TaskStatus | None = None
     after: int = 0
@@ -261,13 +261,13 @@ class TaskPage(Message):
 
 
 class Free(Message):
-    """Give back chunks of the other side's pool. From a client with request id 0 nothing answers, else :class:`Count`."""
+    """Return of chunks of the other side's pool. From a client with request id 0 nothing answers, else :class:`Count`."""
 
     chunks: list[int]
 
 
 class AwaitFree(Message):
-    """Ask for :class:`Free`, when the server has chunks of the client's pool to give back."""
+    """Request for :class:`Free`, when the server has chunks of the client's pool to give back."""
 
 
 class OutOfPoolMemory(Message):
@@ -277,7 +277,7 @@ class OutOfPoolMemory(Message):
 
 
 class CreateBuffer(Message):
-    """Ask for the :class:`Result` of a new buffer: one tensor, in a segment of its own.
+    """Request for the :class:`Result` of a new buffer: one tensor, in a segment of its own.
 
     ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
     ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit. ``keep``: it is there
@@ -294,20 +294,20 @@ class CreateBuffer(Message):
 
 
 class GetBuffer(Message):
-    """Ask for the :class:`Result` of a buffer that is there."""
+    """Request for the :class:`Result` of a buffer that is there."""
 
     object_id: str
 
 
 class FreeBuffer(Message):
-    """Have nobody get a buffer any more; :class:`Count` is 0 if nobody could. ``release``: give back a lease on it as well."""
+    """End of a buffer for whoever asks; :class:`Count` is 0 if it had ended. ``release``: give back a lease on it as well."""
 
     object_id: str
     release: bool = False
 
 
 class ListDevices(Message):
-    """Ask for :class:`DevicesReply`."""
+    """Request for :class:`DevicesReply`."""
 
 
 class DevicesReply(Message):
@@ -317,27 +317,28 @@ class DevicesReply(Message):
 
 
 class Reload(Message):
-    """Have the app's code read anew; :class:`ReloadReply` when it serves. ``objects``: of cached objects, drop those whose
-    endpoint has ``"changed"``, ``"all"`` or ``"none"``.
+    """Request to read the app's code anew; :class:`ReloadReply` when it serves.
+
+    ``objects``: cached objects to drop, those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
     """
 
     objects: str = "changed"
 
 
 class ReloadReply(Message):
-    """What a reload has changed."""
+    """Changes of a reload."""
 
     info: ReloadInfo
 
 
 class StopServer(Message):
-    """Have the server end; :class:`StopReply` first. ``if_idle``: refuse where others hold something or wait for it."""
+    """Request to end; :class:`StopReply` comes first. ``if_idle``: refuse where others hold something or wait for it."""
 
     if_idle: bool = False
 
 
 class StopReply(Message):
-    """What a server held that ends now."""
+    """Holdings of a server that ends now."""
 
     info: StopInfo
 

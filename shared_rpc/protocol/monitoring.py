@@ -1,4 +1,4 @@
-"""What people ask who watch a server: who is connected, what is being built; and to drop one thing that they see.
+"""Messages of those who watch a server: who is connected, what is being built; and to drop one thing that they see.
 
 The numbers of these messages are in :mod:`shared_rpc.protocol.catalogue`.
 """
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ListSessions(Message):
-    """Ask for :class:`SessionsReply`."""
+    """Request for :class:`SessionsReply`."""
 
 
 class SessionsReply(Message):
@@ -30,7 +30,7 @@ class SessionsReply(Message):
 
 
 class ListRuns(Message):
-    """Ask for :class:`RunsReply` of at most ``limit`` runs."""
+    """Request for :class:`RunsReply` of at most ``limit`` runs."""
 
     limit: int = 1000
 
@@ -42,7 +42,7 @@ class RunsReply(Message):
 
 
 class GetStatistics(Message):
-    """Ask for :class:`StatisticsReply`."""
+    """Request for :class:`StatisticsReply`."""
 
 
 class StatisticsReply(Message):

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""Credentials of the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Peer(NamedTuple):
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """SO_PEERCRED: who called connect(2), or listen(2) on the server's side. See unix(7)."""
+    """Return who called connect(2), or listen(2) on the server's side: SO_PEERCRED, see unix(7)."""
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))

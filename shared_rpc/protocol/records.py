@@ -32,7 +32,7 @@ EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides know of a segment.
+    """Description of a segment for both sides.
 
     ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
     ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was

@@ -48,7 +48,7 @@ def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _refuse_sockets(fds: Iterable[int]) -> None:
-    """Memory is what travels here. Whoever held the other end of its own connection would never see that end.
+    """Refuse sockets: memory travels here, and whoever held the other end of its own connection would never see its end.
 
     :raises ProtocolError: if there is a socket among the descriptors, which stay the caller's to close.
     """
@@ -126,7 +126,7 @@ class FrameBuffers:
         self.queued += length
 
     def _joined(self) -> list[memoryview]:
-        """What goes in one write: no descriptors with it, so that none are sent before their turn."""
+        """Return what goes in one write: no descriptors with it, so that none are sent before their turn."""
         plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
         joined: list[memoryview] = []
         left = _WRITE
@@ -175,15 +175,15 @@ class FrameSocket(FrameBuffers):
         self._read: list[Any] = []
 
     def limit(self, seconds: float) -> None:
-        """How long a blocking socket waits for every connect, read and write; the kernel keeps the time (SO_RCVTIMEO,
-        SO_SNDTIMEO). After a signal Python begins to wait anew, so only short waits end in time whatever happens.
+        """Limit the time that a blocking socket waits for every connect, read and write. The kernel keeps it (SO_RCVTIMEO,
+        SO_SNDTIMEO); after a signal Python begins to wait anew, so only short waits end in time whatever happens.
         """
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 once closed."""
+        """Return the socket's descriptor, -1 once closed."""
         return self.sock.fileno()
 
     def receive(self) -> None:

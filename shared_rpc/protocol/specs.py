@@ -31,7 +31,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
-    """What a server knows of an endpoint.
+    """Description of an endpoint.
 
     ``idle_ttl`` is in seconds, None for never. ``fingerprint`` changes with the code of the function itself. The other options
     are those of :meth:`Provider.share`.

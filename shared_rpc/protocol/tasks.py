@@ -1,4 +1,4 @@
-"""What is told of a task."""
+"""Descriptions of tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Progress", "TaskInfo", "TaskStatus"]
 
 
 class TaskStatus(StrEnum):
-    """Where a task is in its life; it is also a plain string, ``"pending"`` for instance."""
+    """Stage of a task's life; it is also a plain string, ``"pending"`` for instance."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -25,7 +25,7 @@ class TaskStatus(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an endpoint said last: ``done`` of ``total`` (None where it is not known), and a text."""
+    """Progress as an endpoint told it last: ``done`` of ``total`` (None where it is not known), and a text."""
 
     done: float
     total: float | None = None

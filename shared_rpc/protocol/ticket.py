@@ -45,7 +45,7 @@ class TicketTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where an object is; see :meth:`Handle.ticket` and :meth:`Client.open_ticket`.
+    """Address of an object; see :meth:`Handle.ticket` and :meth:`Client.open_ticket`.
 
     ``kind`` is ``"result"`` or ``"buffer"``, ``device`` is ``"cpu"`` or a GPU's UUID, ``nbytes`` are bytes, ``created_at`` is
     in Unix seconds. ``boot_id`` and ``machine_id`` say which host it is for, ``uid`` and ``pid`` who made it.
@@ -71,7 +71,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def of(cls, value: Any, facts: Mapping[str, Any], socket_path: str) -> Ticket:
-        """A ticket for an object, made now by this process.
+        """Make a ticket for an object, now, by this process.
 
         :param value: the object, for its tensors.
         :param facts: what the server knows of it, see :meth:`Handle.get_object_info`.
@@ -95,12 +95,12 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str = "the text") -> Ticket:
-        """A ticket from its text, wherever that comes from.
+        """Parse the text of a ticket, wherever that comes from.
 
         :param what: how to call it in errors.
         :raises TicketError: if it is none, with ``reason="malformed"``.
@@ -145,7 +145,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ticket:
-        """The ticket in a file.
+        """Read the ticket in a file.
 
         :raises TicketError: if it cannot be read, is none, or others may have written it; ``reason`` says which.
         """
@@ -207,7 +207,7 @@ class _Version(msgspec.Struct):
 
 
 def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
-    """A ticket, or that of a path; for this host."""
+    """Return a ticket, or that of a path, once it is found to be for this host."""
     found = ticket if isinstance(ticket, Ticket) else Ticket.read(ticket)
     found.check_here()
     return found
@@ -234,7 +234,7 @@ def _check_file(name: str, status: os.stat_result) -> None:
 
 
 def _tensors(value: Any, name: str, seen: dict[int, Any]) -> Iterator[TicketTensor]:
-    """The tensors of a module, by their names in it, of containers and objects, by the path to them, or the value itself.
+    """Yield the tensors of a module, by their names in it, of containers and objects, by their paths, or the value itself.
 
     :param seen: containers and objects on the way, which are looked at once.
     """
@@ -252,7 +252,7 @@ def _tensors(value: Any, name: str, seen: dict[int, Any]) -> Iterator[TicketTens
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a value holds, by name. Functions and classes are not looked into."""
+    """Return the parts of a value, by name. Functions and classes are not looked into."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -272,12 +272,12 @@ def _names(slots: str | Iterable[str]) -> Iterable[str]:
 
 
 def _boot_id() -> str:
-    """The kernel's own name for the time since it was started; containers of one host have one."""
+    """Return the kernel's own name for the time since it was started; containers of one host have one."""
     return _line("/proc/sys/kernel/random/boot_id")
 
 
 def _machine_id() -> str:
-    """The installation's name, see machine-id(5); ``""`` where it has none. Containers have their own."""
+    """Return the installation's name, see machine-id(5); ``""`` where it has none. Containers have their own."""
     return _line("/etc/machine-id")
 
 

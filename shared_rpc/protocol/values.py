@@ -110,7 +110,7 @@ def _shortened(path: str) -> str:
 
 
 def lower(value: Any, path: str, leaf: Leaf) -> Any:
-    """``value`` with everything that is not plain data replaced by what ``leaf(item, path)`` returns.
+    """Replace everything in ``value`` that is not plain data by what ``leaf(item, path)`` returns.
 
     :raises CapabilityError: for what cannot travel, or is nested too deep, naming it.
     """
@@ -151,7 +151,7 @@ def _text(value: str, path: str) -> str:
 
 
 def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
-    """:func:`lower` for all arguments of a call."""
+    """Lower all arguments of a call."""
     return (
         [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
         {_text(name, "an argument's name"): lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
@@ -159,7 +159,7 @@ def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple
 
 
 def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The inverse of :func:`lower`: references replaced by what ``leaf(reference)`` returns."""
+    """Replace references in a lowered value by what ``leaf(reference)`` returns."""
     kind = type(value)
     if kind in (TensorRef, SkeletonRef, DtypeRef):
         return leaf(value)
@@ -171,7 +171,7 @@ def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def refuse(value: Any, path: str) -> NoReturn:
-    """The leaf for calls that can carry plain data only."""
+    """Refuse a leaf, for calls that can carry plain data only."""
     raise CapabilityError(
         f"{path} is a {type(value).__module__}.{type(value).__name__}; a call takes None, bool, int, float, complex, str, "
         f"bytes, torch.dtype, tensors and modules, and lists, tuples and string-keyed dicts of them"
@@ -179,7 +179,7 @@ def refuse(value: Any, path: str) -> NoReturn:
 
 
 def canonical(value: Any) -> str | None:
-    """One text for equal values, None for a value that is or holds memory.
+    """Return one text for equal values, None for a value that is or holds memory.
 
     The type counts: ``1``, ``1.0`` and ``True`` differ. The order of a dict does not.
     """
@@ -203,7 +203,7 @@ def canonical(value: Any) -> str | None:
 
 
 def encode(value: Any) -> Any:
-    """A lowered value in terms of MessagePack."""
+    """Return a lowered value in terms of MessagePack."""
     kind = type(value)
     if kind is int and not -(1 << 63) <= value < (1 << 64):
         return _ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
@@ -248,7 +248,7 @@ _pairs = msgspec.msgpack.Decoder(tuple[float, float])
 
 
 def decode(value: Any) -> Any:
-    """The lowered value that :func:`encode` wrote.
+    """Return the lowered value that :func:`encode` wrote.
 
     :raises ProtocolError: for anything that :func:`encode` does not write, or more than the limits allow.
     """
@@ -279,7 +279,7 @@ def count_args(args: msgspec.Raw, kwargs: msgspec.Raw) -> int | None:
 
 
 class _Reader:
-    """Reads encoded values until a limit is met."""
+    """Reader of encoded values, up to the limits."""
 
     def __init__(self) -> None:
         self._values = 0

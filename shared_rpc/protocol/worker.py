@@ -1,4 +1,4 @@
-"""What a broker and its workers say to each other, over a socket pair that nobody else has.
+"""Messages between a broker and its workers, over a socket pair that nobody else has.
 
 The request id of a frame is the number of a run, 0 where it is about none.
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class Serve(Message):
-    """A provider of the app is to be served. ``key`` tells it from the app's others, and is the same in every worker."""
+    """A provider of the app that is to be served. ``key`` tells it from the app's others, and is the same in every worker."""
 
     key: str
     socket_path: str
@@ -63,7 +63,7 @@ class Shared(Message):
 
 
 class Imports(msgspec.Struct, frozen=True):
-    """What a worker imported with the app, so that the next one can begin with that.
+    """Modules that a worker imported with the app, so that the next one can begin with them.
 
     :param steps: names of modules that lie in the interpreter's directories for packages, and of this library's, in the order
         in which their imports began; between them the variables of the environment that the app set, None where it removed one.
@@ -101,7 +101,7 @@ class RunStarted(Message):
 
 
 class RunProgress(Message):
-    """What the endpoint says of itself."""
+    """Progress that the endpoint told."""
 
     progress: Progress
 
@@ -181,7 +181,7 @@ class Withdraw(Message):
 
 
 class Stop(Message):
-    """Ask a run that has begun to stop."""
+    """Request to stop a run that has begun."""
 
 
 class Drop(Message):
@@ -215,13 +215,13 @@ class Reclaim(Message):
 
 
 class Allocate(Message):
-    """Make memory; the answer is :class:`Allocated`."""
+    """Request for memory; the answer is :class:`Allocated`."""
 
     device: str
     nbytes: int
 
 
 class FreeBytes(Message):
-    """Ask for :class:`Allocated` with ``free``: bytes of a device that nobody uses."""
+    """Request for :class:`Allocated` with ``free``: bytes of a device that nobody uses."""
 
     device: str

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "shared_rpc"
 
 #: Rooms whose docstrings are to be written anew; ``root`` has the modules that are in no room.
 UNFINISHED = {
-    *("broker", "client", "lifecycle", "operations", "protocol", "provider", "scripts", "server"),
+    *("broker", "client", "lifecycle", "operations", "provider", "scripts", "server"),
     *("worker", "zygote", "errors", "root", "cli", "extras", "observability"),
 }
 
