@@ -31,7 +31,10 @@ def after_fork(callback: F) -> F:
     """
     number = next(_numbers)
     if isinstance(callback, MethodType):
-        _callbacks[number] = weakref.WeakMethod(callback, lambda _: _callbacks.pop(number, None))
+        function, pop = callback.__func__, _callbacks.pop
+        # Not weakref.WeakMethod, whose own callback may fail where the interpreter ends (seen on 3.11).
+        reference = weakref.ref(callback.__self__, lambda _: pop(number, None))
+        _callbacks[number] = lambda: MethodType(function, owner) if (owner := reference()) is not None else None
     else:
         _callbacks[number] = lambda: callback
     return callback
