@@ -1,5 +1,40 @@
-"""``python -m shared_rpc.cli``."""
+"""``shared-rpc``, and ``python -m shared_rpc.cli``."""
 
-from shared_rpc.cli import main
+from __future__ import annotations
 
-main()
+import os
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:2] == ["run"]:
+        # A person waits for the script: the other commands are not loaded for it, nor what parses them.
+        from shared_rpc.scripts.command import run_directly
+
+        run_directly(sys.argv[2:])
+    _open_standard_streams()
+    from shared_rpc.cli.app import main as commands
+
+    commands()
+
+
+def _open_standard_streams() -> None:
+    """Open ``/dev/null`` in place of standard streams that are closed, as after ``>&-``. Files that are opened later would else
+    have their numbers, and receive what this process, or a program that it becomes, writes to the streams.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+            os.set_inheritable(number, True)
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+
+
+if __name__ == "__main__":
+    main()

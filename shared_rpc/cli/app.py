@@ -1,4 +1,4 @@
-"""The commands."""
+"""The commands. Those that print what a server has are here, the others in modules of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from shared_rpc import __version__
-from shared_rpc.cli.devices import devices
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
@@ -19,7 +18,7 @@ from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
-from shared_rpc.cli.top import top
+from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.protocol.infos import ServerInfo, ZygoteInfo
@@ -38,7 +37,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; an error of the library is one line on standard error and exit code 1."""
-    # What a terminal cannot show is no reason to show nothing.
+    # A character that the terminal cannot show is replaced.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -47,11 +46,11 @@ def main() -> None:
         complain(str(error))
         raise SystemExit(1) from None
     finally:
-        _write_the_rest()
+        _flush_output()
 
 
-def _write_the_rest() -> None:
-    """Write what is buffered. Where the reader has gone away that is nothing to tell, now or when the interpreter ends."""
+def _flush_output() -> None:
+    """Write what is buffered. A reader that has gone away is no error, now or when the interpreter ends."""
     stream = sys.__stdout__
     if stream is not None and not stream.closed:
         try:
@@ -92,7 +91,7 @@ def _server_table(infos: list[ServerInfo]) -> None:
                 contents(info),
                 size(info["nbytes"]),
                 info["leases"],
-                info["sessions"] - 1,  # the asker's own
+                info["sessions"] - 1,  # without the session of this command
                 ago(info["started_at"]),
             )
             for info in infos
@@ -139,7 +138,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
 
 
 def _zygote(facts: ZygoteInfo) -> str:
-    """What workers are forks of, or why they are new processes."""
+    """Describe the process of which workers are forks, or say why there is none."""
     if facts["state"] != "ready":
         return f"none ({facts['state']})" + (f": {facts['why']}" if facts.get("why") else "")
     left_out = f", without {', '.join(facts['dropped'])}" if facts["dropped"] else ""
@@ -176,6 +175,31 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
 
 
 @app.command()
+def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
+    """List the devices that a server has memory on, and how much of them it uses."""
+    with the_server(socket, base_path) as client:
+        items = client.list_devices()
+    if json:
+        as_json(items)
+        return
+    table(
+        "",
+        ["device", "name", "memory>", "free>", "used>", "quota>"],
+        [
+            (
+                item["id"],
+                item["name"],
+                size(item["total"]),
+                size(item["free"]) if item["free"] is not None else "-",
+                size(item["used"]),
+                size(item["limit"]) if item["limit"] is not None else "none",
+            )
+            for item in items
+        ],
+    )
+
+
+@app.command()
 def invalidate(
     endpoint: str,
     arguments: Annotated[Arguments, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
@@ -196,9 +220,9 @@ def invalidate(
         print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
 
 
-# What stands behind the script's name is the script's.
+# Words after the script's name are arguments of the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-for command in (serve, reload, stop, top, devices, call, tasks, wait, cancel, verify):
+for command in (serve, reload, stop, top, call, tasks, wait, cancel, verify):
     app.command()(command)
 
 

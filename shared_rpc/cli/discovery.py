@@ -1,4 +1,4 @@
-"""Which servers of this user are alive."""
+"""Discovery of the live servers of this user."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shared_rpc.settings import is_socket_of, resolve_base_path
 
 __all__ = ["find_server", "live_servers", "the_owner", "the_server"]
 
-#: Seconds a server has to answer a look at it.
+#: Seconds in which a server has to answer.
 _PATIENCE = 2.0
 
 
-def _complain(reason: str) -> None:
+def _warn(reason: str) -> None:
     complain(f"passed over: {reason}")
 
 
 @contextmanager
-def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _complain) -> Iterator[list[Client]]:
-    """Clients of all servers that answer at a socket of the base path; where none is given, at one beside the default.
+def live_servers(base_path: str | None, on_error: Callable[[str], None] = _warn) -> Iterator[list[Client]]:
+    """Yield clients of all servers that answer at a socket of the base path; without one, at any socket beside the default.
 
-    Dead sockets are passed over. So is one that is alive and does not answer: why is told, by default on standard error.
+    :param on_error: is called with the reason for each live server that does not answer. Dead sockets are left out silently.
     """
     whole = resolve_base_path(base_path)
     clients = []
@@ -44,7 +44,7 @@ def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _co
                 if _is_alive(path):
                     # The cause leaves out the advice to start a server.
                     reason = error.__cause__ if isinstance(error.__cause__, ConnectError) else error
-                    passed_over(str(reason))
+                    on_error(str(reason))
             else:
                 clients.append(client)
         yield clients
@@ -54,12 +54,14 @@ def live_servers(base_path: str | None, passed_over: Callable[[str], None] = _co
 
 
 def _is_ours(path: Path, base_path: str) -> bool:
-    """Whether it is worth a look. A server leaves its lock beside its socket: a directory such as /run/user/1000 has sockets of
-    other programs. A sticky one has those of other users too, which are nobody's business, but where ours would be.
+    """Return whether a socket may be that of a server of this user.
+
+    A server's lock file lies beside its socket: a directory such as /run/user/1000 has sockets of other programs too. In a
+    sticky directory, sockets of other users are left out, except at a place where a server of this user would listen.
     """
     with suppress(FileNotFoundError):
-        stranger = path.lstat().st_uid not in (os.geteuid(), 0)
-        return is_socket_of(base_path, str(path)) if stranger else path.with_name(f"{path.name}.lock").exists()
+        foreign = path.lstat().st_uid not in (os.geteuid(), 0)
+        return is_socket_of(base_path, str(path)) if foreign else path.with_name(f"{path.name}.lock").exists()
     return False
 
 
@@ -70,7 +72,7 @@ def _is_alive(path: Path) -> bool:
 
 @contextmanager
 def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Client]:
-    """A client of the server at ``socket_path``, or of the only one that is alive.
+    """Yield a client of the server at ``socket_path``, or of the only live server.
 
     :raises ConfigurationError: if there are none or several to choose from.
     """
@@ -86,7 +88,7 @@ def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Clien
 
 
 def find_server(socket_path: str | None, base_path: str | None, preferred: str = "") -> Client:
-    """As :func:`the_server`, for who looks again and again: a client that does not wait, and is the caller's to close.
+    """Return a client as :func:`the_server` does, for repeated use. It does not wait for a server; the caller closes it.
 
     :param preferred: the socket to choose where several servers answer.
     :raises SharedRPCError: if there are none or several to choose from, or none at ``socket_path``.
@@ -112,7 +114,7 @@ def find_server(socket_path: str | None, base_path: str | None, preferred: str =
 
 @contextmanager
 def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> Iterator[Client]:
-    """A client of the server at ``socket_path``, or of the one that is alive and issued the task's id.
+    """Yield a client of the server at ``socket_path``, or of the live server that issued the task's id.
 
     :raises ConfigurationError: if no server is alive.
     :raises TaskError: if none of several issued it.
@@ -124,7 +126,7 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> I
     with live_servers(base_path) as clients:
         _check_some(clients, base_path)
         issuer = task_id.rpartition("-")[0]
-        # A single server says best what is wrong with an id that is not its own.
+        # If there is one server, its own error about a foreign id says more.
         owners = clients if len(clients) == 1 else [one for one in clients if one.get_server_info()["server_id"] == issuer]
         if not owners:
             raise TaskError(f"none of the servers that answer issued task {task_id!r}: {_paths(clients)}", reason="unknown")

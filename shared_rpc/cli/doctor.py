@@ -1,4 +1,4 @@
-"""What this machine can share, and why not, each finding with its fix."""
+"""Examination of this machine: findings about everything that sharing needs, each with its fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_rpc.settings import resolve_base_path, resolve_role
 __all__ = ["Finding", "examine"]
 
 _MARKS = {"good": "ok", "limited": "!", "broken": "x"}
-#: Descriptors below which a server serves fewer clients than people expect of it.
+#: Descriptors: a lower limit leaves room for few clients.
 _FEW_FILES = 4096
 
 
@@ -31,20 +31,13 @@ class Finding(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """For the table."""
+        """Sign of the state in the table."""
         return _MARKS[self.state]
 
 
 def examine(base_path: str | None = None) -> list[Finding]:
-    """Look at everything sharing rests on. Creates nothing that stays; loads torch."""
-    return [
-        *_settings(),
-        *_directory(base_path),
-        *_limits(),
-        *_host_memory(),
-        *_torch(),
-        *_gpus(),
-    ]
+    """Examine everything that sharing needs. Leaves nothing behind; imports torch."""
+    return [*_settings(), *_directory(base_path), *_limits(), *_host_memory(), *_torch(), *_gpus()]
 
 
 def _settings() -> Iterator[Finding]:
@@ -133,7 +126,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _gpu(name: str, uuid: str, reach: str) -> Finding:
-    """Which mechanisms a GPU has, and which one is used."""
+    """Describe the mechanisms of a GPU and the one in use."""
     lacks = survey(uuid)
     works = ", ".join(f"{mechanism} {'no' if lacks[mechanism] else 'yes'}" for mechanism in PREFERENCE)
     try:

@@ -24,9 +24,9 @@ Arguments = list[str] | None
 
 
 def keywords(arguments: Arguments) -> dict[str, Any]:
-    """The keyword arguments of a call, each typed as ``key=value``, the value a Python literal, or else a string.
+    """Parse keyword arguments of a call, each ``key=value``. A value that is no Python literal is a string.
 
-    :raises ConfigurationError: for what is not of that form.
+    :raises ConfigurationError: for a text of another form.
     """
     return dict(_argument(text) for text in arguments or ())
 

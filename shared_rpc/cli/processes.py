@@ -1,4 +1,4 @@
-"""What processes of this host run, as far as this user may know."""
+"""Command lines of processes, as far as this user may read them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["command_of"]
 
 
 def command_of(pid: int, *, folder: bool = True) -> str:
-    """The command line of a process in one line; ``""`` where that cannot be known.
+    """Return the command line of a process in one line; ``""`` if it cannot be read.
 
     A process that is about to end, or is the kernel's, has a name only: ``"[name]"``.
 
-    :param folder: whether to tell the one that the program is in.
+    :param folder: whether to include the program's directory.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

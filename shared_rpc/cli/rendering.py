@@ -33,7 +33,7 @@ __all__ = [
     "took",
 ]
 
-# What reads a pipe wants one line for each row, however long.
+# A program that reads a pipe gets one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
 
 
@@ -48,7 +48,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def complain(text: str) -> None:
-    """Tell of an error. It may quote what others have written, so nothing in it moves a terminal's cursor."""
+    """Print an error, without control characters: it may quote text of others."""
     lines = "\n".join(one_line(line) for line in text.splitlines())
     print(f"shared-rpc: {lines}", file=sys.stderr)
 
@@ -59,7 +59,7 @@ def as_json(value: Any) -> None:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: ``"1.5 GiB"``."""
+    """Format bytes: ``"1.5 GiB"``."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:
@@ -69,7 +69,7 @@ def size(nbytes: int) -> str:
 
 
 def ago(moment: float) -> str:
-    """How long ago a Unix time was: ``"3 min"``."""
+    """Format the time since a Unix time: ``"3 min"``."""
     seconds = max(time.time() - moment, 0)
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
@@ -78,36 +78,30 @@ def ago(moment: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, and without what moves a terminal's cursor."""
+    """Return a text without line breaks and other control characters."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
-# Of objects.
-
-
 def contents(info: ServerInfo) -> str:
-    """How many objects a server has, and how many of them are buffers."""
+    """Format the number of a server's objects, with that of its buffers."""
     objects, buffers = info["objects"], info["buffers"]
     return f"{objects} ({buffers} buffer{'' if buffers == 1 else 's'})" if buffers else str(objects)
 
 
 def origin(item: ObjectInfo) -> str:
-    """What an object is the result of, or that it is a buffer, and whether it can still be got."""
+    """Return the call of which an object is the result; for a buffer ``"buffer"``, with its state unless it is listed."""
     if item["kind"] != "buffer":
         return str(item["cache_key"] or item["endpoint"])
     return "buffer" if item["state"] == "listed" else f"buffer, {item['state']}"
 
 
-# Of tasks.
-
-
 def status_of(info: TaskInfo) -> str:
-    """The status, and whether the task was asked to leave it."""
+    """Format the status, with the request to stop if there is one."""
     return f"{info.status}, asked to stop" if info.cancel_requested and not info.status.finished else str(info.status)
 
 
 def took(info: TaskInfo) -> str:
-    """How long the task ran, or has run until now: ``"1.2 s"``; ``"-"`` for one that did not begin."""
+    """Format the duration of a task, until now if it runs: ``"1.2 s"``; ``"-"`` for one that did not begin."""
     if info.started_at is None:
         return "-"
     seconds = max((info.finished_at or time.time()) - info.started_at, 0)
@@ -115,7 +109,7 @@ def took(info: TaskInfo) -> str:
 
 
 def steps(progress: Progress | None) -> str:
-    """How far a task is, in the endpoint's own units and words: ``"3/10 loading"``."""
+    """Format a task's progress in the endpoint's own units and words: ``"3/10 loading"``."""
     if progress is None:
         return ""
     total = f"/{_number(progress.total)}" if progress.total is not None else ""
@@ -123,14 +117,14 @@ def steps(progress: Progress | None) -> str:
 
 
 def percent(progress: Progress | None) -> float | None:
-    """How far a task is, from 0 to 100; None where that is not known."""
+    """Return a task's progress from 0 to 100; None if the total is not known."""
     if progress is None or not progress.total or not math.isfinite(progress.done / progress.total):
         return None
     return min(max(100 * progress.done / progress.total, 0.0), 100.0)
 
 
 def task_object(info: TaskInfo) -> dict[str, Any]:
-    """What JSON tells of a task: its fields, those of its progress by name too. JSON has no infinity."""
+    """Return a task's fields for JSON, those of its progress by name. JSON has no infinity: it becomes None."""
     fields: dict[str, Any] = msgspec.to_builtins(info)
     if info.progress is not None:
         fields["progress"] = {

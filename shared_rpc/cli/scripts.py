@@ -1,4 +1,4 @@
-"""``shared-rpc run``, and what other commands tell of zygotes."""
+"""``shared-rpc run``, and the table of zygotes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
 
 
 def zygote_table(zygotes: list[dict[str, Any]], title: str) -> None:
-    """Print what zygotes tell of themselves."""
+    """Print a row for each zygote."""
     table(
         title,
         ["zygote", "pid>", "has imported", "scripts>", "memory>", "idle>", "ends after>"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -84,15 +85,13 @@ def serve(
 
     Endpoints run in worker processes, and what they make outlives them.
     """
-    import os
-
-    # The app is to know its role while it is loaded, as it would from 'SHARED_TENSOR_ROLE=server python app.py'.
+    # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
     for path in (base_path, socket):
         if path is not None:
             checked_path(path)
-    quotas_of(quota or ())  # what is not well-formed is told before anything starts
+    quotas_of(quota or ())  # a malformed one is an error before anything starts
     if in_process:
         if hook:
             raise ConfigurationError(
@@ -134,20 +133,10 @@ def serve(
     )
     if in_process:
         _serve_in_process(target, options)
-    else:
-        _become_broker(target, options)
-
-
-def _become_broker(target: str, options: ServeOptions) -> None:
-    """The broker takes this process over: it lives for long, and needs nothing of what parses and prints here."""
-    import os
-
+        return
+    # The broker takes this process over: it runs for long, and needs none of the modules that parse and print here.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.broker", target, *options.words])
-
-
-def _announce(path: str, names: list[str]) -> None:
-    print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
 
 
 def _serve_in_process(target: str, options: ServeOptions) -> None:
@@ -163,7 +152,7 @@ def _serve_in_process(target: str, options: ServeOptions) -> None:
         for provider in providers:
             host.adopt(provider)
         for server in host.servers.values():
-            _announce(server.socket_path, server.info()["endpoints"])
+            print(f"serving {', '.join(server.info()['endpoints']) or 'no endpoints'} at {server.socket_path}", flush=True)
             if server.metrics_url is not None:
                 print(f"metrics at {server.metrics_url}", flush=True)
         return list(host.servers.values())
@@ -179,20 +168,20 @@ def _serve_in_process(target: str, options: ServeOptions) -> None:
             )
         wait_for_signal(begin, last=True)
     finally:
-        # A provider that was not asked for must not begin to serve when this command ends, as it would at a script's end.
+        # A provider that is not named must not begin to serve when this command ends, as it would at a script's end.
         close_all()
     end_now_if_busy(host.servers.values())
 
 
 class _InProcessHost:
-    """Serves each provider as the command line says, from its first call on: that may come while the app is loaded."""
+    """The servers of providers, each started at its first call, which may come while the app is loaded."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self.servers: dict[Provider, Server] = {}
 
     def adopt(self, provider: Provider) -> Runtime:
-        """See :class:`shared_rpc.lifecycle.hosting.Host`."""
+        """Start a provider's server, unless it runs, and return the provider's runtime."""
         from shared_rpc.provider.overrides import override
         from shared_rpc.provider.runtime import ServerRuntime
         from shared_rpc.server.server import Server

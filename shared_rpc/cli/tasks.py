@@ -124,7 +124,7 @@ def call(
 
 @contextmanager
 def _interruptible(task: str, socket: str | None, base_path: str | None) -> Iterator[None]:
-    """Ctrl-C ends the wait, not the task: say so."""
+    """End the wait on Ctrl-C, and print that the task goes on."""
     try:
         yield
     except KeyboardInterrupt:

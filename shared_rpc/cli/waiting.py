@@ -1,4 +1,4 @@
-"""Waiting for a task, and what is shown meanwhile: a bar on a terminal, lines on a pipe, events for machines."""
+"""Waiting for a task, shown as a bar on a terminal, as lines on a pipe, or as JSON events."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["display_for", "wait"]
 
-#: Seconds a server has to answer where nothing is waited for.
+#: Seconds in which a server has to answer with timeout 0.
 _PATIENCE = 10.0
-#: Seconds, 30 years. The clocks that a wait is measured by do not reach much further.
+#: Seconds, 30 years: the limit of the clocks that measure a wait.
 _LONGEST = 1e9
 
 
 def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *, fetch: bool = False) -> None:
-    """Show how a task goes and what it results in, which is not rebuilt.
+    """Show a task's status and progress until it ends, and then its result, which is not rebuilt here.
 
     :param timeout: see :meth:`Client.wait_for_task`.
-    :param fetch: take the result, which nobody else will.
-    :raises SharedRPCError: if it failed or was cancelled, in time, and if it is not known.
+    :param fetch: take the result from the server, as its only user.
+    :raises SharedRPCError: if the task failed, was cancelled, is unknown, or is still running after ``timeout`` seconds.
     """
 
     def changed(info: TaskInfo) -> None:
-        display.tell(info)
-        # To wait for the answer would be to import the module that the exception's class comes from.
+        display.update(info)
+        # The reply that follows would be rebuilt with the exception's class, whose module would be imported here.
         _check(info)
 
     poll = timeout == 0
@@ -66,7 +66,7 @@ def wait(client: Client, task_id: str, timeout: float | None, display: Lines, *,
 
 def _looked_up(client: Client, info: TaskInfo) -> dict[str, Any]:
     known: ObjectInfo | None = None
-    with suppress(StaleHandleError):  # somebody has fetched it, and nothing keeps it
+    with suppress(StaleHandleError):  # another client has fetched it, and nothing keeps it
         known = client.get_object_info(info.object_id or "")
     endpoint = client.list_endpoints().get(info.endpoint)
     return {
@@ -97,32 +97,32 @@ def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
 
 
 def display_for(machine: bool) -> Lines:
-    """What suits who reads standard output."""
+    """Choose the display that suits the reader of standard output."""
     if machine:
-        return Events()
+        return _Events()
     console = Console()
-    return Bar(console) if sys.stdout.isatty() and console.is_interactive else Lines()
+    return _Bar(console) if sys.stdout.isatty() and console.is_interactive else Lines()
 
 
 class Lines:
-    """A line for each step. Of steps that are less than a hundredth of the whole, not all are shown."""
+    """Display of a line for each step. Of steps that are less than a hundredth of the whole, not all are shown."""
 
     def __init__(self) -> None:
         self._info: TaskInfo | None = None
         self._shown: object = None
 
     def __enter__(self) -> None:
-        """Begin."""
+        pass
 
     def __exit__(self, *_: object) -> None:
-        """The wait is over, however it ended."""
+        pass
 
     def begin(self, task_id: str) -> None:
-        """Show which task it is, before anything else."""
+        """Show the task's id, before anything else."""
         print(task_id, flush=True)
 
-    def tell(self, info: TaskInfo) -> None:
-        """Show the task as it is now; how it ended is for :meth:`end`, or for who handles the error."""
+    def update(self, info: TaskInfo) -> None:
+        """Show the task as it is now. Its end is shown by :meth:`end`, or is an error."""
         self._info = info
         progress = info.progress
         share = percent(progress)
@@ -133,7 +133,7 @@ class Lines:
         print(f"{info.endpoint}: {status_of(info)}{', ' if progress else ''}{steps(progress)}", flush=True)
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Show what it resulted in."""
+        """Show the result."""
         assert self._info is not None, "the first event comes at once"
         cached = self._info.status is TaskStatus.COMPLETED and self._info.started_at is None
         lasted = "from the cache" if cached else f"in {took(self._info)}"
@@ -142,27 +142,24 @@ class Lines:
         print(f"{self._info.endpoint}: completed {lasted}, {what}")
 
 
-class Events(Lines):
-    """A JSON document on a line of its own for each event, and one for the result."""
+class _Events(Lines):
+    """Display of a JSON document, on a line of its own, for each event and for the result."""
 
     def begin(self, task_id: str) -> None:
-        """See :class:`Lines`."""
         self._print({"task_id": task_id})
 
-    def tell(self, info: TaskInfo) -> None:
-        """See :class:`Lines`."""
+    def update(self, info: TaskInfo) -> None:
         self._print(task_object(info))
 
     def end(self, facts: dict[str, Any]) -> None:
-        """See :class:`Lines`."""
         self._print(facts)
 
     def _print(self, document: dict[str, Any]) -> None:
         print(json.dumps(document), flush=True)
 
 
-class Bar(Lines):
-    """A bar that stands still on its line; a spinner where it is not known how much there is to do."""
+class _Bar(Lines):
+    """Display of a bar on one line; of a spinner while the total is not known."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -177,15 +174,12 @@ class Bar(Lines):
         self._task = self._bar.add_task("waiting", total=None, steps="", since=None)
 
     def __enter__(self) -> None:
-        """Begin to draw."""
         self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        """The line is free again."""
         self._bar.stop()
 
-    def tell(self, info: TaskInfo) -> None:
-        """See :class:`Lines`."""
+    def update(self, info: TaskInfo) -> None:
         self._info = info
         share = percent(info.progress)
         self._bar.update(
@@ -206,12 +200,10 @@ class _Gauge(ProgressColumn):
         self._unknown = SpinnerColumn()
 
     def render(self, task: Task) -> Any:
-        """See :class:`rich.progress.ProgressColumn`."""
         return (self._unknown if task.total is None else self._known).render(task)
 
 
 class _Elapsed(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """See :class:`rich.progress.ProgressColumn`."""
         since = task.fields["since"]
         return Text(ago(since) if since is not None else "")

@@ -25,7 +25,7 @@ def loaded_by(code: str) -> set[str]:
         "import shared_rpc.operations.client",
         "import shared_rpc.server.server",
         "import shared_rpc.provider.provider",
-        "import shared_rpc.cli",
+        "import shared_rpc.cli.app",
         "from shared_rpc import Provider; provider = Provider(execution_mode='local'); provider.share('f')(lambda x: x)",
     ],
 )
@@ -182,7 +182,7 @@ def test_a_command_that_asks_loads_no_torch(broker: tuple[Child, str]) -> None:
     _, path = broker
     code = """
         import sys
-        from shared_rpc.cli import main
+        from shared_rpc.cli.__main__ import main
         sys.argv[1:] = ["ls", "--json"]
         try:
             main()

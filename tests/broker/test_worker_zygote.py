@@ -61,7 +61,7 @@ SAYS = """
 SERVE = """
 import os, runpy, sys
 from shared_rpc.broker import zygote
-from shared_rpc.cli import main
+from shared_rpc.cli.__main__ import main
 
 def become(program, words):
     sys.argv[:] = words[2:]

@@ -522,7 +522,7 @@ def test_the_command_imports_little(place: Place) -> None:
     code = f"""
         import os, sys
         import shared_rpc.scripts.front
-        from shared_rpc.cli import main
+        from shared_rpc.cli.__main__ import main
         def report(*words):
             print("loaded", *sys.modules)
             raise SystemExit

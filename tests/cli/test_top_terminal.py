@@ -287,7 +287,7 @@ def test_a_defect_leaves_the_terminal_as_it_was(served: Server, tty: Callable[..
     """It ends the view, whichever thread it is in: a screen that stands still would be a lie. It is told where it stays."""
     code = f"""
         import sys
-        from shared_rpc.cli import main
+        from shared_rpc.cli.__main__ import main
         from shared_rpc.cli.top import app, watching
 
         def broken(*_):
@@ -396,7 +396,7 @@ def test_without_textual(served: Server, tty: Callable[..., Tty]) -> None:
     code = """
         import sys
         sys.modules["textual"] = None
-        from shared_rpc.cli import main
+        from shared_rpc.cli.__main__ import main
         sys.argv[1:] = ["top", "-d", "0.05", *sys.argv[1:]]
         main()
     """

@@ -322,42 +322,42 @@ def watcher(provider: Provider, serve: Callable[..., Server]) -> ServerWatcher:
 
 def test_what_is_asked_for_is_done(watcher: ServerWatcher) -> None:
     """An object, an endpoint, a buffer."""
-    seen = watcher.look()
+    seen = watcher.poll()
     (item,) = seen.objects
-    assert watcher.carry_out(Action("object", item["object_id"], "load(size=1)", seen)) == "load(size=1) dropped from the cache"
-    assert watcher.look().objects == []
-    assert watcher.carry_out(Action("endpoint", "load", "load", seen)) == "0 cached results of load dropped"
+    assert watcher.execute(Action("object", item["object_id"], "load(size=1)", seen)) == "load(size=1) dropped from the cache"
+    assert watcher.poll().objects == []
+    assert watcher.execute(Action("endpoint", "load", "load", seen)) == "0 cached results of load dropped"
     watcher.close()
 
 
 def test_a_buffer_is_freed(watcher: ServerWatcher) -> None:
     """Its holder keeps it, and nobody else gets it."""
-    seen = watcher.look()
+    seen = watcher.poll()
     with Client(socket_path=seen.server["socket_path"]) as client, client.create_buffer(4) as buffer:
         action = Action("buffer", buffer.object_id, "buffer 1", seen)
-        assert watcher.carry_out(action) == "buffer 1 freed"
-        assert watcher.carry_out(action) == "buffer 1 had gone already"
-        assert next(item for item in watcher.look().objects if item["kind"] == "buffer")["state"] == "freed"
+        assert watcher.execute(action) == "buffer 1 freed"
+        assert watcher.execute(action) == "buffer 1 had gone already"
+        assert next(item for item in watcher.poll().objects if item["kind"] == "buffer")["state"] == "freed"
     watcher.close()
 
 
 def test_what_cannot_be_done_is_told(watcher: ServerWatcher) -> None:
     """An object that has gone meanwhile does not end the view."""
-    seen = watcher.look()
-    assert watcher.carry_out(Action("object", "0" * 24, "load(size=2)", seen)).startswith("load(size=2): ")
+    seen = watcher.poll()
+    assert watcher.execute(Action("object", "0" * 24, "load(size=2)", seen)).startswith("load(size=2): ")
     watcher.close()
 
 
 def test_what_was_asked_of_another_server_is_not_asked_of_this_one(watcher: ServerWatcher) -> None:
     """It was meant for what was on the screen, of a server that has gone, before and after the next one is found."""
-    seen = watcher.look()
+    seen = watcher.poll()
     watcher.close()
     gone = "load: not done, because the server had gone"
-    assert watcher.carry_out(Action("endpoint", "load", "load", seen)) == gone
-    watcher.look()
+    assert watcher.execute(Action("endpoint", "load", "load", seen)) == gone
+    watcher.poll()
     earlier = replace(seen, server=seen.server | {"started_at": 1.0})
-    assert watcher.carry_out(Action("endpoint", "load", "load", earlier)) == gone
-    assert len(watcher.look().objects) == 1
+    assert watcher.execute(Action("endpoint", "load", "load", earlier)) == gone
+    assert len(watcher.poll().objects) == 1
     watcher.close()
 
 
@@ -368,7 +368,7 @@ def test_without_a_server_the_reason_is_told() -> None:
         raise ConnectError("nobody is there")
 
     with pytest.raises(SharedRPCError, match=r"^nobody is there$"):
-        ServerWatcher(find).look()
+        ServerWatcher(find).poll()
 
 
 # The application. What it shows is told by a watcher of the test's own, so that it shows it at once.
@@ -381,13 +381,13 @@ class Told(ServerWatcher):
         self.latest: Snapshot | str = latest
         self.asked: list[Action] = []
 
-    def look(self) -> Snapshot:
+    def poll(self) -> Snapshot:
         """Tell it."""
         if isinstance(self.latest, str):
             raise SharedRPCError(self.latest)
         return self.latest
 
-    def carry_out(self, action: Action) -> str:
+    def execute(self, action: Action) -> str:
         """Keep it."""
         self.asked.append(action)
         return "done"
@@ -416,7 +416,7 @@ class Shown:
     async def tell(self, latest: Snapshot | str) -> None:
         """Have it look again."""
         self.told.latest = latest
-        await self.app.look().wait()
+        await self.app.poll().wait()
         await self.drawn()
 
     async def drawn(self) -> None:
@@ -682,7 +682,7 @@ async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
     answers = threading.Event()
 
     class Slow(Told):
-        def look(self) -> Snapshot:
+        def poll(self) -> Snapshot:
             answers.wait(20)
             return super().look()
 

@@ -1,4 +1,4 @@
-"""The live view as a Textual application: what is shown is in tables.py, who asks the server in watching.py."""
+"""The live view as a Textual application. Its tables are made in tables.py, its snapshots in watching.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shared_rpc.protocol.infos import ListedObjectInfo
 
 __all__ = ["TopApp"]
 
-#: Looks that the history of calls goes back.
+#: Snapshots in the history of calls.
 _REMEMBERED = 120
 #: Rows of a table at most: Textual measures every cell anew, which takes a third of a millisecond for a row.
 _ROWS = 500
@@ -54,7 +54,7 @@ class Grid(DataTable[Text]):
         """Replace the rows. The first row stays under the cursor; any other keeps it, wherever it is now."""
         place, scrolled = self.cursor_row, self.scroll_offset
         kept = self.selected if place else None
-        # Without its watchers: they would scroll to the cursor, away from what the user has scrolled to.
+        # Without its watchers: they would scroll to the cursor, away from the place to which the user has scrolled.
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(0, 0))
         self.clear(columns=True)
         titles = [Text(name.rstrip(">"), justify="right" if name.endswith(">") else "left") for name in table.columns]
@@ -103,7 +103,7 @@ class TopApp(App[None]):
     """The view of a server.
 
     :param watcher: asks the server, in threads.
-    :param interval: seconds from look to look.
+    :param interval: seconds between two polls.
     :param parts: see :class:`View`.
     """
 
@@ -139,8 +139,8 @@ class TopApp(App[None]):
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, priority=True),
     ]
 
-    class Looked(Message):
-        """A look has ended: what was found or why nothing was, the seconds it took, and the result of an action before it."""
+    class Polled(Message):
+        """Result of a poll: the snapshot or an error, the seconds it took, and the result of the action before it."""
 
         def __init__(self, found: Snapshot | str, seconds: float, notice: str) -> None:
             super().__init__()
@@ -175,24 +175,24 @@ class TopApp(App[None]):
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Begin to poll."""
         self.query_one("#objects").focus()
-        self.look()
+        self.poll()
 
     @work(thread=True)
-    def look(self, action: Action | None = None) -> None:
+    def poll(self, action: Action | None = None) -> None:
         """Ask the server for everything, after an action if there is one."""
         with self._watching:
-            notice = self._watcher.carry_out(action) if action is not None else ""
+            notice = self._watcher.execute(action) if action is not None else ""
             begin = time.monotonic()
             try:
-                found: Snapshot | str = self._watcher.look()
+                found: Snapshot | str = self._watcher.poll()
             except SharedRPCError as error:
                 found, begin = str(error), time.monotonic()
-            self.post_message(self.Looked(found, time.monotonic() - begin, notice))
+            self.post_message(self.Polled(found, time.monotonic() - begin, notice))
 
-    @on(Looked)
-    def _looked(self, message: Looked) -> None:
+    @on(Polled)
+    def _polled(self, message: Polled) -> None:
         begin, trouble = time.monotonic(), self.query_one("#trouble", Static)
         if message.notice:
             self.notify(message.notice, markup=False)
@@ -207,10 +207,10 @@ class TopApp(App[None]):
         self._draw()
 
         def drawn() -> None:
-            # Whatever looks there were, of a timer or after an action: there is one next one.
+            # One timer for the next poll, also if an action has caused one in between.
             if self._next is not None:
                 self._next.stop()
-            self._next = self.set_timer(pause(self._interval, message.seconds + time.monotonic() - begin), self.look)
+            self._next = self.set_timer(pause(self._interval, message.seconds + time.monotonic() - begin), self.poll)
 
         self.call_after_refresh(drawn)
 
@@ -236,10 +236,10 @@ class TopApp(App[None]):
         order += f", endpoints with {one_line(choice.filter)!r}, Esc: all" if choice.filter else ""
         self.query_one("#order Static", Static).update(order)
         self.query_one(Sparkline).data = list(self._history)
-        self._tell()
+        self._show_detail()
 
     @on(DataTable.RowHighlighted, "#objects")
-    def _tell(self) -> None:
+    def _show_detail(self) -> None:
         item = self._selected()
         text = detail(self._view, item) if self._view is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
@@ -319,7 +319,7 @@ class TopApp(App[None]):
 
         def answered(key: str | None) -> None:
             if key in actions:
-                self.look(actions[key])
+                self.poll(actions[key])
             else:
                 self.notify("left as it is")
 

@@ -1,4 +1,4 @@
-"""The view on paper: everything once, for pipes and scripts."""
+"""The printed view: everything once, for pipes and scripts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _GAP = 2
 
 
 def print_once(find: Callable[[str], Client], interval: float, sort: str, console: Console) -> None:
-    """Print all there is: of two looks the second, because rates need two.
+    """Print the second of two snapshots: rates need two.
 
     :raises SharedRPCError: if no server answers.
     """
     watcher = ServerWatcher(find)
     try:
-        first = watcher.look()
+        first = watcher.poll()
         time.sleep(interval)
-        second = watcher.look()
+        second = watcher.poll()
     finally:
         watcher.close()
     view = View(second, rates(first, second), parts_for(console), os.getpid())
     tables = [*others(view).values(), objects(view, arranged(second.objects, ObjectChoice(sort)))]
-    if not sys.stdout.isatty():  # what reads a pipe wants one line for each row, however long
+    if not sys.stdout.isatty():  # a program that reads a pipe gets one line for each row, however long
         console.width = _UNLIMITED
     for line in (headline(view), totals(view)):
         console.print(line, no_wrap=True, overflow="ellipsis")

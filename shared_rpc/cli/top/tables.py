@@ -31,7 +31,7 @@ __all__ = [
     "totals",
 ]
 
-#: Seconds. A run that takes less, and says nothing, is no build to look at.
+#: Seconds. A run that takes less, and reports no progress, is not listed as a build.
 _SHORT = 0.25
 _BAR = 20
 #: Cells of an endpoint's name beside a key, which begins with it.
@@ -83,7 +83,7 @@ def parts_for(console: Console) -> str:
 
 
 def headline(view: View) -> Text:
-    """Tell which server it is."""
+    """Describe the server in one line."""
     server = view.snapshot.server
     path = one_line(server["socket_path"] or "")
     facts = f"pid {server['pid']}  {_device(server['device'])}  up {lasted(server['uptime'])}  {path}"
@@ -91,7 +91,7 @@ def headline(view: View) -> Text:
 
 
 def totals(view: View) -> Text:
-    """Tell the sums, those that matter most first."""
+    """Format the sums, the most important first."""
     server, used = view.snapshot.server, view.snapshot.server["descriptors"]
     calls, hits = (sum(getattr(rate, what) for rate in view.rates.values()) for what in ("calls", "hits"))
     tasks = server["tasks"]["pending"] + server["tasks"]["running"]
@@ -150,7 +150,7 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
 
 
 def detail(view: View, item: ListedObjectInfo) -> str:
-    """Tell of one object what columns have no room for."""
+    """Describe one object by what has no room in columns."""
     facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
     return f"{item['object_id']}  {one_line(origin(item))}\n{facts}"
 
@@ -218,9 +218,9 @@ def _clients(view: View) -> Table:
 
 
 def bar(marks: str, parts: Sequence[tuple[float, str]], total: float) -> Text:
-    """Draw how much of a whole is what.
+    """Draw the parts of a whole.
 
-    A part of more than nothing has a cell at least while there is one, so that it is seen; what exceeds the total is not drawn.
+    A part that is not empty has at least one cell while there is one, so that it is seen. An excess is not drawn.
     """
     line, left, begun = Text(), _BAR, 0.0
     for mark, (amount, style) in zip(marks, parts, strict=False):
@@ -256,7 +256,7 @@ def _row(*cells: object) -> list[Text]:
 
 
 def _text(value: object, style: str = "") -> Text:
-    # What others have written moves no cursor.
+    # Text of others has no control characters.
     return Text(one_line(str(value)), style)
 
 

@@ -1,4 +1,4 @@
-"""Looks at a server: what it tells at one moment, what it did between two, and what it is asked to do."""
+"""Snapshots of a server, the rates between two of them, and actions on the server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObje
 
 __all__ = ["Action", "Rates", "ServerWatcher", "Snapshot", "pause", "rates"]
 
-#: Of the time at most one part in so many is spent on answers: a server with many objects is not slowed down by being watched.
+#: At most one part in so many of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
-#: Seconds to wait for what a device's driver says, before what it said last is shown; and where it said nothing yet.
+#: Seconds to wait for the facts of a device's driver before the latest known ones are shown; and if none are known yet.
 _DEVICE_PATIENCE, _FIRST_DEVICE_PATIENCE = 0.2, 1.0
 
 
@@ -45,7 +45,7 @@ class Snapshot:
     commands: Mapping[int, str] = field(default_factory=dict)
 
     def is_of(self, other: Snapshot) -> bool:
-        """Tell whether both are of one server process."""
+        """Return whether both are of one server process."""
         # A server under a service manager keeps its id when it is started again, and counts from nothing.
         which = itemgetter("server_id", "pid", "started_at")
         return bool(which(self.server) == which(other.server))
@@ -80,7 +80,7 @@ def _counts(counts: EndpointStatistics | None) -> Sequence[int]:
 
 
 def pause(interval: float, answered_in: float) -> float:
-    """Compute the seconds until the next look, after one that took some seconds."""
+    """Compute the seconds until the next poll, after one that took some seconds."""
     return max(interval, _SHARE * answered_in)
 
 
@@ -97,10 +97,10 @@ class Action(NamedTuple):
 
 
 class ServerWatcher:
-    """A client of the server that is watched, or of the next one. One thread at a time uses it.
+    """Client of the watched server, or of its successor. One thread at a time uses it.
 
-    :param find: returns a client of the server to look at, given the socket of the previous one, or raises the reason why there
-        is none as a :class:`SharedRPCError`.
+    :param find: returns a client of the server to watch, given the socket of the previous one. It raises a
+        :class:`SharedRPCError` with the reason if there is none.
     """
 
     def __init__(self, find: Callable[[str], Client]) -> None:
@@ -112,8 +112,8 @@ class ServerWatcher:
         self._asking: threading.Thread | None = None
         self._commands: dict[int, str] = {}
 
-    def look(self) -> Snapshot:
-        """Ask for everything.
+    def poll(self) -> Snapshot:
+        """Ask the server for everything.
 
         :raises SharedRPCError: if no server answers, with what was lost or how to start one.
         """
@@ -127,8 +127,8 @@ class ServerWatcher:
             raise SharedRPCError(f"lost the server, and looking for it: {error}" if self._path else str(error)) from error
         return self._latest
 
-    def carry_out(self, action: Action) -> str:
-        """Do what was asked for, and tell the result. A server other than the one on the screen is not asked."""
+    def execute(self, action: Action) -> str:
+        """Execute an action and return its result as a text; but never on another server than the one on the screen."""
         client = self._client
         if client is None or self._latest is None or not self._latest.is_of(action.seen):
             return f"{action.label}: not done, because the server had gone"
@@ -145,7 +145,7 @@ class ServerWatcher:
         return f"{action.label} {verb}" if done else f"{action.label} had gone already"
 
     def close(self) -> None:
-        """Hang up. The next look finds a server anew."""
+        """Close the connection. The next poll finds a server anew."""
         client, self._client, self._latest = self._client, None, None
         if client is not None:
             with suppress(SharedRPCError, OSError):
@@ -162,7 +162,7 @@ class ServerWatcher:
         return Snapshot(*now, server, objects, devices, runs, sessions, endpoints, self._commands)
 
     def _ask_devices(self, client: Client) -> list[DeviceInfo]:
-        """Return what is known of the devices. A GPU's memory is asked of a worker, which may be busy for long."""
+        """Return the known facts of the devices. A GPU's are asked of a worker, which may be busy for long."""
         if self._asking is None or not self._asking.is_alive():
 
             def ask() -> None:

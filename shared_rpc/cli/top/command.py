@@ -1,0 +1,56 @@
+"""``shared-rpc top``: a live view of a server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from shared_rpc.cli.options import BasePath, Socket
+from shared_rpc.errors import ConfigurationError
+
+__all__ = ["top"]
+
+
+def top(
+    interval: Annotated[
+        float, typer.Option("--interval", "-d", min=0.05, max=86400, metavar="SECONDS", help="Between two polls.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; the default without a terminal.")] = False,
+    sort: Annotated[str, typer.Option(help="Objects by size, age, leases, name or access.")] = "size",
+    socket: Socket = None,
+    base_path: BasePath = None,
+) -> None:
+    """Watch a server: its objects and who holds them, calls, builds, memory, workers and clients. '?' shows the keys.
+
+    Waits for a server where none is alive, and for the next one when it goes away. With --once that is exit code 1.
+    """
+    import functools
+
+    from rich.console import Console
+
+    from shared_rpc.cli.discovery import find_server
+    from shared_rpc.cli.top.printing import print_once
+    from shared_rpc.cli.top.tables import ORDERS
+
+    if sort not in ORDERS:
+        *others, last = ORDERS
+        raise ConfigurationError(f"--sort {sort}: use {', '.join(others)} or {last}")
+    find = functools.partial(find_server, socket, base_path)
+    console = Console(highlight=False)
+    if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:
+        print_once(find, interval, sort, console)
+        return
+    try:
+        import textual  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            "the live view needs the package textual: pip install 'shared-rpc[top]'; "
+            "'shared-rpc top --once' prints the same without it"
+        ) from error
+    from shared_rpc.cli.top.terminal import run
+
+    code = run(find, interval, sort, console)
+    if code:
+        raise typer.Exit(code)
