@@ -12,13 +12,13 @@ from rich.console import Console
 from shared_rpc.cli.options import Json
 from shared_rpc.cli.rendering import as_json, complain, one_line, table
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.extras.verification.verdict import Observer, Outcome
 from shared_rpc.provider.amounts import in_bytes
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from shared_rpc.extras.verify import Report
-    from shared_rpc.extras.verify.verdict import Outcome
 
 __all__ = ["verify"]
 
@@ -45,19 +45,19 @@ def verify(
     A server of its own is started, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
     one failed, 2 if there was nothing to check.
     """
-    from shared_rpc.extras.verify import CannotRun, Interrupted, run
+    from shared_rpc.extras import verify as verification
 
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
-        settings = run.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
+        settings = verification.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
         with _Progress() as progress:
-            report = run.verify(settings, progress)
-    except (CannotRun, SharedRPCError, OSError) as error:
+            report = verification.verify(settings, progress)
+    except (verification.CannotRun, SharedRPCError, OSError) as error:
         if json:
-            as_json({"schema": run.SCHEMA, "error": str(error)})
+            as_json({"schema": verification.SCHEMA, "error": str(error)})
         complain(f"cannot verify: {one_line(str(error))}")
         raise typer.Exit(_COULD_NOT_RUN) from None
-    except Interrupted as interrupted:
+    except verification.Interrupted as interrupted:
         print(f"shared-rpc: {interrupted}: ended, and nothing is left", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED + interrupted.number) from None
     if json:
@@ -88,8 +88,8 @@ def _show(report: Report) -> None:
     print(f"\n{', '.join(counts)}, in {report.seconds:.0f} s")
 
 
-class _Progress:
-    """How far it is, on standard error where that is a terminal; see :class:`shared_rpc.extras.verify.Observer`."""
+class _Progress(Observer):
+    """Progress of a verification, on standard error if that is a terminal."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -108,22 +108,18 @@ class _Progress:
         self._bars.stop()
 
     def prepare(self, checks: int) -> None:
-        """Show that processes are started."""
         self._all = self._bars.add_task("starting a server and its clients", total=checks)
 
     def begin(self, outcome: Outcome) -> None:
-        """Show the check that begins."""
         assert self._all is not None, "prepared before"
         self._bars.update(self._all, description=outcome.title)
 
     def step(self, done: int, total: int) -> None:
-        """Show how much of the check is done."""
         if self._check is None:
             self._check = self._bars.add_task("  of this check", total=total)
         self._bars.update(self._check, completed=done)
 
     def end(self, outcome: Outcome) -> None:
-        """Count the check that has ended."""
         assert self._all is not None, "prepared before"
         self._bars.advance(self._all)
         if self._check is not None:

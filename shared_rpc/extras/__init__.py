@@ -1,1 +1,1 @@
-"""What is made of the rest of the package, and that nothing else in it needs."""
+"""Optional parts, made of the rest of the package: nothing else in it needs them."""

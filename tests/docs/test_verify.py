@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.extras.verify import Settings, verify
-from shared_rpc.extras.verify import run as running
-from shared_rpc.extras.verify.checks import CHECKS, Check
-from shared_rpc.extras.verify.gauges import memory_of, segment_bytes
-from shared_rpc.extras.verify.interrupts import Interrupted, Interrupts
-from shared_rpc.extras.verify.model import true_size
-from shared_rpc.extras.verify.run import SCHEMA, Report
-from shared_rpc.extras.verify.stage import _make_directory, marked
-from shared_rpc.extras.verify.verdict import Outcome, Silent, size
+from shared_rpc.extras import verify as running
+from shared_rpc.extras.verification.checks import CHECKS, Check
+from shared_rpc.extras.verification.gauges import memory_of, segment_bytes
+from shared_rpc.extras.verification.interrupts import Interrupted, Interrupts
+from shared_rpc.extras.verification.model import true_size
+from shared_rpc.extras.verification.stage import _make_directory, marked
+from shared_rpc.extras.verification.verdict import Observer, Outcome, size
+from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
 from tests.kit import forks, verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
 
@@ -123,7 +122,7 @@ def whole(scratch: Path) -> dict[str, Any]:
     return document
 
 
-class Breaker(Silent):
+class Breaker(Observer):
     """Has the client processes of each check share in the way that it is to notice; else as they should."""
 
     def __init__(self, folder: Path, subjects: dict[str, str]) -> None:
@@ -238,12 +237,12 @@ def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
     def interrupted(bench: Any, outcome: Outcome) -> None:
         raise Interrupted(signal.SIGINT)
 
-    outcome = running._made(Check("breaks", "breaks off", breaks), bench, Silent())
+    outcome = running._run_check(Check("breaks", "breaks off", breaks), bench, Observer())
 
     assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
     assert outcome.problems[0].found == "RuntimeError: no such luck"
     with pytest.raises(Interrupted):
-        running._made(Check("interrupted", "interrupted", interrupted), bench, Silent())
+        running._run_check(Check("interrupted", "interrupted", interrupted), bench, Observer())
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -364,7 +363,7 @@ def test_a_signal_waits_for_the_end_of_what_must_not_be_cut_in_half() -> None:
     """It is raised right after that; and once, so that what it sets off is not cut in half either."""
     steps = []
     with Interrupts() as interrupts:
-        with pytest.raises(Interrupted) as raised, interrupts.held():
+        with pytest.raises(Interrupted) as raised, interrupts.deferred():
             os.kill(os.getpid(), signal.SIGTERM)
             steps.append("whole")
         os.kill(os.getpid(), signal.SIGTERM)

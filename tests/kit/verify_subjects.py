@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc import Client
-from shared_rpc.extras.verify.clients import Subject
+from shared_rpc.extras.verification.clients import Subject
 
 
 class Copying(Subject):

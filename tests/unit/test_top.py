@@ -684,7 +684,7 @@ async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
     class Slow(Told):
         def poll(self) -> Snapshot:
             answers.wait(20)
-            return super().look()
+            return super().poll()
 
     app = TopApp(Slow(few(1)), 86400.0, "size", "█▓▒░")
     async with app.run_test() as pilot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared_rpc import Provider
-from shared_rpc.extras.verify.model import build
+from shared_rpc.extras.verification.model import build
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""The model that is shared: seeded random weights, so that whoever builds it has the same bits."""
+"""The shared model: seeded random weights, with the same bits in every process that builds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _shape(nbytes: int) -> tuple[int, int]:
 
 
 def true_size(nbytes: int) -> int:
-    """Return the bytes of a model which is asked to have ``nbytes``: whole layers, but one at least."""
+    """Return the size of a model for ``nbytes``, in whole layers, at least one."""
     layers, width = _shape(nbytes)
     return layers * width * width * _FLOAT
 
@@ -38,7 +38,7 @@ def build(nbytes: int, seed: int, device: str) -> torch.nn.Module:
     generator = torch.Generator(device).manual_seed(seed)
     stack = torch.nn.Sequential()
     for _ in range(layers):
-        # No time for an initialisation that nobody reads.
+        # Without an initialisation that is overwritten.
         linear = torch.nn.Linear(width, width, bias=False, device="meta").to_empty(device=device)
         with torch.no_grad():
             linear.weight.normal_(0, math.sqrt(2 / width), generator=generator)

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and a closed terminal end a verification at any moment, and leave nothing behind.
 
-A signal's handler raises in the middle of whatever runs. Two things must not be cut in half: starting a process and noting
-that it was started, and the clearing up. They run :meth:`Interrupts.held`, and the signal is seen to after them.
+A signal's handler raises in the middle of the code that runs. Two steps must not be interrupted: starting a process and noting
+that it was started, and the cleaning up. They run in :meth:`Interrupts.deferred`, which raises at its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal asked for the end. No check takes it for its own failure."""
+    """End by a signal. No check takes it for its own failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -25,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """Handles the signals of this process while the block runs, in the main thread."""
+    """Handler of this process's signals while the block runs, in the main thread."""
 
     def __init__(self) -> None:
         #: The first signal that came, 0 before it.
@@ -45,22 +45,22 @@ class Interrupts:
             signal.signal(number, before)  # type: ignore[arg-type]  # what signal() had returned
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # The first one is enough: another one must not break off the clearing up that this one has begun.
+        # The first one is enough: another one must not interrupt the cleaning up that it has begun.
         if not self.number:
             self.number = number
             self.check()
 
     def check(self) -> None:
-        """Raise if a signal has come: one that came while a finaliser ran was raised where nobody could catch it.
+        """Raise if a signal has come: the exception of one that came during a finaliser is lost.
 
-        :raises Interrupted: unless it is held back.
+        :raises Interrupted: unless it is deferred.
         """
         if self.number and not self._depth:
             raise Interrupted(self.number)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Raise after the block what comes within it, unless the block ends with an exception of its own."""
+    def deferred(self) -> Iterator[None]:
+        """Raise after the block for a signal within it, unless the block ends with an exception of its own."""
         self._depth += 1
         try:
             yield

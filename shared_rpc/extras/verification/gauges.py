@@ -1,4 +1,4 @@
-"""What the kernel and a GPU's driver tell of the processes of a verification, and of their memory."""
+"""Measurements of a verification's processes and of their memory, by the kernel and by a GPU's driver."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shared_rpc.extras.verify.clients import ClientFailed, VerifyClient
-from shared_rpc.extras.verify.stage import Stage
+from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
+from shared_rpc.extras.verification.stage import Stage
 
 __all__ = ["Counts", "DeviceGauge", "HostGauge", "counts_of", "memory_of", "segment_bytes"]
 
@@ -19,7 +19,7 @@ _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+ \d+)\s+/mem
 
 
 class Counts(NamedTuple):
-    """What a process has: open descriptors, mappings, threads, and bytes of memory that is no file's."""
+    """Resources of a process: open descriptors, mappings, threads, and bytes of anonymous memory."""
 
     fds: int
     mappings: int
@@ -28,18 +28,18 @@ class Counts(NamedTuple):
 
 
 def counts_of(pid: int) -> Counts:
-    """Count what a process has now."""
+    """Count the resources of a process now."""
     sizes = dict(re.findall(r"^(RssAnon|Threads):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
     mappings = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
     return Counts(len(os.listdir(f"/proc/{pid}/fd")), mappings, int(sizes["Threads"]), int(sizes["RssAnon"]) * 1024)
 
 
 def memory_of(pids: Iterable[int], builder: int = 0) -> int:
-    """Add up the bytes of host memory that processes use together: what several of them share counts once.
+    """Add up the host memory that processes use together, in bytes; memory that several of them share counts once.
 
-    Files on disk are left out (libraries): what a process uses of those depends on who else on the machine uses them.
+    Files on disk are left out (libraries): their share depends on the other processes of the machine that use them.
 
-    :param builder: the process whose own memory is left out, because its allocator keeps some of what a build needed.
+    :param builder: the process whose own memory is left out, because its allocator keeps memory of a build.
     """
     total = 0
     for pid in pids:
@@ -51,7 +51,7 @@ def memory_of(pids: Iterable[int], builder: int = 0) -> int:
 
 
 def segment_bytes(pids: Iterable[int]) -> int:
-    """Add up the bytes of the library's anonymous files that processes have open or mapped, each file counted once."""
+    """Add up the library's anonymous files that processes have open or mapped, in bytes; each file counts once."""
     files: dict[str, int] = {}
     for pid in pids:
         with suppress(OSError):
@@ -70,13 +70,13 @@ def segment_bytes(pids: Iterable[int]) -> int:
 
 
 class HostGauge:
-    """The kernel's own accounts of every process of the verification."""
+    """Gauge of host memory, by the kernel's accounts of all processes of the verification."""
 
-    #: How the memory is measured, for people.
+    #: Method of measurement, for people.
     method = "Pss of all processes but for the builder's own heap"
     #: Seconds for memory to come back after a process was killed.
     patience = 1.0
-    #: Bytes that each process may use beside the model: pages that it shared with its fork server until it wrote to them.
+    #: Bytes that each process may use beside the model: pages that it shares with the fork server until it writes to them.
     noise = 2 << 20
     #: Bytes by which a reading of the segments may be off.
     blur = 0
@@ -85,7 +85,7 @@ class HostGauge:
         self._stage = stage
 
     def used(self) -> int:
-        """Measure the bytes in use by all processes together, what they share counted once."""
+        """Measure the bytes in use by all processes together."""
         return memory_of(self._stage.pids(), builder=self._stage.worker_pid())
 
     def segments(self) -> int:
@@ -94,18 +94,15 @@ class HostGauge:
 
 
 class DeviceGauge:
-    """What the driver says is in use on a GPU, asked of a process whose context is there before and after.
+    """Gauge of a GPU's memory, by its driver, asked in a process whose context exists before and after.
 
-    Contexts are there before the first reading; what another program allocates meanwhile is counted too. Segments are what
-    is in use beside contexts. The attributes are those of :class:`HostGauge`.
+    All contexts exist before the first reading. Memory of other programs is counted too. The attributes are those of
+    :class:`HostGauge`.
     """
 
     method = "cudaMemGetInfo, contexts there before"
     patience = 3.0  # the driver ends the context of a process that was killed, and then its memory is free
-    noise = (
-        64 << 20
-    )  # kernels that are loaded when they are first needed, and what a forward pass leaves with torch's allocator
-    blur = 64 << 20
+    noise = blur = 64 << 20  # kernels are loaded at their first use, and a forward pass leaves memory with torch's allocator
 
     def __init__(self, connect: Callable[[], VerifyClient], device: str) -> None:
         self._connect = connect

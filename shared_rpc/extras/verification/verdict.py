@@ -1,59 +1,55 @@
-"""What a check found, and what that means."""
+"""Outcomes of checks, and the observer that is notified of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-__all__ = ["Observer", "Outcome", "Problem", "Silent", "size"]
+__all__ = ["Observer", "Outcome", "Problem", "size"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it must be: what was expected, what was found instead, what to do about it."""
+    """A difference between what was expected and what was found, with advice."""
 
     expected: str
     found: str
     advice: str
 
 
-class Observer(Protocol):
-    """Observer of a verification; a subclass implements what it wants to know."""
+class Observer:
+    """Observer of a verification. Its methods do nothing; a subclass overrides those that it needs."""
 
     def prepare(self, checks: int) -> None:
         """Note that processes are started, for so many checks."""
-        return
 
     def begin(self, outcome: Outcome) -> None:
         """Note that a check begins."""
-        return
 
     def step(self, done: int, total: int) -> None:
         """Note how much of the check is done."""
-        return
 
     def end(self, outcome: Outcome) -> None:
-        """Note that it has ended."""
-        return
+        """Note that the check has ended."""
 
 
-class Silent(Observer):
-    """Observer that wants to know nothing."""
+#: Advice where a promise of the library itself is broken.
+_REPORT = "please report this, with the server's log"
 
 
 @dataclass
 class Outcome:
-    """Filled by a check while it runs, so that what was found stays where the check breaks off.
+    """The outcome of a check, filled while it runs: a check that breaks off keeps what it found.
 
-    ``name`` is for programs, ``title`` for people. ``figures`` are numbers; their names end in their units, ``_bytes`` or
-    ``_seconds``, where they are no counts.
+    ``name`` is for programs, ``title`` for people. ``figures`` are counts, or have a unit at the end of their name, ``_bytes``
+    or ``_seconds``.
     """
 
     name: str
     title: str
-    watcher: Observer = field(default_factory=Silent)
+    watcher: Observer = field(default_factory=Observer)
     seconds: float = 0.0
     #: One line for people.
     found: str = ""
@@ -62,14 +58,14 @@ class Outcome:
     #: Whether the check is not possible here.
     skipped: bool = False
 
-    def require(self, good: bool, expected: str, found: str, advice: str) -> None:
+    def require(self, good: bool, expected: str, found: str, advice: str = _REPORT) -> None:
         """Note a problem unless ``good``."""
         if not good:
             self.problems.append(Problem(expected, found, advice))
 
     @contextmanager
     def crashes_are_failures(self) -> Iterator[None]:
-        """Have a check that breaks off fail; the others go on."""
+        """Turn an exception of the check into a problem; the other checks go on."""
         try:
             yield
         except Exception as error:
@@ -78,11 +74,11 @@ class Outcome:
 
     @property
     def state(self) -> Literal["passed", "failed", "skipped"]:
-        """Failed where there is a problem."""
+        """State of the check, ``"failed"`` if there is a problem."""
         return "failed" if self.problems else "skipped" if self.skipped else "passed"
 
     def as_json(self) -> dict[str, Any]:
-        """Describe it for programs; the documentation has the schema."""
+        """Return the outcome for programs; the documentation has the schema."""
         return {
             "name": self.name,
             "title": self.title,
@@ -95,7 +91,7 @@ class Outcome:
 
 
 def size(nbytes: float) -> str:
-    """Write bytes for people: ``"64.0 MiB"``, with the sign of what is missing."""
+    """Format bytes: ``"64.0 MiB"``, with a sign if negative."""
     amount, unit = abs(float(nbytes)), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:

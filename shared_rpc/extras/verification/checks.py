@@ -12,28 +12,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shared_rpc.extras.verify.clients import ClientFailed, VerifyClient
-from shared_rpc.extras.verify.gauges import Counts, DeviceGauge, HostGauge, counts_of
-from shared_rpc.extras.verify.stage import Stage, within
-from shared_rpc.extras.verify.verdict import Outcome, size
+from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
+from shared_rpc.extras.verification.gauges import Counts, DeviceGauge, HostGauge, counts_of
+from shared_rpc.extras.verification.stage import Stage, within
+from shared_rpc.extras.verification.verdict import Outcome, size
 
 __all__ = ["CHECKS", "Bench", "Check"]
 
-#: Bytes of a model for what is about processes, and not about bytes: to read a large one would take most of the time.
+#: Bytes of the model of checks that are about processes: to read a large one would take most of the time.
 _SMALL = 16 << 20
-#: Of the model that most checks share, so that it is built once.
+#: Seed of the model that most checks share, so that it is built once.
 _SEED = 1
-#: How processes end, in turn: see ``ClientProcess.end``. The one that takes long comes once in ten.
+#: Ends of processes, in turn, see ``ClientProcess.end``. The one that takes long comes once in ten.
 _ENDS = (*("closed", "left", "killed") * 3, "finished")
-#: Seconds for a server to notice what has ended.
+#: Seconds for a server to notice the end of a client.
 _SETTLED = 2.0
-#: Attaches before those that count: caches fill, and allocators take what they keep.
+#: Attaches before those that count: caches fill, and allocators reserve memory.
 _WARM_UP = 100
-#: Attaches between two looks at how far it is.
+#: Attaches between two reports of progress.
 _STRIDE = 100
-#: Mappings that allocators make and give back as they like.
+#: Mappings that allocators make and remove at any time.
 _MAPPINGS = 8
-#: Bytes that allocators keep beyond what is in use; a model, or a leak of some KiB each time, is more than that.
+#: Bytes that allocators keep beyond those in use. A model, or a leak of some KiB each time, is more.
 _KEPT = 4 << 20
 #: Counters of the server that are as before when its clients are gone.
 _KEYS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = ("leases", "sessions", "connections", "objects")
@@ -43,11 +43,13 @@ _LEASES = 1.0
 _NO_GAP = 1.0
 #: Seconds for a worker to end with its server.
 _ORPHAN = 2.0
+#: Result of a write to protected memory that was not stopped.
+_WRITTEN = "its write went through"
 
 
 @dataclass(frozen=True)
 class Check:
-    """``name`` is for programs and the command line, ``title`` for people."""
+    """A check: ``name`` is for programs and the command line, ``title`` for people."""
 
     name: str
     title: str
@@ -56,12 +58,12 @@ class Check:
 
 @dataclass
 class Bench:
-    """What all checks work with.
+    """Processes, gauge and settings of all checks.
 
-    :param device: as torch names it in the client processes.
-    :param protects: whether read-only memory is enforced, by the mechanism that the server shares with.
-    :param nbytes: of the model.
-    :param together: how many of many client processes run at the same time.
+    :param device: torch's name of the device, in the client processes.
+    :param protects: whether the server's mechanism enforces read-only memory.
+    :param nbytes: size of the model.
+    :param together: number of client processes that run at the same time, where many come and go.
     """
 
     stage: Stage
@@ -76,11 +78,11 @@ class Bench:
     _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(_SEED + 1))
 
     def new_seed(self) -> int:
-        """Choose a model that nobody has asked for."""
+        """Return the seed of a model that is not built yet."""
         return next(self._seeds)
 
     def drop(self, seed: int, endpoint: str = "model") -> None:
-        """Have the server list a model no more: who holds it keeps it."""
+        """Drop a model from the server's cache; its holders keep it."""
         self.stage.client().invalidate_call_cache(endpoint, self.nbytes, seed)
 
     @contextmanager
@@ -92,17 +94,17 @@ class Bench:
 
 
 def _all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
-    """Have all clients carry out one command at the same time: the answers."""
+    """Execute one command in all clients at the same time, and return the answers."""
     for client in clients:
-        client.tell(do, **options)
-    return [client.answer() for client in clients]
+        client.send(do, **options)
+    return [client.receive() for client in clients]
 
 
 def one_copy(bench: Bench, outcome: Outcome) -> None:
     """Check that N processes that attach and compute use the memory of one model more than before."""
     gauge, seed, workers = bench.gauge, bench.new_seed(), bench.workers
     with bench.stage.clients(workers) as clients:
-        # What a process needs once is no part of it: contexts, kernels, workspaces, and what allocators keep of a build.
+        # First what a process needs once: contexts, kernels, workspaces, and memory that allocators keep of a build.
         _all_of(clients, "attach", nbytes=bench.nbytes, seed=_SEED, name="another")
         _all_of(clients, "digest", name="another")
         gauge.used()
@@ -137,12 +139,11 @@ def one_copy(bench: Bench, outcome: Outcome) -> None:
         objects == 1 and built == 1,
         f"one build for {workers} processes that ask at the same time",
         f"{built} builds, {objects} objects",
-        "please report this: identical calls join one run",
     )
 
 
 def zero_copy(bench: Bench, outcome: Outcome) -> None:
-    """Check that all processes see what each of them writes into the model; so does one that comes later."""
+    """Check that all processes see what each of them writes into the model, a later one too."""
     workers, seed = max(bench.workers, 2), bench.new_seed()
     with bench.attached(workers, seed=seed) as clients:
         for number, client in enumerate(clients):
@@ -166,7 +167,7 @@ def zero_copy(bench: Bench, outcome: Outcome) -> None:
 
 
 def accuracy(bench: Bench, outcome: Outcome) -> None:
-    """Check that a forward pass over the shared model has the bits of one over a model that a process has for itself."""
+    """Check that a forward pass over the shared model has the bits of one over an unshared model."""
     with bench.stage.clients(1) as (single,):
         alone = single.ask("alone", nbytes=bench.nbytes, seed=_SEED, device=bench.device)
     with bench.attached(bench.workers) as clients:
@@ -180,12 +181,12 @@ def accuracy(bench: Bench, outcome: Outcome) -> None:
         wrong == 0,
         "the bits that a process computes which has the model for itself",
         f"{wrong} of {bench.workers} processes compute others",
-        "see whether somebody writes into the model, and whether torch and its settings are the same in all processes",
+        "see whether a process writes into the model, and whether torch and its settings are the same in all processes",
     )
 
 
 def read_only(bench: Bench, outcome: Outcome) -> None:
-    """Check that memory of an ``access="read"`` endpoint stays as it is: a process that writes to it ends, or is told."""
+    """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
     if not bench.protects:
         outcome.skipped = True
         outcome.found = "the mechanism that this GPU is shared with cannot protect memory; 'shared-rpc doctor' tells why"
@@ -195,14 +196,14 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
         _all_of(clients, "attach", **model)
         reader, writer = clients
         before = reader.ask("digest")
-        how = "its write went through"
+        how = _WRITTEN
         try:
             writer.ask("write", first=0, values=[1000.0])
         except ClientFailed as failure:
             how = str(failure)
         after = reader.ask("digest")
         bench.drop(_SEED, "protected")
-    stopped = how != "its write went through"
+    stopped = how != _WRITTEN
     killed = f"exit code {-signal.SIGSEGV}" in how
     outcome.figures |= {"writes_stopped": int(stopped), "readers_disturbed": int(before != after)}
     outcome.found = (
@@ -214,7 +215,7 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
 
 
 def lifetimes(bench: Bench, outcome: Outcome) -> None:
-    """Have processes start, attach, compute and end: with and without closing their client, and by SIGKILL."""
+    """Start processes that attach, compute and end: with and without closing their client, and by SIGKILL."""
     stage, total, nbytes = bench.stage, bench.lifetimes, min(bench.nbytes, _SMALL)
     ends, codes, digests = itertools.cycle(_ENDS), [], set()
     running: deque[VerifyClient] = deque()
@@ -226,10 +227,10 @@ def lifetimes(bench: Bench, outcome: Outcome) -> None:
             for number in range(total + bench.together):
                 if number < total:
                     running.append(stage.connect())
-                    running[-1].tell("attach", nbytes=nbytes, seed=_SEED)
+                    running[-1].send("attach", nbytes=nbytes, seed=_SEED)
                 if number >= bench.together and running:
                     client = running.popleft()
-                    client.answer()
+                    client.receive()
                     digests.add(client.ask("digest"))
                     how = next(ends)
                     codes.append(client.end(how) == (-signal.SIGKILL if how == "killed" else 0))
@@ -247,14 +248,13 @@ def lifetimes(bench: Bench, outcome: Outcome) -> None:
         f"{good} of {total} processes attached, computed and ended as told (forked with torch imported; a session each; some "
         f"closed their client, some did not, a third was killed)"
     )
-    report = "please report this, with the server's log"
-    outcome.require(good == total, f"{total} processes end as they are told to", f"{total - good} ended otherwise", report)
-    outcome.require(digests == {right}, "all compute the same bits", f"{len(digests | {right})} different results", report)
-    outcome.require(still == right, "one that was there all the time computes on", "it computes other bits", report)
+    outcome.require(good == total, f"{total} processes end as they are told to", f"{total - good} ended otherwise")
+    outcome.require(digests == {right}, "all compute the same bits", f"{len(digests | {right})} different results")
+    outcome.require(still == right, "one that was there all the time computes on", "it computes other bits")
     found = ", ".join(f"{key} {before[key]} → {after[key]}" for key in before if before[key] != after[key])
-    outcome.require(settled is not None, f"the server is as before within {_SETTLED:g} s", found or "it changes still", report)
+    outcome.require(settled is not None, f"the server is as before within {_SETTLED:g} s", found or "it changes still")
     same = (broker, worker) == (stage.broker_pid, stage.worker_pid())
-    outcome.require(same, "the same server and the same worker all the time", "one of them was replaced", report)
+    outcome.require(same, "the same server and the same worker all the time", "one of them was replaced")
 
 
 def _state(bench: Bench) -> dict[str, int]:
@@ -263,9 +263,9 @@ def _state(bench: Bench) -> dict[str, int]:
 
 
 def growth(bench: Bench, outcome: Outcome) -> None:
-    """Check that after many attaches and releases server, worker and client have what they had after the first hundred."""
+    """Check that server, worker and client need no more after many attaches and releases than after the first hundred."""
     stage = bench.stage
-    # Somebody else holds the model, as in life; each release is the last one of its process.
+    # Another process holds the model, as in practice; each release is the last one of its process.
     with bench.attached(1), stage.clients(1) as (client,):
         leases = stage.info()["leases"]
         client.ask("cycles", count=_WARM_UP, nbytes=bench.nbytes, seed=_SEED)
@@ -293,10 +293,10 @@ def growth(bench: Bench, outcome: Outcome) -> None:
         not grown,
         f"what was there after the first {_WARM_UP}, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process",
         "; ".join(grown),
-        "the process named does not let go of what it was given; if it is the client, look for handles that are kept",
+        "the named process does not release what it was given; if it is the client, look for handles that are kept",
     )
     changed = ", ".join(f"{key} {state[key]} → {later[key]}" for key in state if state[key] != later[key])
-    outcome.require(not changed, "the server's leases, sessions and objects as before", changed, "please report this")
+    outcome.require(not changed, "the server's leases, sessions and objects as before", changed)
     outcome.require(
         more <= bench.gauge.blur,
         "no more shared memory than before",
@@ -310,7 +310,7 @@ def _counts(pids: dict[str, int]) -> dict[str, Counts]:
 
 
 def _grown(before: dict[str, Counts], after: dict[str, Counts]) -> list[str]:
-    """List what has become more than allocators explain, for people."""
+    """List the growth that allocators do not explain, for people."""
     limits: dict[str, Any] = {"fds": 0, "mappings": _MAPPINGS, "threads": 0, "memory": _KEPT}
     return [
         f"{who}: {key} {old} → {new}"
@@ -325,7 +325,7 @@ def _signed(number: int) -> str:
 
 
 def kill_client(bench: Bench, outcome: Outcome) -> None:
-    """Kill the only holder of a model that is in no cache: lease and memory come back."""
+    """Kill the only holder of a model that is in no cache: lease and memory are released."""
     stage, seed = bench.stage, bench.new_seed()
     with bench.attached(1) as (other,):
         right = other.ask("digest")
@@ -341,22 +341,21 @@ def kill_client(bench: Bench, outcome: Outcome) -> None:
         left = bench.gauge.segments() - before
         still = other.ask("digest")
     outcome.figures |= {"held_bytes": held, "left_bytes": left}
+    back = None if leases is None or memory is None else leases + memory
     outcome.figures |= {"leases_back_seconds": -1.0 if leases is None else leases}
-    outcome.figures |= {"memory_back_seconds": -1.0 if leases is None or memory is None else leases + memory}
+    outcome.figures |= {"memory_back_seconds": -1.0 if back is None else back}
     outcome.found = (
-        f"its lease was back after {_took(leases)}, its {size(held)} after "
-        f"{_took(None if leases is None or memory is None else leases + memory)}; another client computes on"
+        f"its lease was back after {_took(leases)}, its {size(held)} after {_took(back)}; another client computes on"
     )
-    report = "please report this, with what 'shared-rpc objects' shows"
-    outcome.require(held >= bench.nbytes * 3 // 4, f"it holds {size(bench.nbytes)}", f"{size(held)}", report)
-    outcome.require(leases is not None, f"its lease is back within {_LEASES:g} s", "it is held still", report)
+    outcome.require(held >= bench.nbytes * 3 // 4, f"it holds {size(bench.nbytes)}", f"{size(held)}")
+    outcome.require(leases is not None, f"its lease is back within {_LEASES:g} s", "it is held still")
     outcome.require(
         memory is not None,
         f"its memory is back within {bench.gauge.patience:g} s",
         f"{size(left)} are in use still",
         "see which process has it open: ls -l /proc/*/fd | grep shared-rpc; on a GPU, nvidia-smi",
     )
-    outcome.require(still == right, "other clients compute on", "another client computes other bits", report)
+    outcome.require(still == right, "other clients compute on", "another client computes other bits")
 
 
 def _holders(bench: Bench, object_id: str) -> list[Any]:
@@ -365,7 +364,7 @@ def _holders(bench: Bench, object_id: str) -> list[Any]:
 
 
 def kill_worker(bench: Bench, outcome: Outcome) -> None:
-    """Kill the worker: who is attached computes on, who comes attaches at once, and the next build runs in a new worker."""
+    """Kill the worker: attached processes compute on, a new one attaches at once, the next build runs in a new worker."""
     stage = bench.stage
     with bench.attached(bench.workers) as clients, stage.clients(2) as (late, builder):
         right = _all_of(clients, "digest")
@@ -389,14 +388,13 @@ def kill_worker(bench: Bench, outcome: Outcome) -> None:
         f"{bench.workers} attached computed on, another one attached after {attached * 1e3:.0f} ms"
         f"{' while there was no worker' if no_worker else ''}, the next build was there after {built:.1f} s"
     )
-    report = "please report this, with the server's log"
-    outcome.require(same, "all attached processes compute the same bits as before", "some compute other bits", report)
-    outcome.require(attached < _NO_GAP, f"a new process attaches within {_NO_GAP:g} s", f"it took {attached:.2f} s", report)
-    outcome.require(new != worker, "a new worker", "the worker that was killed is listed still", report)
+    outcome.require(same, "all attached processes compute the same bits as before", "some compute other bits")
+    outcome.require(attached < _NO_GAP, f"a new process attaches within {_NO_GAP:g} s", f"it took {attached:.2f} s")
+    outcome.require(new != worker, "a new worker", "the worker that was killed is listed still")
 
 
 def kill_server(bench: Bench, outcome: Outcome) -> None:
-    """Kill the server: who is attached computes on and shares on; a new server takes over, and the same clients use it."""
+    """Kill the server: attached processes compute on and share on; the same clients use the next server."""
     stage = bench.stage
     with bench.attached(max(bench.workers, 2)) as clients:
         right = _all_of(clients, "digest")
@@ -416,20 +414,18 @@ def kill_server(bench: Bench, outcome: Outcome) -> None:
         f"{len(clients)} attached computed and shared on; a new server answered {started:.1f} s after it was started, "
         f"and the same client objects attached to its model"
     )
-    report = "please report this, with the server's log"
-    outcome.require(same, "attached processes compute the same bits as before", "some compute other bits", report)
-    outcome.require(shared, "what one of them writes the others see", "they do not", report)
-    outcome.require(worker_gone is not None, f"its worker ends with it, within {_ORPHAN:g} s", "it runs still", report)
+    outcome.require(same, "attached processes compute the same bits as before", "some compute other bits")
+    outcome.require(shared, "what one of them writes the others see", "they do not")
+    outcome.require(worker_gone is not None, f"its worker ends with it, within {_ORPHAN:g} s", "it runs still")
     outcome.require(
         taken_over and one,
         "the same clients attach to one new model with the same bits",
         "other bits" if one else "several models",
-        report,
     )
 
 
 def _shares(clients: list[VerifyClient]) -> bool:
-    """Tell whether a write of the first one is seen by all. It is taken back."""
+    """Return whether all clients see a write of the first one, which is undone."""
     first = clients[0]
     (old,) = first.ask("read", count=1)
     other = 1.0 if old != 1.0 else 2.0  # exact in any dtype: what is read must be what was written

@@ -1,4 +1,7 @@
-"""All checks, one after the other, whatever becomes of each of them."""
+"""Verification of sharing on this machine: real processes, a real server, a real model, and kills.
+
+:func:`verify` runs the nine checks, and ``shared-rpc verify`` shows them. They use the public interface of the package alone.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,24 @@ from typing import Any
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.extras.verify.checks import CHECKS, Bench, Check
-from shared_rpc.extras.verify.clients import ClientFailed
-from shared_rpc.extras.verify.gauges import DeviceGauge, HostGauge
-from shared_rpc.extras.verify.interrupts import Interrupts
-from shared_rpc.extras.verify.model import true_size
-from shared_rpc.extras.verify.stage import CannotRun, Stage
-from shared_rpc.extras.verify.verdict import Observer, Outcome, Silent, size
+from shared_rpc.extras.verification.checks import CHECKS, Bench, Check
+from shared_rpc.extras.verification.clients import ClientFailed
+from shared_rpc.extras.verification.gauges import DeviceGauge, HostGauge
+from shared_rpc.extras.verification.interrupts import Interrupted, Interrupts
+from shared_rpc.extras.verification.model import true_size
+from shared_rpc.extras.verification.stage import CannotRun, Stage
+from shared_rpc.extras.verification.verdict import Observer, Outcome, size
 
-__all__ = ["SCHEMA", "Report", "Settings", "verify"]
+__all__ = ["SCHEMA", "CannotRun", "Interrupted", "Observer", "Report", "Settings", "verify"]
 
-#: Of the JSON. A field that is added does not change it; one that changes its meaning or goes away does.
+#: Schema of the JSON. It changes where a field changes its meaning or goes away, and not with an added field.
 SCHEMA = "shared-rpc-verify/1"
 
-#: Bytes of the model where nobody says: enough to tell a copy from noise, and little enough for a small machine.
+#: Bytes of the model by default: enough to tell a copy from noise, and little enough for a small machine.
 _SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
-#: Enough to tell a copy, by the gauges' own noise.
+#: Bytes of the smallest model: a copy exceeds the noise of the gauges.
 _LEAST = 8 << 20
-#: Models that there are at most at the same time, in one form or another.
+#: Models in memory at the same time, at most, copies included.
 _MODELS = 5
 #: Client processes that come and go at the same time, at most.
 _TOGETHER = 8
@@ -38,10 +41,10 @@ _TOGETHER = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What to verify, and how thoroughly. ``nbytes`` is the size of the model; None is what suits the device.
+    """Settings of a verification. ``nbytes`` is the size of the model; None is what suits the device.
 
     :param names: the checks; empty for all of them.
-    :param subject: see :class:`~shared_rpc.extras.verify.stage.Stage`.
+    :param subject: ``module:class`` in place of the clients' use of the library.
     """
 
     device: str = "auto"
@@ -50,12 +53,12 @@ class Settings:
     lifetimes: int = 100
     cycles: int = 1000
     names: Sequence[str] = ()
-    subject: str = "shared_rpc.extras.verify.clients:Subject"
+    subject: str = "shared_rpc.extras.verification.clients:Subject"
 
     def checks(self) -> list[Check]:
-        """Return those that were asked for.
+        """Return the chosen checks.
 
-        :raises ConfigurationError: for a name that is none.
+        :raises ConfigurationError: for an unknown name.
         """
         known = [check.name for check in CHECKS]
         for name in self.names:
@@ -66,7 +69,7 @@ class Settings:
 
 @dataclass
 class Report:
-    """What a whole verification has found."""
+    """The findings of a verification."""
 
     device: dict[str, Any]
     workers: int
@@ -82,7 +85,7 @@ class Report:
         return all(outcome.state != "failed" for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """Describe it for programs; the documentation has the schema."""
+        """Return the report for programs; the documentation has the schema."""
         return {
             "schema": SCHEMA,
             "version": shared_rpc.__version__,
@@ -105,13 +108,13 @@ class Report:
 
 
 def verify(settings: Settings | None = None, watcher: Observer | None = None) -> Report:
-    """Start a server and clients, check, and end all of them. In the main thread, whose signals it handles.
+    """Start a server and clients, check, and end all of them. Runs in the main thread, whose signals it handles.
 
     :raises CannotRun: if there is nothing to check.
-    :raises ConfigurationError: for settings that cannot be.
-    :raises Interrupted: if a signal ended it; nothing is left then either.
+    :raises ConfigurationError: for impossible settings.
+    :raises Interrupted: if a signal ended it; no process and no file is left then either.
     """
-    settings, watcher = settings or Settings(), watcher or Silent()
+    settings, watcher = settings or Settings(), watcher or Observer()
     checks = settings.checks()
     if settings.nbytes is not None and settings.nbytes < _LEAST:
         raise ConfigurationError(
@@ -123,15 +126,15 @@ def verify(settings: Settings | None = None, watcher: Observer | None = None) ->
         try:
             with stage:
                 watcher.prepare(len(checks))
-                report = _on(stage, settings, checks, watcher)
+                report = _run_checks(stage, settings, checks, watcher)
         finally:
-            # A signal that comes as the block ends, before its end is held, would else leave what it has.
+            # A signal can come as the block ends, before it is deferred there.
             stage.close()
     report.seconds = time.monotonic() - begin
     return report
 
 
-def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Observer) -> Report:
+def _run_checks(stage: Stage, settings: Settings, checks: list[Check], watcher: Observer) -> Report:
     try:
         stage.wait_for_server()
     except SharedRPCError as error:
@@ -163,13 +166,13 @@ def _on(stage: Stage, settings: Settings, checks: list[Check], watcher: Observer
         together=min(len(os.sched_getaffinity(0)), _TOGETHER),
     )
     for check in checks:
-        report.outcomes.append(_made(check, bench, watcher))
+        report.outcomes.append(_run_check(check, bench, watcher))
     if not report.passed:
         report.log = stage.log()
     return report
 
 
-def _made(check: Check, bench: Bench, watcher: Observer) -> Outcome:
+def _run_check(check: Check, bench: Bench, watcher: Observer) -> Outcome:
     begin = time.monotonic()
     outcome = Outcome(check.name, check.title, watcher)
     watcher.begin(outcome)

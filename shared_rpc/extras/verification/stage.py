@@ -1,7 +1,7 @@
-"""The processes of a verification, in a directory of their own, and their end.
+"""Processes of a verification, in a directory of their own, and their end.
 
-Every process below a verification has the directory's name in its environment, so all of them can be found, whoever started
-them and whoever their parent is now. That is how :meth:`Stage.close` leaves nothing running.
+Every process of a verification has the directory's name in its environment, so that :meth:`Stage.close` finds all of them,
+whatever process started them and is their parent now.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.extras.verify.clients import LOG, VerifyClient
-from shared_rpc.extras.verify.interrupts import Interrupts
+from shared_rpc.extras.verification.clients import LOG, VerifyClient
+from shared_rpc.extras.verification.interrupts import Interrupts
 from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
 
 __all__ = ["CannotRun", "Stage", "marked", "within"]
 
-#: Seconds for a process to start, which imports torch, perhaps from a cold disk; and for one to end.
+#: Seconds for a process to start, which imports torch, perhaps from a cold disk; and to end.
 _STARTUP, _END = 120.0, 3.0
-#: Seconds between two looks at what another process does.
+#: Seconds between two polls of another process.
 _PAUSE = 0.002
 #: Lines of a log that are shown.
 _LINES = 20
-#: Seconds after which a server ends by itself that a verification left which was killed with SIGKILL.
+#: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
 _ORPHANED = 60.0
 #: The longest name that a socket has in the directory: the fork server's.
 _LONGEST = "listener-xxxxxxxx"
@@ -44,30 +44,25 @@ _SERVER: Any = forkserver._forkserver
 
 
 class CannotRun(Exception):
-    """There is nothing to verify: no server comes up, or there is no such device, or not enough memory."""
+    """Lack of something to verify: the server does not start, or there is no such device, or not enough memory."""
 
 
 def within(seconds: float, condition: Callable[[], bool], interrupts: Interrupts) -> float | None:
-    """Wait until another process has made a condition true: seconds; None if it has not in time."""
+    """Wait for a condition that another process makes true. Returns the seconds it took, None if it took too long."""
     begin = time.monotonic()
     while True:
-        good = condition()
-        taken = time.monotonic() - begin
-        if good:
-            return taken
-        if taken > seconds:
-            return None
+        good, taken = condition(), time.monotonic() - begin
+        if good or taken > seconds:
+            return taken if good else None
         interrupts.check()
         time.sleep(_PAUSE)
 
 
 def marked(mark: str) -> list[int]:
-    """List the processes that were started with ``mark`` somewhere in their environment, and those forked from them; no
-    zombies.
-    """
+    """List the processes with ``mark`` in their environment at their start, and forks of them, but no zombies."""
     found = []
     for entry in os.listdir("/proc"):
-        # It belongs to somebody else, or has ended meanwhile. A zombie has no environment.
+        # An error if it is another user's, or has ended meanwhile. A zombie has no environment.
         with suppress(OSError):
             if entry.isdecimal() and mark.encode() in Path("/proc", entry, "environ").read_bytes():
                 found.append(int(entry))
@@ -88,10 +83,10 @@ def _make_directory() -> Path:
 
 
 class Stage:
-    """A server (a broker and its worker), and client processes. They end with the block, and the directory with them.
+    """A server (a broker and its worker) and client processes. They end with the block, and the directory with them.
 
     :param device: as ``serve --device`` takes it.
-    :param subject: ``module:class`` of what the client processes do, see :class:`~shared_rpc.extras.verify.clients.Subject`.
+    :param subject: ``module:class`` of what the client processes do, see ``Subject`` of clients.py.
     """
 
     def __init__(self, device: str, subject: str, interrupts: Interrupts) -> None:
@@ -105,7 +100,7 @@ class Stage:
     def __enter__(self) -> Stage:
         if _SERVER._forkserver_pid is not None:
             raise CannotRun("this program has a fork server of multiprocessing; verify in a process that has none")
-        with self.interrupts.held():
+        with self.interrupts.deferred():
             self.directory = _make_directory()
             self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
             self.socket_path = str(self.folder / "s.sock")
@@ -117,34 +112,26 @@ class Stage:
         self.close()
 
     def _start_forkserver(self) -> None:
-        resource_tracker.ensure_running()  # it outlives the verification, and is to have no mark
+        resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
         subject, _, _ = self._subject.partition(":")
-        # The library starts it with the environment of this process, and its socket in a directory that stays until the end of
-        # this process if it makes one itself: Python 3.11 to 3.14 look for it there.
+        # The library starts it with the environment of this process. A directory that it makes for the socket would stay until
+        # this process ends: Python 3.11 to 3.14 look here for another one.
         configured = process.current_process()._config  # type: ignore[attr-defined]
         before = configured.get("tempdir")
         configured["tempdir"] = str(self.folder)
-        forkserver.set_forkserver_preload(["shared_rpc.extras.verify.forkserver", subject])
+        forkserver.set_forkserver_preload(["shared_rpc.extras.verification.forkserver", subject])
         try:
             with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
                 forkserver.ensure_running()
         finally:
-            forkserver.set_forkserver_preload(["__main__"])  # what it is from the start
+            forkserver.set_forkserver_preload(["__main__"])  # the default
             configured["tempdir"] = before
 
     # The server.
 
     def _start_server(self) -> None:
-        words = [
-            "serve",
-            "shared_rpc.extras.verify.app",
-            "--no-preload",
-            "--device",
-            self._device,
-            "--socket",
-            self.socket_path,
-        ]
-        with self.interrupts.held(), open(self.folder / "server.log", "ab") as log:
+        words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self._device]
+        with self.interrupts.deferred(), open(self.folder / "server.log", "ab") as log:
             broker = subprocess.Popen(
                 [sys.executable, "-m", "shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)],
                 cwd=self.folder,
@@ -164,17 +151,17 @@ class Stage:
 
     @property
     def broker_pid(self) -> int:
-        """The server's process."""
+        """Id of the server's process."""
         return self._brokers[-1].pid
 
     def worker_pid(self) -> int:
-        """Ask for the process that runs the server's endpoints, and has made what it holds."""
+        """Ask for the id of the process that runs the server's endpoints."""
         return int(self.info()["workers"][0]["pid"])
 
     def wait_for_server(self) -> None:
-        """Return when it answers.
+        """Wait until the server answers.
 
-        :raises ConnectError: if it ends, or does not answer in time.
+        :raises ConnectError: if the server ends, or does not answer in time.
         """
         begin = time.monotonic()
         while True:
@@ -191,14 +178,14 @@ class Stage:
                 raise ConnectError(f"no answer from the server after {_STARTUP:g} s; {self.last_words('server.log')}")
 
     def restart_server(self) -> None:
-        """Start another one in place of one that has ended or is beyond help; return when it answers."""
+        """Replace a server that has ended or does not answer, and wait for the new one."""
         self._brokers[-1].kill()
         self._brokers[-1].wait()
         self._start_server()
         self.wait_for_server()
 
     def ensure_server(self) -> None:
-        """Have a server that answers and has noticed that the clients of the check before have gone."""
+        """Ensure that a server answers, and has closed the sessions of the check before."""
         try:
             self.client().ping()
         except SharedRPCError:
@@ -206,7 +193,7 @@ class Stage:
         within(_END, lambda: self.info()["sessions"] <= 1, self.interrupts)
 
     def client(self) -> Client:
-        """Return this process' own, for asking."""
+        """Return this process's own client."""
         if self._client is None:
             self._client = Client(socket_path=self.socket_path, timeout=30.0, connect_timeout=0.0)
         return self._client
@@ -242,19 +229,19 @@ class Stage:
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
-        """Start so many new client processes."""
+        """Start new client processes, which end with the block."""
         with ExitStack() as stack:
             yield [stack.enter_context(self.connect()) for _ in range(count)]
 
     # All of them.
 
     def pids(self) -> list[int]:
-        """List all processes there are now."""
+        """List all processes of the verification but this one."""
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
     def close(self) -> None:
-        """End all processes, and remove the directory. To do it once more does no harm."""
-        with self.interrupts.held():
+        """End all processes, and remove the directory. A second call does nothing."""
+        with self.interrupts.deferred():
             if self.directory is None:
                 return
             if self._client is not None:
@@ -269,7 +256,7 @@ class Stage:
                 broker.wait()
             if _SERVER._forkserver_pid is not None:
                 with suppress(OSError):
-                    os.kill(_SERVER._forkserver_pid, signal.SIGKILL)  # one that was started again has no mark
+                    os.kill(_SERVER._forkserver_pid, signal.SIGKILL)  # a restarted one has no mark
                 _SERVER._stop()  # collects it; no public name for that up to 3.14
             multiprocessing.active_children()  # collects what has ended
             shutil.rmtree(self.directory, ignore_errors=True)

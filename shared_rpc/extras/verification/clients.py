@@ -1,4 +1,4 @@
-"""Client processes of a verification: what they do, and how the verification drives them."""
+"""Client processes of a verification: their commands, and their control by the verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc import Client, Provider
-from shared_rpc.extras.verify import model
+from shared_rpc.extras.verification import model
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["LOG", "ClientFailed", "Subject", "VerifyClient"]
 
-#: Name of the file that client processes write to, in the verification's directory.
+#: Log file of the client processes, in the verification's directory.
 LOG = "clients.log"
-#: Seconds for anything that a client process is asked for; to wait for a server; and for a process to end.
+#: Seconds for a command of a client process; to wait for a server; and for a process to end.
 _PATIENCE, _STARTUP, _END = 60.0, 10.0, 120.0
 
 
 class Subject:
-    """What a client process does with the library: the thing that is verified. Tests put others in its place."""
+    """Use of the library by a client process: the subject of the verification. Tests replace it."""
 
     def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Handle[torch.nn.Module]:
-        """Take a lease on a model of :mod:`shared_rpc.extras.verify.app`."""
+        """Acquire a lease on a model of app.py."""
         handle: Handle[torch.nn.Module] = client.call(endpoint, nbytes, seed)
         return handle
 
@@ -43,12 +43,12 @@ class Subject:
         return model.digest(handle.value)
 
     def release(self, handle: Any) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         handle.release()
 
 
 class ClientProcess:
-    """A client process: each command is a method, and what it returns is the answer."""
+    """A client process: each command is a method, and its result is the answer."""
 
     def __init__(self, server: str, subject: Subject) -> None:
         self._client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
@@ -57,7 +57,7 @@ class ClientProcess:
         self._held: dict[str, Any] = {}
 
     def device(self, asked: str) -> dict[str, Any]:
-        """Tell what ``--device`` means here: the device as torch and as the library name it.
+        """Describe the device that ``--device`` names, as torch and as the library name it.
 
         :raises SharedRPCError: if there is no such device.
         """
@@ -72,23 +72,23 @@ class ClientProcess:
         return {"device": str(where), "id": known, "name": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
     def warm_up(self, device: str) -> None:
-        """Take what a device takes once in a process, which is not the library's: a context."""
+        """Create the context of a device, which is no memory of the library."""
         import torch
 
         torch.zeros(1, device=device)
 
     def attach(self, nbytes: int, seed: int, endpoint: str = "model", name: str = "model") -> tuple[str, float]:
-        """Call an endpoint, and keep the handle under a name: the object's id, and seconds."""
+        """Call an endpoint, and keep the handle under a name. Returns the object's id, and seconds."""
         begin = time.perf_counter()
         self._held[name] = self._subject.attach(self._client, endpoint, nbytes, seed)
         return self._held[name].object_id, time.perf_counter() - begin
 
     def digest(self, name: str = "model") -> str:
-        """Compute with what was attached."""
+        """Compute with an attached model."""
         return self._subject.digest(self._held[name])
 
     def alone(self, nbytes: int, seed: int, device: str) -> str:
-        """Compute with a model of this process' own, which no server knows of."""
+        """Compute with a model of this process alone."""
         return model.digest(model.build(nbytes, seed, device))
 
     def read(self, count: int) -> list[float]:
@@ -97,7 +97,7 @@ class ClientProcess:
         return values
 
     def write(self, first: int, values: list[float]) -> None:
-        """Put other numbers in the place of some, complete when the answer comes."""
+        """Overwrite numbers of the first weight, from index ``first`` on. The write is complete when the answer comes."""
         import torch
 
         weight = self._weight()
@@ -111,25 +111,25 @@ class ClientProcess:
         return weight
 
     def used(self, device: str) -> tuple[int, int]:
-        """Tell the bytes of a GPU that are in use, by whomever, and those that are not."""
+        """Return the bytes of a GPU that are in use by any program, and the free ones."""
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
         return total - free, free
 
     def cycles(self, count: int, nbytes: int, seed: int) -> float:
-        """Attach and release, so often: seconds."""
+        """Attach and release ``count`` times. Returns the seconds."""
         begin = time.perf_counter()
         for _ in range(count):
             self._subject.release(self._subject.attach(self._client, "model", nbytes, seed))
         return time.perf_counter() - begin
 
     def end(self, how: str) -> None:
-        """End: ``"closed"`` with the client closed, ``"left"`` without any clearing up, ``"killed"`` by SIGKILL, and
-        ``"finished"`` as a script does, with all that the interpreter has to do then: a third of a second.
+        """End: ``"closed"`` with the client closed, ``"left"`` without any cleaning up, ``"killed"`` by SIGKILL, and
+        ``"finished"`` as a script does, with the interpreter's own end, which takes a third of a second.
         """
         if how == "finished":
-            pythonapi.Py_Exit(0)  # a process of multiprocessing would leave that out
+            pythonapi.Py_Exit(0)  # a process of multiprocessing skips the interpreter's end
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "closed":
@@ -138,7 +138,7 @@ class ClientProcess:
 
 
 def _serve(connection: Connection, server: str, subject: str, folder: Path) -> None:
-    """Answer commands until the connection ends; then the process ends as forked workers do, without any clearing up."""
+    """Answer commands until the connection ends; then end the process as forked workers do, without any cleaning up."""
     os.chdir(folder)
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
@@ -159,21 +159,18 @@ def _serve(connection: Connection, server: str, subject: str, folder: Path) -> N
 
 
 class ClientFailed(Exception):
-    """An error of a client process that could not do what it was asked for, or is not there any more."""
+    """Failure of a client process: its command raised an error, or the process has ended."""
 
 
 class VerifyClient:
-    """A new client process; it ends with the block, whatever it does.
-
-    :param words: see :func:`_serve`.
-    """
+    """A new client process, which ends with the block."""
 
     def __init__(self, server: str, subject: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
         with theirs:
             self._process = context.Process(target=_serve, args=(theirs, server, subject, folder), daemon=True)
-            # A child would import the main module once more: a program that verifies need not be made for that.
+            # A child would import the main module again, for which that need not be written.
             main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
             try:
                 self._process.start()
@@ -182,54 +179,52 @@ class VerifyClient:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         assert self._process.pid is not None, "it was started"
         return self._process.pid
 
     def ask(self, do: str, **options: Any) -> Any:
-        """Have it carry out a command of :class:`ClientProcess`: the answer.
+        """Execute a command of :class:`ClientProcess`, and return its answer.
 
-        :raises ClientFailed: if it cannot, ends instead, or does not answer.
+        :raises ClientFailed: if the command fails, or the process ends or does not answer.
         """
-        self.tell(do, **options)
-        return self.answer()
+        self.send(do, **options)
+        return self.receive()
 
-    def tell(self, do: str, **options: Any) -> None:
-        """Send a command, for :meth:`answer` to be called later."""
+    def send(self, do: str, **options: Any) -> None:
+        """Send a command; :meth:`receive` returns its answer."""
         try:
             self._connection.send((do, options))
         except OSError as error:
             raise ClientFailed(f"client process {self.pid} has ended: {error}") from error
 
-    def answer(self) -> Any:
-        """Wait for the answer to the command that was sent."""
+    def receive(self) -> Any:
+        """Wait for the answer to the latest command."""
         try:
             if not self._connection.poll(_PATIENCE):
                 raise ClientFailed(f"client process {self.pid} did not answer within {_PATIENCE:g} s")
             answer, error = self._connection.recv()
         except (EOFError, OSError):
             code = self.wait()
-            raise ClientFailed(
-                f"client process {self.pid} ended with exit code {code} while it was asked for something"
-            ) from None
+            raise ClientFailed(f"client process {self.pid} ended with exit code {code} while it executed a command") from None
         if error is not None:
             raise ClientFailed(f"client process {self.pid}: {error}")
         return answer
 
     def end(self, how: str) -> int:
-        """Have it end in a way that the command ``end`` knows: its exit code."""
-        self.tell("end", how=how)
+        """End the process, see :meth:`ClientProcess.end`, and return its exit code."""
+        self.send("end", how=how)
         return self.wait()
 
     def wait(self) -> int:
-        """Return the exit code of a process that is about to end; minus the signal where it was killed."""
+        """Wait for the end of the process, and return its exit code: minus the signal if it was killed."""
         self._process.join(_END)
         if self._process.exitcode is None:
             raise ClientFailed(f"client process {self.pid} does not end")
         return self._process.exitcode
 
     def close(self) -> None:
-        """Hang up, which ends it."""
+        """Close the connection, which ends the process."""
         self._connection.close()
 
     def __enter__(self) -> VerifyClient:

@@ -1,0 +1,1 @@
+"""Machinery of :mod:`shared_rpc.extras.verify`: processes, checks and what they find."""
