@@ -200,7 +200,15 @@ def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tt
     child = Child("-c", textwrap.dedent(code))
     children.append(child)
     path = child.expect(".sock")
-    top = tty("--socket", path, columns=100)
+    view = f"""
+        import sys
+        from shared_rpc.cli import discovery, main
+
+        discovery._PATIENCE = 0.5
+        sys.argv[1:] = ["top", "-d", "0.1", "--socket", {path!r}]
+        main()
+    """
+    top = tty(command=("-c", textwrap.dedent(view)), columns=100)
     top.until("objects 0")
     child.process.send_signal(signal.SIGSTOP)
     top.until("lost the server")

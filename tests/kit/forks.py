@@ -54,6 +54,8 @@ NO_FORK_WARNING = "ignore:This process (pid=:DeprecationWarning"
 MODULES = (
     *("torch", "torch._dynamo", "numpy", "asyncio", "anyio._backends._asyncio", "hypothesis", "typer", "rich.console"),
     *("typer._adapters", "typer._click.decorators", "annotated_types"),
+    *("textual.app", "textual.containers", "textual.screen", "textual.drivers.linux_driver", "textual.widgets._data_table"),
+    *("textual.widgets._footer", "textual.widgets._help_panel", "textual.widgets._input", "textual.widgets._sparkline"),
     *(
         "shared_rpc",
         "shared_rpc.cli.app",
