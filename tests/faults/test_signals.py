@@ -19,7 +19,7 @@ from tests.kit.processes import Child, eventually
 from tests.kit.repetitions import repetitions
 
 #: Of each kind; a thousand in all.
-STORMS = repetitions(5, 250)
+STORMS = repetitions(3, 250)
 KINDS = ("server role", "in-process", "broker", "broker that loads")
 
 
@@ -127,8 +127,8 @@ LEAVES = {
     "callback": "import atexit; atexit.register({what})\n",
 }
 LAST_WORDS = {
-    "thread": "shared_rpc: asked to end, and the thread 'saves logs' (not daemon) went on for 0.5 s: ends without",
-    "callback": "shared_rpc: asked to end, and exit callbacks (atexit) have not returned for 0.5 s: ends without",
+    "thread": "shared_rpc: asked to end, and the thread 'saves logs' (not daemon) went on for 0.3 s: ends without",
+    "callback": "shared_rpc: asked to end, and exit callbacks (atexit) have not returned for 0.3 s: ends without",
 }
 
 
@@ -152,7 +152,7 @@ def test_what_does_not_end_is_ended(kind: str, which: str, app: BrokerApp, child
         which,
         """
 import shared_rpc.lifecycle.signals, threading
-shared_rpc.lifecycle.signals._GRACE = 0.5
+shared_rpc.lifecycle.signals._GRACE = 0.3
 def left():
     threading.Event().wait()
 """,
@@ -184,7 +184,7 @@ def left():
         time.sleep(0.01)
     for number in [signal.SIGINT, signal.SIGTERM] * 20:
         os.kill(os.getpid(), number)
-        time.sleep(0.02)
+        time.sleep(0.005)
     print("left", flush=True)
 """,
     )
