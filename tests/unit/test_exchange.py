@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +25,11 @@ from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
+from tests.kit.raw import frame_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
-
-
-def frame_of(message: m.Message, number: int, fds: int = 0) -> bytes:
-    """A frame as it comes over the wire, without its descriptors."""
-    kind, body = encode_message(message)
-    return b"".join(encode_frame(kind, number, body, b"", fds))
 
 
 def result(object_id: str, *, managed: bool = False) -> m.Result:
@@ -48,28 +43,6 @@ def changed(done: int) -> m.TaskUpdate:
 
 
 KNOWN = m.Error(DeadlineExceeded.code, "nobody waits")
-
-
-def new_fd() -> int:
-    """A descriptor of a file that no other descriptor is of."""
-    return os.memfd_create("exchange", os.MFD_CLOEXEC)
-
-
-@contextmanager
-def nothing_leaks() -> Iterator[None]:
-    """Fails where one of :func:`new_fd` is left open; closing one twice fails by itself."""
-    before = _open_here()
-    yield
-    assert _open_here() == before
-
-
-def _open_here() -> int:
-    # By name: what other tests left behind may be closed at any moment.
-    count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:exchange ")
-    return count
 
 
 class Connection:
@@ -103,7 +76,7 @@ class Connection:
 
     def come(self, message: m.Message, number: int, fds: int = 0) -> list[Exchange]:
         """Have a frame arrive."""
-        self.buffers.feed(frame_of(message, number, fds), [new_fd() for _ in range(fds)])
+        self.buffers.feed(frame_of(message, number, fds=fds), [new_fd() for _ in range(fds)])
         return self.exchanges.deliver()
 
     def ask(self, message: m.Message | None = None, **options: Any) -> Exchange:
@@ -162,7 +135,9 @@ def begin_all(connection: Connection, chosen: list[Plan]) -> None:
         plan.exchange = connection.ask()
         plan.number = plan.exchange.number
         plan.frames = [(frame_of(changed(done), plan.number), 0) for done in range(plan.told)]
-        plan.frames.append((frame_of(result(f"object {plan.number}", managed=plan.managed), plan.number, plan.fds), plan.fds))
+        plan.frames.append(
+            (frame_of(result(f"object {plan.number}", managed=plan.managed), plan.number, fds=plan.fds), plan.fds)
+        )
 
 
 def arrivals(data: st.DataObject, chosen: list[Plan], end: int | None = None) -> list[tuple[bytes, list[int]]]:
@@ -261,7 +236,7 @@ def test_a_signal_handler_that_raises_anywhere(act: str) -> None:
     def begin() -> tuple[Connection, Exchange]:
         connection = Connection()
         exchange = connection.ask()
-        stream = frame_of(changed(1), exchange.number) + frame_of(result("a", managed=True), exchange.number, 2)
+        stream = frame_of(changed(1), exchange.number) + frame_of(result("a", managed=True), exchange.number, fds=2)
         connection.buffers.feed(stream, [new_fd(), new_fd()])
         return connection, exchange
 

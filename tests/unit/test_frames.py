@@ -8,7 +8,6 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,6 +29,7 @@ from shared_rpc.protocol.frames import (
     encode_frame,
 )
 from shared_rpc.protocol.socket import FrameSocket
+from tests.kit.descriptors import new_fd, nothing_leaks
 
 
 @dataclass
@@ -59,31 +59,9 @@ plans = st.builds(
 )
 
 
-def new_fd() -> int:
-    """A descriptor of a file that no other descriptor is of."""
-    return os.memfd_create("frame", os.MFD_CLOEXEC)
-
-
 def file_of(fd: int) -> int:
     """What a descriptor is of, whatever its number."""
     return os.fstat(fd).st_ino
-
-
-@contextmanager
-def nothing_leaks() -> Iterator[None]:
-    """Fails where one of :func:`new_fd` is left open; closing one twice fails by itself."""
-    before = _open_here()
-    yield
-    assert _open_here() == before
-
-
-def _open_here() -> int:
-    # By name: what other tests left behind may be closed at any moment.
-    count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:frame ")
-    return count
 
 
 def header(

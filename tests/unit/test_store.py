@@ -19,21 +19,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import Run, RunTable
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def now(self) -> float:
-        """Seconds since something."""
-        return self.time
-
-    def unix(self, moment: float) -> float:
-        """It was started with the host."""
-        return moment
+from tests.kit.clock import Clock
 
 
 def record_of(*segments: str, nbytes: int = 100) -> Record:

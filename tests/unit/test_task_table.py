@@ -14,27 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.state.tasks import TRANSITIONS, Task, TaskTable
+from tests.kit.clock import Clock
 
 PENDING, RUNNING = TaskStatus.PENDING, TaskStatus.RUNNING
 COMPLETED, FAILED, CANCELLED = TaskStatus.COMPLETED, TaskStatus.FAILED, TaskStatus.CANCELLED
 ENDS = [COMPLETED, FAILED, CANCELLED]
 #: Every change that a task may make.
 ALLOWED = {(PENDING, RUNNING), *product([PENDING, RUNNING], ENDS)}
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def now(self) -> float:
-        """Seconds since something."""
-        return self.time
-
-    def unix(self, moment: float) -> float:
-        """It was started with the host."""
-        return moment
 
 
 class Desk:
