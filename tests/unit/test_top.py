@@ -565,13 +565,14 @@ async def test_invalidating_asks_first(key: str, asked: tuple[str, str, str]) ->
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("key", ["n", "escape", "enter", "q", "i", "down"])
-async def test_any_other_answer_is_no(key: str) -> None:
+async def test_any_other_answer_is_no() -> None:
     """And does nothing else."""
     async with showing(few(1, 2, 3)) as top:
-        await top.press("i", key)
-        assert (top.told.asked, top.selected, top.notices) == ([], LOAD[3], ["left as it is"])
-        assert not isinstance(top.app.screen, Question)
+        for key in ("n", "escape", "enter", "q", "i", "down"):
+            top.app.clear_notifications()
+            await top.press("i", key)
+            assert (top.told.asked, top.selected, top.notices) == ([], LOAD[3], ["left as it is"]), key
+            assert not isinstance(top.app.screen, Question)
 
 
 @pytest.mark.asyncio
@@ -650,14 +651,17 @@ async def test_forty_columns_have_what_matters_most() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("size", [(1, 1), (20, 5), (40, 24), (80, 10), (200, 60)], ids=str)
-async def test_every_size_can_be_shown(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("sizes", [[(1, 1), (80, 10), (200, 60)], [(40, 24), (20, 5)]], ids=str)
+async def test_every_size_can_be_shown(sizes: list[tuple[int, int]]) -> None:
     """With a server that has much of everything, while a question is asked too; a list of objects is left in a low terminal."""
-    async with showing(full(), size) as top:
-        assert size[1] < 10 or top.objects.size.height >= 3
-        assert bool(top.text("#detail")) == (size[1] >= 14)
-        await top.press("j", "i")
-        assert isinstance(top.app.screen, Question)
+    async with showing(full(), sizes[0]) as top:
+        for size in sizes:
+            await top.pilot.resize_terminal(*size)
+            await until(top.pilot, lambda: bool(top.text("#detail")) == (size[1] >= 14))  # noqa: B023
+            assert size[1] < 10 or top.objects.size.height >= 3
+            await top.press("j", "i")
+            assert isinstance(top.app.screen, Question)
+            await top.press("n")
 
 
 @pytest.mark.asyncio
