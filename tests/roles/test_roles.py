@@ -7,15 +7,14 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import ConnectionClosed
+from shared_rpc import Client, Provider
+from tests.kit.apps import Connect
 from tests.kit.processes import Child
 
 #: A script as users write it: no branch on the role.
@@ -240,7 +239,7 @@ def test_a_missing_server(base_path: str, script: Callable[..., Path], start: Ca
 
 @pytest.mark.parametrize("main", ["", "provider.get_runtime_info()", "sys.exit(0)", "sys.exit()"])
 def test_a_server_serves_after_its_main_code(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], main: str
+    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
 ) -> None:
     """However the main code ended well, the process goes on and says so; also a script that only decorates."""
     server = start(script(main), "server")
@@ -251,46 +250,8 @@ def test_a_server_serves_after_its_main_code(
     assert line == f"shared_rpc: serving at {client.socket_path} until SIGINT or SIGTERM"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_ends_when_asked(
-    base_path: str, script: Callable[..., Path], start: Callable[..., Child], number: signal.Signals
-) -> None:
-    """SIGTERM and SIGINT end it at once, without a word and with exit code 0; its socket goes with it."""
-    server = start(script(), "server")
-    server.expect_error("serving at")
-    code, errors, seconds = end(server, number)
-    assert (code, errors) == (0, "")
-    assert seconds < 10
-    assert not Path(f"{base_path}-cpu.sock").exists()
-
-
-def test_a_server_ends_while_an_endpoint_runs(
-    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
-) -> None:
-    """A build that takes for ever does not hold up the end; whoever waits for it is told."""
-    main = """
-        @provider.share
-        def forever():
-            print("begun", flush=True)
-            import threading
-
-            threading.Event().wait()
-    """
-    server = start(script(main), "server")
-    server.expect_error("serving at")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(connect().call, "forever")
-        server.expect("begun")
-        code, errors, seconds = end(server)
-        with pytest.raises(ConnectionClosed, match=f"pid {server.pid}"):
-            waiting.result(10)
-    assert (code, errors) == (0, "")
-    assert seconds < 10
-    assert not Path(f"{base_path}-cpu.sock").exists()
-
-
 def test_a_server_serves_while_its_main_code_runs(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
+    script: Callable[..., Path], start: Callable[..., Child], connect: Connect
 ) -> None:
     """From its first call on the process serves, and the end of its main code changes nothing for clients."""
     server = start(script("print(ones(2).tolist()); input()"), "server")
@@ -305,9 +266,7 @@ def test_a_server_serves_while_its_main_code_runs(
     assert end(server)[0] == 0
 
 
-def test_pools_work_after_the_main_code(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
-) -> None:
+def test_pools_work_after_the_main_code(script: Callable[..., Path], start: Callable[..., Child], connect: Connect) -> None:
     """Endpoints can use the pools of concurrent.futures, made before or in the call, when the main code has ended."""
     main = """
         from concurrent.futures import ThreadPoolExecutor
@@ -338,7 +297,7 @@ def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: 
 @pytest.mark.parametrize("used", ["pass", "provider.get_runtime_info()"], ids=["before the first use", "while it serves"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "os.fork"])
 def test_children_of_a_server_do_not_serve(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], method: str, used: str
+    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str, used: str
 ) -> None:
     """A process that the main code starts ends when its own work is done; the socket stays its parent's."""
     if method == "os.fork":
@@ -445,28 +404,6 @@ def test_a_forked_child_without_a_server_keeps_the_cache(script: Callable[..., P
     assert child.close() == (0, "")
 
 
-def test_a_child_that_outlives_a_server_does_not_keep_its_socket(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
-) -> None:
-    """A forked child holds nothing of the server: when the server was killed, another one can take its place."""
-    main = """
-        provider.get_runtime_info()
-        if os.fork() == 0:
-            print("forked", flush=True)
-            input()
-            os._exit(0)
-    """
-    path = script(main)
-    first = start(path, "server")
-    first.expect("forked")
-    first.expect_error("serving at")
-    first.process.kill()
-    first.process.wait(10)
-    second = start(path, "server")
-    second.expect_error("serving at")
-    assert connect().get_server_info()["pid"] == second.pid
-
-
 def test_several_providers(base_path: str, script: Callable[..., Path], start: Callable[..., Child]) -> None:
     """Every provider of a script serves at its own base path, and one signal ends them all."""
     server = start(script(f"other = Provider({base_path + '-other'!r}, device='cpu')"), "server")
@@ -494,7 +431,7 @@ def test_several_providers_at_one_path(base_path: str, script: Callable[..., Pat
 
 @pytest.mark.parametrize("main", ["", "provider.get_runtime_info()"], ids=["at its end", "at its first use"])
 def test_a_second_server_fails(
-    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client], main: str
+    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
 ) -> None:
     """A live server keeps its socket: the second process ends with an error that names the pid of the first."""
     first = start(script(), "server")
@@ -503,19 +440,6 @@ def test_a_second_server_fails(
     assert code == 1
     assert f"{base_path}-cpu.sock is served by pid {first.pid}: stop that server first" in errors.splitlines()[-1]
     assert connect().get_server_info()["pid"] == first.pid
-
-
-def test_a_server_that_was_killed_is_replaced(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Callable[..., Client]
-) -> None:
-    """What SIGKILL left behind is in nobody's way."""
-    path = script()
-    first = start(path, "server")
-    first.expect_error("serving at")
-    first.kill()
-    second = start(path, "server")
-    second.expect_error("serving at")
-    assert connect().get_server_info()["pid"] == second.pid
 
 
 def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], base_path: str) -> None:
@@ -568,9 +492,3 @@ def test_arguments_beat_the_environment(
     provider = Provider(device="cpu", **options)
     assert provider.execution_mode == role
     provider.close()
-
-
-def test_base_path_argument_beats_the_environment(base_path: str) -> None:
-    """The variable is for those that name no base path."""
-    assert Server(Provider(f"{base_path}-mine", device="cpu")).socket_path == f"{base_path}-mine-cpu.sock"
-    assert Server(Provider(device="cpu")).socket_path == f"{base_path}-cpu.sock"

@@ -176,7 +176,7 @@ def test_a_server_is_started_there(sticky: Path, path: str, children: list[Child
         "    with Client(device='cpu') as client:\n        client.stop_server()\n"
     )
     try:
-        child = Child(str(app))
+        child = Child(str(app), has_workers=True)
         children.append(child)
         assert child.expect("got") == "got [1.0, 1.0]"
         assert child.close()[0] == 0

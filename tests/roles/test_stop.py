@@ -14,12 +14,13 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Provider, Server
 from shared_rpc.errors import ConnectError, ConnectionClosed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.provider.runtime import ServerRuntime
 from shared_rpc.server.threads import Job, WorkerThreads
+from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -52,10 +53,7 @@ def stop(server: Server, seconds: float = 10.0) -> None:
 
 
 def test_everybody_who_waits_is_told(
-    provider: Provider,
-    hold: Callable[[int], torch.Tensor],
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
+    provider: Provider, hold: Callable[[int], torch.Tensor], serve: Serve, connect: Connect
 ) -> None:
     """Runs, followers and calls in the queue: all end at once, with an error that says what happened."""
     server, client = serve(max_workers=2), connect()
@@ -72,9 +70,7 @@ def test_everybody_who_waits_is_told(
         assert time.monotonic() - begin < 10
 
 
-def test_calls_with_memory_in_the_queue(
-    hold: Callable[[int], torch.Tensor], serve: Callable[..., Server], begun: threading.Event
-) -> None:
+def test_calls_with_memory_in_the_queue(hold: Callable[[int], torch.Tensor], serve: Serve, begun: threading.Event) -> None:
     """The descriptors that came with calls which never ran are closed."""
     server = serve(max_workers=1)
     fd = sealed_memory()
@@ -90,9 +86,7 @@ def test_calls_with_memory_in_the_queue(
     os.close(fd)
 
 
-def test_calls_of_the_servers_own_process(
-    hold: Callable[[int], torch.Tensor], serve: Callable[..., Server], begun: threading.Event
-) -> None:
+def test_calls_of_the_servers_own_process(hold: Callable[[int], torch.Tensor], serve: Serve, begun: threading.Event) -> None:
     """They end like those of a client."""
     server = serve()
     with ThreadPoolExecutor(1) as pool:
@@ -105,7 +99,7 @@ def test_calls_of_the_servers_own_process(
         hold(1)
 
 
-def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Callable[..., Server]) -> None:
+def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Serve) -> None:
     """Whatever a thread of the server's process asks just then, it gets an answer or an error."""
     provider.share("ones", cache=False)(lambda: torch.ones(1))
     for _ in range(20):
@@ -128,7 +122,7 @@ def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Callable[
                     thread.result(timeout=5)
 
 
-def test_a_client_that_does_not_read(provider: Provider, serve: Callable[..., Server]) -> None:
+def test_a_client_that_does_not_read(provider: Provider, serve: Serve) -> None:
     """Replies that nobody takes do not hold up the end."""
     server = serve()
     with Raw(server.socket_path) as raw:
@@ -139,7 +133,7 @@ def test_a_client_that_does_not_read(provider: Provider, serve: Callable[..., Se
         stop(server)
 
 
-def test_a_client_after_the_end(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+def test_a_client_after_the_end(serve: Serve, connect: Connect) -> None:
     """A missing server is told as such, with its socket and the way to start one."""
     server, client = serve(), connect()
     client.ping()
@@ -179,7 +173,7 @@ def _endless(kind: str, go: threading.Event, begun: threading.Event) -> Callable
 
 @pytest.mark.parametrize("kind", ["def", "async def", "refuses to be cancelled", "blocks the loop"])
 def test_an_endpoint_that_does_not_end(
-    provider: Provider, serve: Callable[..., Server], go: threading.Event, begun: threading.Event, kind: str
+    provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event, kind: str
 ) -> None:
     """It does not hold up the end of the server for more than a second."""
     provider.share("endless")(_endless(kind, go, begun))
@@ -198,9 +192,7 @@ def test_an_endpoint_that_does_not_end(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_an_endpoint_that_stops_its_server(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], is_async: bool
-) -> None:
+def test_an_endpoint_that_stops_its_server(provider: Provider, serve: Serve, connect: Connect, is_async: bool) -> None:
     """It does not wait for itself. One on the loop ends before the server does, and may be answered."""
 
     def end() -> None:
@@ -269,7 +261,7 @@ if "blocking" in sys.argv:
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
 def test_a_server_process_is_asked_to_end(
-    connect: Callable[..., Client], children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
+    connect: Connect, children: list[Child], number: signal.Signals, busy: str | None, arguments: list[str]
 ) -> None:
     """It exits with 0 in less than a second, idle or in the middle of a build, and leaves neither a socket nor a traceback."""
     child = Child("-c", SCRIPT, *arguments, environ={"SHARED_TENSOR_ROLE": "server"})
@@ -298,7 +290,7 @@ def test_a_server_process_is_asked_to_end(
 
 
 def test_a_server_that_is_killed(
-    base_path: str, children: list[Child], serve: Callable[..., Server], provider: Provider, connect: Callable[..., Client]
+    base_path: str, children: list[Child], serve: Serve, provider: Provider, connect: Connect
 ) -> None:
     """Its clients' tensors stay what they are; who waits is told; the next server takes its place."""
     child = python(
