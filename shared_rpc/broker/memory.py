@@ -13,7 +13,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.device_memory import LocalMemory
+from shared_rpc.server.device_memory import DeviceMemory
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
 
@@ -83,35 +83,35 @@ class MemoryRequests:
                 future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) that was to make memory has ended"))
 
 
-class RelayedMemory:
-    """The memory of one provider's devices; see :class:`DeviceMemory`."""
+class RelayedMemory(DeviceMemory):
+    """The memory of one provider's devices: the host's is made here, a GPU's by a worker."""
 
     def __init__(self, requests: MemoryRequests, devices: Sequence[DeviceSpec]) -> None:
+        super().__init__("cpu")
         self._requests = requests
         self._facts = {device.id: device for device in devices}
-        self._host = LocalMemory("cpu")
 
     def devices(self) -> tuple[str, ...]:
-        """See :class:`DeviceMemory`."""
+        """Return the ids of the devices that the workers have told of."""
         return tuple(self._facts)
 
     def facts(self, device: str) -> DeviceSpec:
-        """See :class:`DeviceMemory`."""
+        """Return what the workers have told of a device."""
         return self._facts[device]
 
     def free(self, device: str) -> int | None:
-        """See :class:`DeviceMemory`. None while no worker can be asked."""
+        """Return the free bytes of a device, None while no worker can be asked."""
         if device == "cpu":
-            return self._host.free(device)
+            return super().free(device)
         try:
             return self._requests.ask(w.FreeBytes(device))[0].free
         except WorkerCrashed:
             return None
 
     def allocate(self, device: str, nbytes: int) -> Segment:
-        """See :class:`DeviceMemory`."""
+        """Make zeroed memory, here or in a worker."""
         if device == "cpu":
-            return self._host.allocate(device, nbytes)
+            return super().allocate(device, nbytes)
         answer, fds = self._requests.ask(w.Allocate(device, nbytes))
         assert answer.segment is not None, "a worker that does not refuse has it"
         return Segment(answer.segment, fds[0])

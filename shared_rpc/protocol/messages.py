@@ -157,7 +157,7 @@ class ObjectReply(Message):
 
 
 class ListHolders(Message):
-    """Ask for :class:`HoldersReply`."""
+    """Request for :class:`HoldersReply`."""
 
     object_id: str
 

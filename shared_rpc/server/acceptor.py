@@ -27,7 +27,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 
 class Usage(NamedTuple):
-    """What others have of a server: how many clients there are, their leases, tasks that have not ended, and runs."""
+    """Counts of what others have of a server: clients, their leases, tasks that have not ended, and runs."""
 
     clients: int
     leases: int
@@ -70,16 +70,16 @@ class Acceptor:
 
     @property
     def sessions(self) -> int:
-        """How many client processes there are."""
+        """The number of client processes."""
         return len(self._core.sessions)
 
     @property
     def connections(self) -> int:
-        """How many connections they have."""
+        """The number of their connections."""
         return len(self._connections)
 
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
-        """What others use of the server. On the loop only.
+        """Count what others use of the server. On the loop only.
 
         :param pids: the server's own processes, which are no clients.
         :param asker: the session of a client that asks, which does not count either; nor does then who has not said anything.
@@ -156,7 +156,7 @@ class Acceptor:
                 remove_socket(self.path, self._inode)
 
     def close(self) -> None:
-        """For one that never served."""
+        """Give up a socket that never served."""
         self.remove_socket()
         self._listener.close()
 

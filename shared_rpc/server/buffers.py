@@ -30,7 +30,7 @@ _LONGEST = 100 * 365 * 86400.0
 
 
 class Buffers:
-    """What clients ask of buffers and devices. On the loop only; memory is made, and drivers are asked, in one thread.
+    """Requests about buffers and devices. On the loop only; memory is made, and drivers are asked, in one thread.
 
     :param device: the id of the server's device.
     :param memory: where they are made.
@@ -45,7 +45,7 @@ class Buffers:
         self._memory = memory
         self._quotas = quotas
         self._look_within = look_within
-        self._threads = WorkerThreads(1, _nothing)
+        self._threads = WorkerThreads(1)
         #: Those who wait for what the thread does.
         self._waiting: set[Waiter] = set()
         #: Buffers that are being made.
@@ -108,7 +108,7 @@ class Buffers:
         self._work(waiter, look, show)
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter no longer waits; what is made for it is given up."""
+        """Forget a waiter that no longer waits; what is made for it is given up."""
         self._waiting.discard(waiter)
 
     def stop(self) -> None:
@@ -119,7 +119,7 @@ class Buffers:
             tell(waiter, _gone())
 
     def close(self) -> None:
-        """The loop has ended."""
+        """End the thread: the loop has ended."""
         self._threads.close()
 
     def _facts(self, device: str) -> DeviceSpec:
@@ -188,11 +188,11 @@ class Buffers:
             except SharedRPCError as error:
                 tell(waiter, Failure.of(error))
 
-        self._threads.start(Job(attempt, _nothing, done))
+        self._threads.start(Job(attempt, done))
 
 
 def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
-    """Bytes by device id, of what a server was given.
+    """Return the quotas that a server was given, in bytes by device id.
 
     :param device: the id of the server's device.
     :raises ConfigurationError: for a device that is not the server's, and for what is neither bytes nor a fraction.
@@ -226,7 +226,3 @@ def _check_terms(ttl: float | None, max_accesses: int | None, keep: bool) -> Non
 
 def _gone() -> Failure:
     return Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
-
-
-def _nothing() -> None:
-    pass

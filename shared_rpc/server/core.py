@@ -17,23 +17,19 @@ import anyio
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.records import Arguments
-from shared_rpc.memory.segments import Segment
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import MechanismInfo, ObjectInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
-from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
-from shared_rpc.server.clock import BootClock
-from shared_rpc.server.device_memory import DeviceMemory, LocalMemory
+from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of, takes
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.revisions import page_of
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.sessions import Sessions
@@ -44,7 +40,7 @@ from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import Task, TaskTable
-from shared_rpc.server.sweeper import Sweeper
+from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 
 __all__ = ["Core", "Lowered"]
@@ -102,7 +98,7 @@ class Core:
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
-        self.buffers = Buffers(device, buffers, self.quotas, memory or LocalMemory(device), self._sweeper.look_within)
+        self.buffers = Buffers(device, buffers, self.quotas, memory or DeviceMemory(device), self._sweeper.look_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.runs = Runs(
             executor,
@@ -119,7 +115,7 @@ class Core:
             self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
         self.tasks = Tasks(
-            table, self.runs, self.objects, self.leases, self._release_one, lambda: self._sweeper.look_within(result_ttl)
+            table, self.runs, self.objects, self.leases, self.release, lambda: self._sweeper.look_within(result_ttl)
         )
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
@@ -149,7 +145,7 @@ class Core:
         self.transfers.close()
 
     def close(self) -> None:
-        """The loop has ended."""
+        """End the threads: the loop has ended."""
         self.buffers.close()
 
     def call(
@@ -167,9 +163,7 @@ class Core:
         :param chain: for a call made by an endpoint, its :attr:`RunContext.chain`.
         """
         try:
-            spec, key = self._bound(endpoint, lowered, arguments, chain)
-            if HOOKS.registered:
-                waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
+            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
             if spec.execution == "task":
                 if self.runs.answer_from_cache(waiter, spec, key):
                     close_arguments(arguments)
@@ -207,11 +201,9 @@ class Core:
 
         waiter.refreshes, waiter.deliver = True, deliver
         try:
-            spec, key = self._bound(endpoint, lowered, arguments, chain)
+            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
             refreshable(spec, key)
             waiter.arguments = identity_of(spec, *_read(lowered, arguments))
-            if HOOKS.registered:
-                waiter.observed = self._observe(spec, waiter.request_id, waiter.session)
         except BaseException as error:
             close_arguments(arguments)
             deliver(Failure.of(error))
@@ -237,9 +229,7 @@ class Core:
         """
         asker = Waiter(session, lambda outcome: None, request_id=request_id)
         try:
-            spec, key = self._bound(endpoint, lowered, arguments, frozenset())
-            if HOOKS.registered:
-                asker.observed = self._observe(spec, request_id, session)
+            spec, key = self._bound(asker, endpoint, lowered, arguments, frozenset())
             return self.tasks.submit(spec, key, arguments, asker=asker).info
         except BaseException as error:
             close_arguments(arguments)
@@ -247,7 +237,7 @@ class Core:
             raise
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter no longer waits; it is not told anything any more."""
+        """Forget a waiter that no longer waits; it is told nothing any more."""
         if waiter.observed is not None:
             waiter.observed.left()
         self.tasks.leave(waiter)
@@ -272,7 +262,7 @@ class Core:
         return len(released)
 
     def hold(self, session: str, object_ids: Iterable[str]) -> list[str]:
-        """One more lease of the session for each id of a managed object that is there; the ids of those."""
+        """Grant the session one more lease for each id of a managed object that is there, and return the ids of those."""
         found = [(object_id, self.objects.get(object_id)) for object_id in object_ids]
         held = [object_id for object_id, stored in found if stored is not None and stored.managed]
         for object_id in held:
@@ -339,7 +329,7 @@ class Core:
             self.buffers.table.restore(stored, terms)
 
     def drop_bound(self, segment_ids: Collection[str]) -> None:
-        """The process has ended to which these segments were bound: nobody can map them any more."""
+        """Drop the objects in segments that nobody can map any more: the process that they were bound to has ended."""
         for stored in self.objects:
             if any(segment.info.id in segment_ids for segment in stored.record.segments):
                 _log.warning("object %s of %s ended with the process that made it", stored.object_id, stored.endpoint)
@@ -347,10 +337,6 @@ class Core:
                     while self.leases.release(session, stored.object_id):
                         pass
                 self.objects.unlist(stored)
-
-    def revision_page(self, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
-        """See :func:`shared_rpc.server.revisions.page_of`."""
-        return page_of(self.objects, self.quotas, object_id, local=local)
 
     def stored(self, object_id: str) -> StoredObject:
         """Return an object.
@@ -397,8 +383,9 @@ class Core:
         }
 
     def _bound(
-        self, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
+        self, waiter: Waiter, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
     ) -> tuple[EndpointSpec, str | None]:
+        """Return the spec and the key of a call, which counts and is observed from here on."""
         try:
             if self.stopped:
                 raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
@@ -414,6 +401,9 @@ class Core:
             self.runs.statistics.refused += 1
             raise
         self.runs.statistics.of(spec.name)["calls"] += 1
+        if HOOKS.registered:
+            pid = self.sessions.pid_of(waiter.session)
+            waiter.observed = Observed(self.server_id, spec.name, waiter.request_id, waiter.session, pid)
         return spec, key
 
     def _settle(self, *object_ids: str) -> None:
@@ -425,9 +415,6 @@ class Core:
             if stored is not None and stored.idle_ttl is not None:
                 self._sweeper.look_within(stored.idle_ttl)
 
-    def _release_one(self, session: str, object_id: str) -> None:
-        self.release(session, [object_id])
-
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)
 
@@ -437,9 +424,6 @@ class Core:
         if stored.record.segments:
             self._executor.reclaim()
         self._told.freed(stored)
-
-    def _observe(self, spec: EndpointSpec, request_id: str, session: str) -> Observed:
-        return Observed(self.server_id, spec.name, request_id, session, self.sessions.pid_of(session))
 
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:

@@ -97,7 +97,7 @@ def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | 
 
 
 async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunContext, value: list[Any]) -> Failure | None:
-    """Whatever the endpoint raises, as a value. SystemExit would end the loop, and every waiter would hang."""
+    """Return whatever the endpoint raises. SystemExit would end the loop, and every waiter would hang."""
     CURRENT_RUN.set(run)
     try:
         value.append(await one_process(begin(), endpoint, os.getpid()))

@@ -42,7 +42,7 @@ class Endpoint:
 
 
 def describe(function: Callable[..., Any], name: str | None = None, **options: Any) -> EndpointSpec:
-    """The spec of a function.
+    """Return the spec of a function.
 
     :raises TypeError: for an unknown option.
     :raises ConfigurationError: for a value an option does not allow, or a template that names what is not there.
@@ -75,7 +75,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
 
 
 def _fingerprint(function: Callable[..., Any]) -> str:
-    """A digest of a function's compiled code, wherever in its file it stands; of what it calls nothing is known here."""
+    """Return a digest of a function's compiled code, wherever in its file it stands; of what it calls nothing is known here."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
@@ -143,7 +143,7 @@ def _check_template(spec: EndpointSpec) -> None:
 
 
 def _fields(template: str) -> Iterator[str]:
-    """The names in a template, those in format specs (``{x:{width}}``) too.
+    """Yield the names in a template, those in format specs (``{x:{width}}``) too.
 
     :raises ValueError: if it is no format string.
     """
@@ -183,7 +183,7 @@ _KIND = {
 
 
 def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call's lowered arguments by parameter name, defaults included.
+    """Return a call's lowered arguments by parameter name, defaults included.
 
     :raises TypeError: if they do not fit the endpoint's signature, as the function itself would.
     """
@@ -197,7 +197,7 @@ def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
 
 @functools.lru_cache(maxsize=1024)
 def _positions(parameters: tuple[Parameter, ...]) -> tuple[int, int]:
-    """How few and how many arguments by position suffice where there are none by name; ``(1, 0)`` if that is not so simple."""
+    """Return the least and the most arguments by position where there are none by name; ``(1, 0)`` if that is not so simple."""
     plain = (int(inspect.Parameter.POSITIONAL_ONLY), int(inspect.Parameter.POSITIONAL_OR_KEYWORD))
     if any(parameter.kind not in plain for parameter in parameters):
         return 1, 0
@@ -211,7 +211,7 @@ def takes(spec: EndpointSpec, count: int) -> bool:
 
 
 def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """:func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
+    """Return the :func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
 
     :raises TypeError: if they do not fit the endpoint's signature.
     """
@@ -221,8 +221,9 @@ def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 
 def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """What tells a call from those with other arguments, also where its key leaves some out; None where nothing does, because
-    there are tensors or modules among them.
+    """Return what tells a call from those with other arguments, also where its key leaves some out.
+
+    None where nothing does, because there are tensors or modules among them.
 
     :raises TypeError: if they do not fit the endpoint's signature.
     """
@@ -230,7 +231,7 @@ def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:
-    """The key of a call, None where it is not cached.
+    """Return the key of a call, None where it is not cached.
 
     The endpoint and a canonical form of the bound arguments, or its ``cache_format_key`` filled in. A call with a
     tensor or a module has no default key; a template that leaves these out gives it one.
@@ -280,7 +281,7 @@ _NO_LITERALS = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 def _unquoted(value: Any) -> Any:
-    """A default as its value would print; texts lose the quotes that :func:`canonical` gave them."""
+    """Return a default as its value would print; texts lose the quotes that :func:`canonical` gave them."""
     if type(value) is DtypeRef:
         return str(value)
     if type(value) is not _Default:
@@ -328,7 +329,7 @@ class Registry:
         self._specs = {spec.name: spec for spec in specs}
 
     def get(self, name: str) -> EndpointSpec:
-        """The spec of an endpoint.
+        """Return the spec of an endpoint.
 
         :raises EndpointNotFound: naming what is there.
         """
@@ -341,7 +342,7 @@ class Registry:
         return spec
 
     def all(self) -> list[EndpointSpec]:
-        """All specs, in the order they were shared."""
+        """Return all specs, in the order they were shared."""
         return list(self._specs.values())
 
     def __len__(self) -> int:

@@ -83,11 +83,11 @@ class Engine:
         return self.pid == os.getpid() and self._executor.busy > 0
 
     def here(self) -> bool:
-        """Whether the caller is on the engine's loop, where it must not wait for it."""
+        """Return whether the caller is on the engine's loop, where it must not wait for it."""
         return threading.current_thread() is self._thread
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """See :meth:`Executor.lend_thread`."""
+        """Allow one thread more while the block runs; see :meth:`Executor.lend_thread`."""
         return self._executor.lend_thread()
 
     def post(self, job: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ class Engine:
             self._loop.call_soon_threadsafe(self._wake)
 
     def ask(self, question: Callable[[Core], T]) -> T:
-        """``question(core)``, evaluated on the loop."""
+        """Evaluate ``question(core)`` on the loop, and return the answer."""
         if self.here():
             return question(self.core)
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -166,7 +166,7 @@ class Engine:
             self._posted.popleft()()
 
     def _abandon(self) -> None:
-        """In a forked child: the loop's thread is not here, and its descriptors are the parent's."""
+        """Let go of what is the parent's, in a forked child: the loop's thread is not here, and the descriptors are copies."""
         self._ended = True
         for stored in self.core.objects:
             stored.close()

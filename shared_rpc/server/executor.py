@@ -15,39 +15,39 @@ __all__ = ["Executor", "Owner"]
 
 
 class Owner(Protocol):
-    """Who had a run started, and is told of it; on the loop."""
+    """The owner of a run, which had it started and is notified of it; on the loop."""
 
     def began(self, run: Run[Any]) -> None:
-        """Its work starts, and it is running."""
+        """Note that the run's work starts."""
 
     def progressed(self, run: Run[Any], progress: Progress) -> None:
-        """The endpoint said something."""
+        """Note progress that the endpoint reports."""
 
     def out_of_memory(self, run: Run[Any], why: str) -> None:
-        """The endpoint has ended, and its result waits until its reader gives memory back."""
+        """Note that the endpoint has ended, and that its result waits until its reader gives memory back."""
 
     def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
-        """The run ended; nothing is raised that the endpoint raised."""
+        """Note that the run ended; nothing is raised that the endpoint raised."""
 
 
 class Executor(Protocol):
-    """Where endpoints run."""
+    """The place where endpoints run."""
 
     @property
     def busy(self) -> int:
         """Threads of this process that run an endpoint now."""
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """Entered by an endpoint that waits for another one, so that waiting does not use up ``max_workers``."""
+        """Allow one thread more while an endpoint waits for another one, so that waiting does not use up ``max_workers``."""
 
     def info(self) -> ExecutorInfo:
         """Return the processes that run endpoints."""
 
     def close(self) -> None:
-        """The loop has ended. Idle threads end, one that runs an endpoint ends with it, or with the process."""
+        """End idle threads: the loop has ended. One that runs an endpoint ends with it, or with the process."""
 
     def reclaim(self) -> None:
-        """An object was dropped: give back the memory that only its live value held. Does not wait."""
+        """Give back the memory that only the live value of a dropped object held. Does not wait."""
 
     async def finish(self) -> None:
         """End what runs on the loop, which ends after this."""
@@ -68,4 +68,4 @@ class Executor(Protocol):
         """Drop a result that waits for memory; False if there is none. The owner is not told of its end then."""
 
     def take_back(self, run: Run[Any], record: Record) -> None:
-        """Nobody was there to take a result: free what it has of a pool."""
+        """Free what a result has of a pool that nobody was there to take."""

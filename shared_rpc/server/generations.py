@@ -1,4 +1,4 @@
-"""Generations of objects: which one is current, who is told when another one is, and what is left of earlier ones."""
+"""Generations of objects: the current one, the news of others, what is left of earlier ones; and the pages of revisions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from shared_rpc.memory.backends.choice import chosen
+from shared_rpc.memory.revisions import new_page, read_only
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import TASK_SESSION
 
-__all__ = ["Generations", "refreshable"]
+__all__ = ["Generations", "page_of", "refreshable"]
 
 #: Keys whose latest generation is remembered for those who ask what is new: who asks too rarely misses the oldest ones.
 _REMEMBERED = 4096
@@ -25,7 +30,7 @@ Answer = Callable[[list[Generation], int], object]
 
 
 def refreshable(spec: EndpointSpec, key: str | None) -> str:
-    """The key of a call that is to be refreshed.
+    """Return the key of a call that is to be refreshed.
 
     :raises ConfigurationError: if it has none.
     """
@@ -40,7 +45,7 @@ def refreshable(spec: EndpointSpec, key: str | None) -> str:
 
 
 class Generations:
-    """What the server knows of the generations of its cached objects. On its loop only.
+    """The generations of a server's cached objects. On its loop only.
 
     Those who want to know what is new ask again and again, from a position on. So there is nothing to buffer for one who
     is slow: it gets the latest generation of each key, when it asks.
@@ -70,7 +75,7 @@ class Generations:
         self._gone: Failure | None = None
 
     def announce(self, stored: StoredObject) -> None:
-        """An object is the current one of its key now. The first of a key is no news: nobody has an earlier one."""
+        """Tell that an object is the current one of its key now. The first of a key is no news: nobody has an earlier one."""
         if stored.generation == 1:
             return
         generation = self.of(stored)
@@ -95,7 +100,7 @@ class Generations:
             self._waiting.append((waiter, after, answer))
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter does not want to know any more."""
+        """Forget a waiter."""
         self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
 
     def stop(self, failure: Failure) -> None:
@@ -106,7 +111,7 @@ class Generations:
             tell(waiter, failure)
 
     def of(self, stored: StoredObject) -> Generation:
-        """What there is to tell of an object with a key."""
+        """Describe an object with a key."""
         assert stored.cache_key is not None, "what has no key has no generations"
         return Generation(
             endpoint=stored.endpoint,
@@ -121,7 +126,7 @@ class Generations:
         )
 
     def made(self, endpoint: str, delivery: Delivery) -> Generation:
-        """What a refresh has brought. To be asked when it is delivered.
+        """Describe what a refresh has brought, when it is delivered.
 
         :raises RefreshError: if its call was invalidated while it was being built, or a refresh that began later was sooner.
         """
@@ -204,3 +209,33 @@ class Generations:
     def _since(self, after: int) -> list[Generation]:
         news = takewhile(lambda entry: entry[0] > after, reversed(self._latest.values()))
         return [generation for _, generation in news][::-1]
+
+
+def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
+    """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
+
+    The page is made when somebody first asks for it. The descriptor belongs to the caller.
+
+    :param local: whether it is for this process, which may write to what it shares for reading only.
+    :raises StaleHandleError: if the server does not own the object.
+    :raises ServerBusy: if there is no descriptor for its page.
+    """
+    stored = objects.get(object_id)
+    if stored is not None and stored.page is None:
+        quotas.require_descriptors(1)
+        stored = objects.get(object_id)  # that may have been what made room
+    if stored is None:
+        raise StaleHandleError(f"the server owns no object {object_id[:100]}", reason="object_gone")
+    page = stored.page
+    if page is None:
+        page = new_page()
+        objects.add_page(stored, page)
+    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
+    return read_only(page) if sealed and not local else page.duplicate(), _memory_of(stored)
+
+
+def _memory_of(stored: StoredObject) -> list[SegmentInfo]:
+    kinds = {(segment.info.device, segment.info.mechanism): segment.info for segment in stored.record.segments}
+    if not kinds and stored.record.device != "cpu":  # in the local role nothing lies in segments
+        return [SegmentInfo("", 0, stored.record.device, mechanism=chosen(stored.record.device).name)]
+    return list(kinds.values())

@@ -31,10 +31,6 @@ from shared_rpc.server.transfer import ServerTransfer
 __all__ = ["InProcessExecutor"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class InProcessExecutor:
     """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
 
@@ -80,35 +76,28 @@ class InProcessExecutor:
 
     @property
     def busy(self) -> int:
-        """See :class:`Executor`."""
         return self._threads.busy + self._background.busy
 
     @contextmanager
     def lend_thread(self) -> Iterator[None]:
-        """See :class:`Executor`."""
         with self._threads.lend(), self._background.lend():
             yield
 
     def reclaim(self) -> None:
-        """See :class:`Executor`."""
         FINALIZER.start()
         FINALIZER.submit(MAPPINGS.drain)
 
     def info(self) -> ExecutorInfo:
-        """See :class:`Executor`."""
         return {"workers": []}
 
     def close(self) -> None:
-        """See :class:`Executor`."""
         self._threads.close()
         self._background.close()
 
     async def finish(self) -> None:
-        """See :class:`Executor`."""
         await self._coroutines.finish()
 
     def start(self, run: Run[Any], owner: Owner) -> None:
-        """See :class:`Executor`."""
         endpoint = self._endpoints[run.spec.name]
         reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
         context = run.place = RunContext(run.chain, reporter.put, run.request_id)
@@ -141,14 +130,13 @@ class InProcessExecutor:
             # What takes time, the arguments and the result, is done in threads all the same.
             job = Job(
                 lambda: guarded(lambda: Completed(None, load(run))),
-                begun,
                 lambda loaded: self._await(endpoint, run, context, loaded, ended),
+                begun,
             )
         self._queued[run] = threads, job
         threads.start(job)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
         queued = self._queued.pop(run, None)
         if queued is None:
             return False
@@ -159,7 +147,7 @@ class InProcessExecutor:
         return True
 
     def cancel(self, run: Run[Any]) -> None:
-        """See :class:`Executor`. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
+        """Ask a run to stop. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
         if run.running and run.place is not None:
             run.place.cancelled = True
             self._coroutines.cancel(run)
@@ -220,12 +208,10 @@ class InProcessExecutor:
         threads.start(self._job(run, self._publisher.elsewhere(publish), ended))
 
     def abandon(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
         transfer = self._transfers.find(run.session)
         return transfer is not None and transfer.unpark(run)
 
     def take_back(self, run: Run[Any], record: Record) -> None:
-        """See :class:`Executor`."""
         transfer = self._transfers.find(run.session)
         if transfer is not None:
             transfer.give(record.chunks)
@@ -238,7 +224,7 @@ class InProcessExecutor:
         awaiting: AwaitingRoom,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """No thread waits for memory meanwhile: a client that holds all of it holds up nobody else."""
+        """Set a result aside until there is room, without a thread: a client that holds all memory holds up nobody else."""
 
         def publish() -> Completed:
             return self._publisher.publish(endpoint, run, [awaiting.live])
@@ -256,9 +242,9 @@ class InProcessExecutor:
         run: Run[Any],
         work: Callable[[], Completed],
         ended: Callable[[Completed | Failure], None],
-        begun: Callable[[], None] = _nothing,
+        begun: Callable[[], None] | None = None,
     ) -> Job:
-        """What is done in a thread of a run that ends with it."""
+        """Return the job of a run that ends with it."""
 
         def settled() -> Completed | Failure:
             # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
@@ -266,10 +252,10 @@ class InProcessExecutor:
             let_go(run, outcome[0])
             return outcome.pop()
 
-        return Job(settled, begun, ended, lambda: self._settle(run))
+        return Job(settled, ended, begun, lambda: self._settle(run))
 
     def _settle(self, run: Run[Any]) -> None:
-        """See what the endpoint has done with: when its caller has been told, who need not wait for that."""
+        """Poll what the endpoint has done with, when its caller has been told, which need not wait for that."""
         transfer = self._transfers.find(run.session)
         if transfer is not None:
             transfer.poll()

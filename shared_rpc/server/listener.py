@@ -27,7 +27,7 @@ _BACKLOG = 4096
 
 
 def bind_socket(path: str) -> socket.socket:
-    """A listening, non-blocking socket at ``path``.
+    """Return a listening, non-blocking socket at ``path``.
 
     :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
         somebody else or is open to others, or if it is no socket; and for a path that is not UTF-8.
@@ -91,7 +91,7 @@ def check_directory(directory: str) -> None:
 
 
 def why_not_there(status: os.stat_result) -> str:
-    """Why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
+    """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
 
     It may where the directory is this user's, and nobody else can write to it; and where it is sticky, and this user's or
     root's, so that nobody but those two can remove what another user made.
@@ -107,7 +107,7 @@ def why_not_there(status: os.stat_result) -> str:
 
 
 def _make_private(directory: str) -> None:
-    """``os.makedirs`` with mode 0700 for the directories above too: who can write to one can replace what is in it."""
+    """Make a directory and those above it, all with mode 0700: who can write to one can replace what is in it."""
     if os.path.isdir(directory):
         return
     _make_private(os.path.dirname(directory))
@@ -153,7 +153,7 @@ def _make_way(path: str) -> None:
 
 
 def _who_listens(path: str) -> str:
-    """Who serves the socket, without a word to it; empty if nobody does."""
+    """Return who serves the socket, without a word to it; empty if nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         code = probe.connect_ex(path)
         if code in (errno.ECONNREFUSED, errno.ENOENT):

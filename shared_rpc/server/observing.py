@@ -1,4 +1,4 @@
-"""What a server tells those who listen: of each call how it was answered and how long it took, of objects, and of leases."""
+"""Events of a server: of each call how it was answered and how long it took, of objects, and of leases."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Observed:
         HOOKS.emit(CallStarted(**self._call))
 
     def told(self, outcome: object) -> None:
-        """The caller is told this now."""
+        """Note what the caller is told now."""
         if isinstance(outcome, Failure):
             self._finish("failed", outcome.code)
         else:
             self._finish(self.how)
 
     def left(self) -> None:
-        """The caller no longer waits."""
+        """Note that the caller no longer waits."""
         self._finish("left")
 
     def _finish(self, outcome: Outcome, error: str = "") -> None:
@@ -61,7 +61,7 @@ class Observed:
 
 
 class Listeners:
-    """Those who listen to what a server keeps."""
+    """The listeners to what a server keeps."""
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id
@@ -69,12 +69,12 @@ class Listeners:
         self._reclaiming = ""
 
     def added(self, stored: StoredObject) -> None:
-        """An object is kept from now on."""
+        """Tell that an object is kept from now on."""
         if HOOKS.registered:
             HOOKS.emit(ObjectPublished(**self._object(stored), generation=stored.generation))
 
     def freed(self, stored: StoredObject) -> None:
-        """Nothing keeps it any more."""
+        """Tell that nothing keeps an object any more."""
         if HOOKS.registered:
             HOOKS.emit(ObjectFreed(**self._object(stored)))
 
@@ -89,19 +89,19 @@ class Listeners:
         }
 
     def given(self, session: str, object_id: str) -> None:
-        """A session has a lease that it did not have."""
+        """Tell that a session has a lease that it did not have."""
         if HOOKS.registered:
             HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, session=session))
 
     def ended(self, session: str, object_id: str) -> None:
-        """It has it no more."""
+        """Tell that a session has a lease no more."""
         if HOOKS.registered:
             reclaimed = session == self._reclaiming
             HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, session=session, reclaimed=reclaimed))
 
     @contextmanager
     def reclaiming(self, session: str) -> Iterator[None]:
-        """What ends meanwhile of this session was not given back; ``""`` for none."""
+        """Count what ends meanwhile of this session as not given back; ``""`` for none."""
         self._reclaiming = session
         try:
             yield

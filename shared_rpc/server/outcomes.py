@@ -1,4 +1,4 @@
-"""How a run ended: a record and a value, or an error that can travel and be kept."""
+"""Outcomes of runs: a record and a value, or an error that can travel and be kept."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class Failure:
                 traceback.clear_frames(error.__traceback__)
 
     def remembered(self, limit: int) -> Failure:
-        """The same, to be kept for long: nothing that the endpoint had in hand is kept with it, and an exception that pickles
-        larger than ``limit`` bytes, or not at all, is told as a RemoteError.
+        """Return the same, to be kept for long, without anything that the endpoint had in hand.
+
+        An exception that pickles larger than ``limit`` bytes, or not at all, becomes a RemoteError.
         """
         self.clear_frames()
         if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
@@ -69,7 +70,7 @@ class Failure:
         return dataclasses.replace(self, pickled=b"", error=told, kept=True)
 
     def to_raise(self) -> BaseException:
-        """What a caller in this process raises. Of a failure that is kept a copy: it takes its raiser's frames with it."""
+        """Return what a caller in this process raises; a copy where the failure is kept, as raising adds frames."""
         assert self.error is not None, "a failure in this process has its exception"
         if not self.kept:
             return self.error
@@ -82,12 +83,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Of an error that the library raised."""
+        """Make the failure of an error that the library raised."""
         return cls(*to_wire(error), error=error)
 
     @classmethod
     def raised(cls, error: BaseException) -> Failure:
-        """Of what an endpoint raised."""
+        """Make the failure of what an endpoint raised."""
         text = _traceback(error)
         name = (
             type(error).__qualname__
@@ -109,7 +110,7 @@ class Failure:
 
 
 def _related(error: BaseException) -> list[BaseException]:
-    """An exception, its causes and contexts, and the members of groups, each once."""
+    """List an exception, its causes and contexts, and the members of groups, each once."""
     found: dict[int, BaseException] = {}
     open_ends: list[BaseException | None] = [error]
     while open_ends:

@@ -1,4 +1,4 @@
-"""What is done around an endpoint: its arguments are loaded, and its result is published."""
+"""The work around an endpoint: its arguments are loaded, and its result is published."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FEW = 1024
 
 
 class Publisher:
-    """Makes records of what endpoints return.
+    """The maker of records of what endpoints return.
 
     :param device: the id of the device results must be on.
     :param shares: whether results are moved into shared memory.
@@ -43,7 +43,7 @@ class Publisher:
         self._shares = shares
 
     def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Completed:
-        """The outcome of a run, in one of its threads.
+        """Return the outcome of a run, in one of its threads.
 
         :param only: the value, which nobody else in the library has.
         """
@@ -74,7 +74,7 @@ class Publisher:
             only.clear()
 
     def elsewhere(self, work: Callable[[], Completed]) -> Callable[[], Completed]:
-        """``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
+        """Return ``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
         if self._kind == "cpu":
             return work
         import torch
@@ -88,7 +88,7 @@ class Publisher:
         return on_stream
 
     def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Soon | None:
-        """The outcome of a run whose result needs no thread; what is to be waited for in one; or None, to begin in one."""
+        """Return the outcome of a run whose result needs no thread; what a thread is to wait for; or None, to begin in one."""
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
@@ -111,18 +111,18 @@ class Publisher:
 
 
 def let_go(run: Run[Any], outcome: Completed | Failure) -> None:
-    """A caller in another process gets a traceback as text, and its memory back at once."""
+    """Let go of a failed run's arguments: a caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()
 
 
 def returnable(run: Run[Any]) -> bool:
-    """Whether the result may lie where the caller has put the arguments."""
+    """Return whether the result may lie where the caller has put the arguments."""
     return isinstance(run.arguments, Arguments) and run.arguments.returnable and run.spec.access == "read_write"
 
 
 def loads_soon(run: Run[Any]) -> bool:
-    """Whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
+    """Return whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
     arguments = run.arguments
     return isinstance(arguments, tuple) or (
         "shared_rpc.codec.arguments" in sys.modules  # with torch
@@ -133,7 +133,7 @@ def loads_soon(run: Run[Any]) -> bool:
 
 
 def load(run: Run[Any]) -> tuple[Any, Any]:
-    """The arguments of a run, for its function."""
+    """Return the arguments of a run, for its function."""
     if isinstance(run.arguments, tuple):
         return run.arguments
     from shared_rpc.codec.arguments import decode_arguments
@@ -145,7 +145,7 @@ def load(run: Run[Any]) -> tuple[Any, Any]:
 
 
 def guarded(work: Callable[[], Completed]) -> Completed | Failure:
-    """Whatever ``work`` raises, SystemExit included, as a value: nothing may get past the waiters."""
+    """Return whatever ``work`` raises, SystemExit included: nothing may get past the waiters."""
     try:
         return work()
     except BaseException as error:
@@ -153,5 +153,5 @@ def guarded(work: Callable[[], Completed]) -> Completed | Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """The library's own errors as such, any other as one that an endpoint raised."""
+    """Return the failure of an error of the library's own, or of one that an endpoint raised."""
     return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)

@@ -101,7 +101,7 @@ class RemoteClient:
         self.close()
 
     def abandon(self) -> None:
-        """See :meth:`FramedStream.abandon`."""
+        """Close the descriptors and nothing else, in a forked child."""
         self.stream.abandon()
 
     def send(self, message: m.Message, number: int, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
@@ -153,7 +153,7 @@ class RemoteClient:
 
 
 class RemoteCaller:
-    """The asker of one request of a connection: see :class:`shared_rpc.server.handlers.Caller`."""
+    """The asker of one request of a connection: a :class:`shared_rpc.server.handlers.Caller`."""
 
     __slots__ = ("_client", "_frame", "_number", "_out_of_memory", "_waiter", "core", "session")
 
@@ -171,19 +171,17 @@ class RemoteCaller:
 
     @property
     def name(self) -> str:
-        """See :class:`Caller`: by it a client's error is found in the server's log."""
+        """The request's name, by which a client's error is found in the server's log."""
         return f"{self._client.name}-{self._number}"
 
     def server_info(self) -> ServerInfo:
-        """See :class:`Caller`."""
         return self._client.server_info()
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
-        """See :class:`Caller`. They are read only where that is needed."""
+        """Take the arguments as they came. They are read only where that is needed."""
         return None, read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
 
     def wait(self) -> Waiter:
-        """See :class:`Caller`."""
         waiting = self._client.waiting
         if self._number in waiting:
             raise ProtocolError(f"request id {self._number} is in use")
@@ -202,7 +200,7 @@ class RemoteCaller:
         self.core.leave(self._waiter)
 
     def cancel(self) -> None:
-        """See :class:`Caller`. A request that is not there has its reply on the way."""
+        """Give up an earlier request. One that is not there has its reply on the way."""
         caller = self._client.waiting.get(self._number)
         if caller is not None:
             caller.leave()
@@ -214,17 +212,14 @@ class RemoteCaller:
             )
 
     def out_of_memory(self, why: str) -> None:
-        """See :class:`Caller`."""
         self._out_of_memory = why
         self._client.send(m.OutOfPoolMemory(why), self._number)
 
     def notify(self, message: m.Message) -> None:
-        """See :class:`Caller`."""
         if not self._client.stream.full:
             self._client.send(message, self._number)
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        """See :class:`Caller`."""
         if self._waiter is not None:
             waiting = self._client.waiting
             if waiting.get(self._number) is not self:
@@ -239,7 +234,6 @@ class RemoteCaller:
         return self._waiter is not None and self._client.waiting.get(self._number) is not self
 
     def fail(self, failure: Failure) -> None:
-        """See :class:`Caller`."""
         if self._ended:
             return
         if HOOKS.registered:
@@ -257,7 +251,6 @@ class RemoteCaller:
         self.reply(m.Error(failure.code, failure.text, detail, endpoint_raised=bool(failure.pickled)), failure.pickled)
 
     def deliver(self, outcome: Delivery | Failure) -> bool:
-        """See :class:`Caller`."""
         if isinstance(outcome, Failure):
             self.fail(outcome)
             return True

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class Reporter:
-    """Takes reports from any thread, and tells them on the loop. What comes too fast is thinned out; the last is told.
+    """The way of reports from any thread to the loop. What comes too fast is thinned out; the last is told.
 
     :param tell: is called on the loop.
     """
@@ -52,7 +52,7 @@ class Reporter:
             self._loop.call_soon_threadsafe(self._flush)
 
     def close(self) -> None:
-        """The run ended: tell what was held back. On the loop."""
+        """Tell what was held back: the run ended. On the loop."""
         with _lock:
             self._closed = True
             waiting, self._waiting = self._waiting, None

@@ -191,7 +191,7 @@ class Runs:
         return True
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter no longer waits; it is not told anything any more. Work that has not begun is dropped with its last."""
+        """Forget a waiter that no longer waits. Work that has not begun is dropped with its last."""
         run, waiter.run = waiter.run, None
         if run is None:
             return
@@ -209,7 +209,7 @@ class Runs:
         close_arguments(run.arguments)
 
     def _abandon(self, run: Run[Waiter]) -> None:
-        """Nobody waits for a run. If its result waits for memory, it is dropped."""
+        """Drop the result of a run that nobody waits for, if it waits for memory."""
         if self._executor.abandon(run):
             run.over = True
             self.calls.close(run)
@@ -227,7 +227,6 @@ class Runs:
         self._executor.cancel(run)
 
     def began(self, run: Run[Waiter]) -> None:
-        """See :class:`Owner`."""
         self.statistics.of(run.spec.name)["builds"] += 1
         self.calls.begin(run, time.monotonic())
         if HOOKS.registered:
@@ -244,14 +243,12 @@ class Runs:
                 waiter.on_begin()
 
     def progressed(self, run: Run[Waiter], progress: Progress) -> None:
-        """See :class:`Owner`."""
         run.progress = progress
         for waiter in tuple(run.waiters):
             if waiter.on_progress is not None:
                 waiter.on_progress(progress)
 
     def out_of_memory(self, run: Run[Waiter], why: str) -> None:
-        """See :class:`Owner`."""
         # The endpoint itself has ended: others need not wait for the memory that this one's caller holds.
         self._next_turn(run)
         for waiter in tuple(run.waiters):
@@ -261,7 +258,6 @@ class Runs:
             self._abandon(run)
 
     def ended(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
-        """See :class:`Owner`."""
         run.over = True
         if run.running:
             self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
@@ -290,7 +286,7 @@ class Runs:
             )
 
     def _next_turn(self, run: Run[Waiter]) -> None:
-        """A run of a serialized endpoint ended, or will not be."""
+        """Start the next run of a serialized endpoint: one ended, or will not be."""
         spec = run.spec
         if spec.concurrency == "parallel":
             return
@@ -338,7 +334,7 @@ class Runs:
         self._settle(stored.object_id)
 
     def _refusal(self, record: Record) -> Failure | None:
-        """Why a result cannot be kept, where that is so."""
+        """Return why a result cannot be kept, where that is so."""
         try:
             self._admit(record)
         except SharedRPCError as error:
@@ -381,7 +377,7 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
 
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:
-    """:param epoch: the Unix time at which the monotonic clock was at zero."""
+    """Describe a run; ``epoch`` is the Unix time at which the monotonic clock was at zero."""
     progress = run.progress
     tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in run.waiters if waiter.keeps]
     return {

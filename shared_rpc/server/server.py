@@ -34,7 +34,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 
 class App(Protocol):
-    """What is served: a :class:`Provider`."""
+    """An app to serve: a :class:`Provider`."""
 
     base_path: str | os.PathLike[str] | None
     pool: PoolOptions
@@ -47,14 +47,14 @@ class App(Protocol):
 
     @property
     def mechanism_info(self) -> MechanismInfo:
-        """How the memory of the device is shared."""
+        """The mechanism by which the memory of the device is shared."""
 
     def serve_with(self, server: Any) -> None:
         """Have this process's own calls go through a server that was started for the app."""
 
 
 class Server:
-    """Serves a provider's endpoints at a Unix socket, from a thread of its own.
+    """A server of a provider's endpoints at a Unix socket, in a thread of its own.
 
     :param provider: whose endpoints to serve; those shared later are served too.
     :param socket_path: where to listen; by default what the provider's base path and device give.
@@ -108,14 +108,14 @@ class Server:
 
     @property
     def socket_path(self) -> str:
-        """Where the server listens, or will."""
+        """The path at which the server listens, or will."""
         if self._asked_path is not None:
             return os.path.abspath(self._asked_path)
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
 
     @property
     def metrics_url(self) -> str | None:
-        """Where the metrics of a server that runs are, None where nobody asked for them."""
+        """The URL of a running server's metrics, None where nobody asked for them."""
         return self._exporter.url if self._exporter is not None else None
 
     @property
@@ -130,7 +130,7 @@ class Server:
 
     @property
     def engine(self) -> Engine:
-        """What carries out the calls.
+        """The engine that carries out the calls.
 
         :raises ConnectionClosed: if the server does not run.
         """

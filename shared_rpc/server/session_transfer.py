@@ -1,4 +1,4 @@
-"""What the server core needs of a session's short-lived memory, wherever that is mapped."""
+"""The short-lived memory of a session, as the server core needs it, wherever it is mapped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SessionTransfer(ABC):
         self._arenas: dict[str, Segment] = {}
 
     def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
-        """A client's new arena: another descriptor of it. The one that came belongs to the transfer.
+        """Take a client's new arena, and return another descriptor of it. The one that came belongs to the transfer.
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
@@ -42,7 +42,7 @@ class SessionTransfer(ABC):
         return self.arena(info.id)
 
     def arena(self, segment_id: str) -> Segment:
-        """Another descriptor of an arena that came before.
+        """Return another descriptor of an arena that came before.
 
         :raises SegmentNotFound: if none of that id did.
         """
@@ -53,31 +53,31 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """Chunks of the client's that come with a call, and to whom they are given back."""
+        """Return where chunks of the client's are given back that come with a call."""
 
     @abstractmethod
     def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """Chunks of the session's results that it names as arguments, held once more; None if one of them is not in use."""
+        """Hold chunks of the session's results once more that it names as arguments; None if one of them is not in use."""
 
     @abstractmethod
     def result_segment(self, segment_id: str) -> Segment | None:
-        """A segment of the results' pool; it stays the pool's."""
+        """Return a segment of the results' pool; it stays the pool's."""
 
     @abstractmethod
     def give(self, chunks: Sequence[int]) -> None:
-        """The client has done with these chunks of the results' pool, or they were never sent."""
+        """Take back chunks of the results' pool that the client has done with, or that were never sent."""
 
     @abstractmethod
     def returned(self) -> list[int]:
-        """The chunks of the client's to give back now."""
+        """Return the chunks of the client's to give back now."""
 
     @abstractmethod
     def freed(self) -> list[int]:
-        """:meth:`returned`, to be told with a reply. Those who wait for some are told too: they are the same client's."""
+        """Return :meth:`returned`, to be told with a reply. Those who wait are told too: they are the same client's."""
 
     @abstractmethod
     def put_back(self, chunks: Iterable[int]) -> None:
-        """What :meth:`freed` gave, and could not be told."""
+        """Take back what :meth:`freed` returned, and could not be told."""
 
     @abstractmethod
     def await_chunks(self, told: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def forget(self, told: Callable[[], None]) -> None:
-        """Nobody waits any more."""
+        """Forget what :meth:`await_chunks` was given."""
 
     @property
     @abstractmethod
@@ -98,7 +98,7 @@ class SessionTransfer(ABC):
         """Chunks of it that the client has not given back."""
 
     def close(self) -> None:
-        """The session ended."""
+        """Release everything: the session ended."""
         for segment in self._arenas.values():
             segment.close()
         self._arenas.clear()
@@ -118,22 +118,22 @@ class Transfers(Generic[TransferT_co]):
         self._transfers: dict[str, TransferT_co] = {}
 
     def of(self, session: str) -> TransferT_co:
-        """A session's transfer, made when it is first needed."""
+        """Return a session's transfer, made when it is first needed."""
         transfer = self._transfers.get(session)
         if transfer is None:
             transfer = self._transfers[session] = self._make(session)
         return transfer
 
     def find(self, session: str) -> TransferT_co | None:
-        """A session's transfer, if it has one."""
+        """Return a session's transfer, if it has one."""
         return self._transfers.get(session)
 
     def all(self) -> tuple[TransferT_co, ...]:
-        """Every transfer."""
+        """Return every transfer."""
         return tuple(self._transfers.values())
 
     def end(self, session: str) -> None:
-        """The session ended: all that it had goes back."""
+        """Release all that a session had: it ended."""
         transfer = self._transfers.pop(session, None)
         if transfer is not None:
             transfer.close()
@@ -147,6 +147,6 @@ class Transfers(Generic[TransferT_co]):
         }
 
     def close(self) -> None:
-        """The server ends."""
+        """Release everything: the server ends."""
         for session in tuple(self._transfers):
             self.end(session)

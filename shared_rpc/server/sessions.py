@@ -1,4 +1,4 @@
-"""Who is connected: sessions, and what ends with them.
+"""Sessions of connected processes, and what ends with them.
 
 A session is what one client process holds. It begins with its first handshake, may span several connections of that
 process, and ends with the last of them, for whatever reason: then all its leases are given back.
@@ -36,10 +36,10 @@ class Session:
 
 
 class OnSessionEnd(Protocol):
-    """Gives back all that a session held."""
+    """The release of all that a session held."""
 
     def __call__(self, session: str, *, clean: bool) -> None:
-        """:param clean: False for one that ends without having said so."""
+        """Release it; ``clean`` is False for a session that ends without having said so."""
 
 
 class Sessions:
@@ -58,7 +58,7 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
 
     def pid_of(self, session_id: str) -> int:
-        """The process of a session; this one where it has no connection: for its own calls and for tasks."""
+        """Return the process of a session; this one where it has no connection: for its own calls and for tasks."""
         session = self._by_id.get(session_id)
         return session.peer.pid if session is not None else os.getpid()
 
@@ -135,7 +135,7 @@ class Sessions:
         ]
 
     def of_processes(self, pids: Collection[int]) -> list[str]:
-        """The ids of these processes' sessions."""
+        """Return the ids of these processes' sessions."""
         return [session.session_id for session in self._by_id.values() if session.peer.pid in pids]
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ _EXITING = 0x4
 
 
 def _ends(pid: int) -> bool:
-    """Whether a process has ended, or is about to. One of another pid namespace cannot be seen, and is taken for ended."""
+    """Return whether a process has ended, or is about to. One of another pid namespace is taken for ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return bool(int(stat.read().rpartition(b")")[2].split()[6]) & _EXITING)

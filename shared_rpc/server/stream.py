@@ -226,5 +226,5 @@ class FramedStream:
             self._on_drained()
 
     def _unwatched(self, error: OSError) -> None:
-        """The kernel does not watch the socket any more, so nobody would notice its end."""
+        """End soon: the kernel does not watch the socket any more, so nobody would notice its end."""
         self._loop.call_soon(self._end, error)

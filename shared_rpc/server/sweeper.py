@@ -1,21 +1,37 @@
-"""Has everything that expires dropped in time, and sleeps in between."""
+"""Expiry: the clock of a server, and the job that has everything dropped in time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import anyio
 
 from shared_rpc.server.state.clock import Clock
 
-__all__ = ["Sweeper"]
+__all__ = ["BootClock", "Sweeper"]
 
 #: Seconds after which it looks again where something will expire.
 _LONGEST = 60.0
 
 
+class BootClock:
+    """Seconds since the host was started (CLOCK_BOOTTIME).
+
+    They go on while the host sleeps, do not jump when somebody sets the time, and mean the same to the next process.
+    """
+
+    def now(self) -> float:
+        """Return this moment."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def unix(self, moment: float) -> float:
+        """Return a moment in Unix seconds, as the host's time is set now."""
+        return time.time() - self.now() + moment
+
+
 class Sweeper:
-    """On one event loop.
+    """The job that drops what has expired, on one event loop.
 
     :param clock: that of those who expire.
     """
@@ -27,7 +43,7 @@ class Sweeper:
         self._wake: anyio.Event | None = None
 
     def look_within(self, seconds: float) -> None:
-        """Something may expire then; it sleeps no longer than that."""
+        """Look again after so many seconds at the latest: something may expire then."""
         if self._wake is not None and self._clock.now() + seconds < self._looks_at:
             self._wake.set()
 

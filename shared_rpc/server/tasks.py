@@ -27,7 +27,7 @@ _EXCEPTION_LIMIT = 1 << 14
 class Tasks:
     """All tasks of a server. On its loop only.
 
-    :param release: gives a lease back: session, object id.
+    :param release: gives leases back: session, object ids.
     :param changed: called when a task ended: there may be one more to expire.
     """
 
@@ -37,7 +37,7 @@ class Tasks:
         runs: Runs,
         objects: ObjectStore,
         leases: LeaseTable,
-        release: Callable[[str, str], None],
+        release: Callable[[str, list[str]], object],
         changed: Callable[[], None],
     ) -> None:
         self.table = table
@@ -57,7 +57,7 @@ class Tasks:
         *,
         kept: bool = True,
     ) -> Task[Waiter]:
-        """A task for a call; one whose result is cached has ended when this returns.
+        """Make a task of a call; one whose result is cached has ended when this returns.
 
         :param arguments: descriptors in them belong to this object now.
         :param asker: whose request it is, and whose call is observed.
@@ -107,8 +107,8 @@ class Tasks:
             if stored.managed:
                 self._leases.grant(waiter.session, claimed)
             tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
-            self._release(waiter.session, claimed)
-            self._release(f"{TASK_SESSION}{task_id}", claimed)
+            self._release(waiter.session, [claimed])
+            self._release(f"{TASK_SESSION}{task_id}", [claimed])
             return
         task = self.table.get(task_id)
         if not task.finished:
@@ -119,7 +119,7 @@ class Tasks:
         self.watch(waiter, task)
 
     def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
-        """:meth:`wait` for a task that is at hand."""
+        """Wait for a task that is at hand, see :meth:`wait`."""
         if waiter.on_event is not None and not (waiter.looks and task.finished):
             waiter.on_event(task.info)
         if task.finished:
@@ -129,7 +129,7 @@ class Tasks:
             task.watchers.append(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        """The waiter no longer waits. A task that only a call was waiting for, and which has not begun, is dropped."""
+        """Forget a waiter. A task that only a call was waiting for, and which has not begun, is dropped."""
         task, waiter.task = waiter.task, None
         if task is None or task.finished:
             return
@@ -161,10 +161,6 @@ class Tasks:
         self._end(task, failure)
         return True
 
-    def forget(self, task: Task[Waiter]) -> None:
-        """A task has expired: its result is not kept for it any more."""
-        self._let_go(task)
-
     def _ended(self, task: Task[Waiter], outcome: Delivery | Failure) -> None:
         if isinstance(outcome, Failure):
             self._end(task, outcome.remembered(_EXCEPTION_LIMIT))
@@ -173,7 +169,7 @@ class Tasks:
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
         self._hand(task, task.watchers)
         if not task.kept:
-            self._let_go(task)
+            self.forget(task)
 
     def _end(self, task: Task[Waiter], failure: Failure) -> None:
         cancelled = failure.code == TaskCancelled.code and task.info.cancel_requested
@@ -197,7 +193,7 @@ class Tasks:
             waiter.task = None
             tell(waiter, outcome)
         if takers and isinstance(outcome, Delivery):
-            self._let_go(task)
+            self.forget(task)
 
     def _result(self, task: Task[Waiter]) -> Delivery | Failure:
         stored = self._objects.get(task.info.object_id or "")
@@ -211,9 +207,10 @@ class Tasks:
             )
         return Delivery(stored.record, stored.live, stored, stored.managed)
 
-    def _let_go(self, task: Task[Waiter]) -> None:
+    def forget(self, task: Task[Waiter]) -> None:
+        """Give up the result of a task that has expired, or whose result was fetched."""
         if task.info.object_id is not None:
-            self._release(task.session, task.info.object_id)
+            self._release(task.session, [task.info.object_id])
 
     def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
         self.table.advance(task, status, **facts)

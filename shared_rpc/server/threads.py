@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from shared_rpc.errors import ConfigurationError
@@ -23,28 +24,18 @@ __all__ = ["Job", "WorkerThreads"]
 _log = logging.getLogger("shared_rpc.server")
 
 
+@dataclass(eq=False, slots=True)
 class Job:
-    """Something to do in a thread.
+    """Work for a thread; ``work`` and ``after`` must not raise.
 
-    :param work: what to do there; it must not raise.
-    :param begun: called on the loop when it has a thread.
-    :param done: called on the loop with what ``work`` returned.
-    :param after: what else there is to do in the thread, when the loop has been told; it must not raise either.
+    ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
+    the thread when the loop has been told.
     """
 
-    __slots__ = ("after", "begun", "done", "work")
-
-    def __init__(
-        self,
-        work: Callable[[], Any],
-        begun: Callable[[], None],
-        done: Callable[[Any], None],
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        self.work = work
-        self.begun = begun
-        self.done = done
-        self.after = after
+    work: Callable[[], Any]
+    done: Callable[[Any], None]
+    begun: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
 
 
 class WorkerThreads:
@@ -56,7 +47,7 @@ class WorkerThreads:
     :param next_turn: hand jobs over in the loop's next turn: who submitted one is answered before its thread wants the CPU.
     """
 
-    def __init__(self, limit: int, prepare: Callable[[], None], *, next_turn: bool = False) -> None:
+    def __init__(self, limit: int, prepare: Callable[[], None] | None = None, *, next_turn: bool = False) -> None:
         if limit < 1:
             raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
         self._prepare = prepare
@@ -96,7 +87,8 @@ class WorkerThreads:
         while self._waiting and self._begun < self._limit:
             job = self._waiting.popleft()
             self._begun += 1
-            job.begun()
+            if job.begun is not None:
+                job.begun()
             if self._begun > self._threads:
                 self._threads += 1
                 threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
@@ -113,7 +105,8 @@ class WorkerThreads:
 
     def _serve(self) -> None:
         try:
-            self._prepare()
+            if self._prepare is not None:
+                self._prepare()
         except Exception:  # the endpoint will meet it again, and can tell its caller
             _log.exception("a worker thread could not be prepared")
         while (job := self._jobs.get()) is not None:
@@ -134,7 +127,7 @@ class WorkerThreads:
 
     @contextmanager
     def lend(self) -> Iterator[None]:
-        """One thread more while the block runs; entered in a worker thread that only waits."""
+        """Allow one thread more while the block runs; entered in a worker thread that only waits."""
         loop = self._loop
         if loop is None:
             yield

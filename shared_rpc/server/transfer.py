@@ -1,4 +1,4 @@
-"""What a session uses for the short-lived memory of its calls, in the process that runs the endpoints."""
+"""The short-lived memory of a session's calls, in the process that runs the endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ServerTransfer", "transfers_of"]
 
 
 def transfers_of(options: PoolOptions | None = None) -> Transfers[ServerTransfer]:
-    """The transfers of a server whose endpoints run in its own process."""
+    """Return the transfers of a server whose endpoints run in its own process."""
     chosen = options or PoolOptions()
     return Transfers(lambda session: ServerTransfer(session, chosen))
 
@@ -45,7 +45,7 @@ class ServerTransfer(SessionTransfer):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def poll(self) -> None:
-        """See what the endpoints have done with. A safe point, in the thread of one of them."""
+        """Poll what the endpoints have done with. A safe point, in the thread of one of them."""
         self.references.poll()
         self.own.poll()
         self._give_own()
@@ -70,20 +70,17 @@ class ServerTransfer(SessionTransfer):
     # Arguments.
 
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """See :class:`SessionTransfer`."""
         return dict.fromkeys(chunks, self.references)
 
     def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """See :class:`SessionTransfer`."""
         held = set(chunks)
         return dict.fromkeys(held, self.own) if self.results.retain(held) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
-        """See :class:`SessionTransfer`."""
         return self.results.segment(segment_id)
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionTransfer`; it is called from another thread."""
+        """Have ``told`` called, from another thread, when there are chunks to give back."""
         self._wanted.append(told)
         FINALIZER.start()
         if not self._looking:
@@ -91,20 +88,16 @@ class ServerTransfer(SessionTransfer):
             FINALIZER.submit(self._look)
 
     def forget(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionTransfer`."""
         with suppress(ValueError):  # told already
             self._wanted.remove(told)
 
     def returned(self) -> list[int]:
-        """See :class:`SessionTransfer`."""
         return self.references.pop_returned()
 
     def put_back(self, chunks: Iterable[int]) -> None:
-        """See :class:`SessionTransfer`."""
         self.references.release(chunks)
 
     def freed(self) -> list[int]:
-        """See :class:`SessionTransfer`."""
         chunks = self.references.pop_returned()
         while chunks and self._wanted:
             self._wanted.popleft()()
@@ -128,16 +121,13 @@ class ServerTransfer(SessionTransfer):
 
     @property
     def results_nbytes(self) -> int:
-        """See :class:`SessionTransfer`."""
         return self.results.nbytes
 
     @property
     def results_used(self) -> int:
-        """See :class:`SessionTransfer`."""
         return self.results.used
 
     def give(self, chunks: Sequence[int]) -> None:
-        """See :class:`SessionTransfer`."""
         if self.results.release(chunks):
             self._retry()
 
@@ -154,14 +144,13 @@ class ServerTransfer(SessionTransfer):
             self._loop.call_soon(self._retry)
 
     def unpark(self, result: object) -> bool:
-        """Nobody waits for a result any more; False if it is not parked."""
+        """Forget a result that nobody waits for any more; False if it is not parked."""
         found = [entry for entry in self._parked if entry[0] is result]
         for entry in found:
             self._parked.remove(entry)
         return bool(found)
 
     def close(self) -> None:
-        """See :class:`SessionTransfer`."""
         super().close()
         self._parked.clear()
         self._wanted.clear()

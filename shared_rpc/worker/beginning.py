@@ -1,4 +1,4 @@
-"""How a worker began: as a new process, or as a fork of one that had imported much already."""
+"""Beginnings of a worker: as a new process, or as a fork of one that had imported much already."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("shared_rpc.worker")
 
 
 class Supposed(msgspec.Struct, frozen=True):
-    """What the imports of a fork suppose of the app.
+    """Assumptions about the app that a fork's imports rest on.
 
     :param early: variables of the environment that the app sets before it imports something that may read them, and their
         values; None for those that it removes. The imports have been made with these.
@@ -49,8 +49,9 @@ class Beginning:
 
     @contextmanager
     def watching(self, may_restart: Callable[[], bool]) -> Iterator[None]:
-        """While the app is loaded. A fork whose imports were made with other variables than the app sets before them is of no
-        use: then this process begins anew, as a new one.
+        """Watch the environment while the app is loaded.
+
+        A fork whose imports were made with other variables than the app sets before them begins anew, as a new process.
 
         :param may_restart: whether that can be done: what the broker has been told cannot be taken back.
         """
@@ -71,7 +72,7 @@ class Beginning:
         os.close(self._folder)
 
     def imports(self) -> Imports:
-        """What the app imported, beyond what had been when the process was forked."""
+        """Return what the app imported, beyond what had been when the process was forked."""
         return self._learner.imports(self._known)
 
     def _restart(self, name: str, possible: bool) -> None:

@@ -1,4 +1,4 @@
-"""A worker's side of the link: runs come in, records go out."""
+"""The worker's side of the link: runs come in, records go out."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from shared_rpc.provider.overrides import Overrides
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.server.transfer import ServerTransfer
-from shared_rpc.worker.hosted import Hosted, given_back
+from shared_rpc.server.transfer import ServerTransfer, transfers_of
 from shared_rpc.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
@@ -56,8 +56,28 @@ _log = logging.getLogger("shared_rpc.worker")
 _GRACE = 0.5
 
 
+class Hosted:
+    """One provider: its executor, and the memory of the broker's sessions."""
+
+    def __init__(self, key: str, provider: Provider, max_workers: int | None) -> None:
+        self.key = key
+        self.provider = provider
+        self.transfers = transfers_of(provider.pool)
+        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, self.transfers, max_workers)
+
+    def find(self, session: str) -> ServerTransfer | None:
+        """Return the transfer of a session that has one."""
+        return self.transfers.find(session)
+
+
+def given_back(hosted: Hosted | None, session: str) -> list[int]:
+    """Return chunks of the client's that can go back to it."""
+    transfer = hosted.find(session) if hosted is not None else None
+    return transfer.returned() if transfer is not None else []
+
+
 class WorkerHost:
-    """Serves the providers of this process through a broker. Its loop runs in a thread of its own.
+    """The server of this process's providers through a broker. Its loop runs in a thread of its own.
 
     :param fd: this end of the socket pair.
     """
@@ -84,7 +104,7 @@ class WorkerHost:
         self._stream: FramedStream
         self._hang_up: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
-        self._memory = WorkerThreads(1, _nothing)
+        self._memory = WorkerThreads(1)
         self._ready = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="shared-rpc-worker", daemon=True)
@@ -98,7 +118,7 @@ class WorkerHost:
         self._ready.wait()
 
     def adopt(self, provider: Provider) -> Runtime:
-        """See :class:`shared_rpc.lifecycle.hosting.Host`."""
+        """Have a provider served through the broker, and return its runtime."""
         with self._adopting:
             for hosted in self._hosted.values():
                 if hosted.provider is provider:
@@ -151,7 +171,7 @@ class WorkerHost:
             self._tell(w.Loaded())
 
     def wait(self) -> None:
-        """Until the broker hangs up."""
+        """Wait until the broker hangs up."""
         self._over.wait()
 
     def leave(self, code: int) -> NoReturn:
@@ -164,7 +184,7 @@ class WorkerHost:
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
-        """The app cannot be served: the broker tells why."""
+        """Have the broker tell why the app cannot be served, and end."""
         self._tell(w.Refused(*to_wire(error)))
         told = threading.Event()
         self._on_loop(told.set)
@@ -172,7 +192,7 @@ class WorkerHost:
         self.leave(1)
 
     def abandon(self) -> None:
-        """The app failed to load; what is raised then ends the process, with its traceback."""
+        """Have the process end soon, with what is raised now: the app failed to load."""
         end_within(_GRACE, 1)
 
     def _here(self) -> bool:
@@ -255,7 +275,6 @@ class WorkerHost:
         hosted.executor.start(run, self)
 
     def began(self, run: Run[None]) -> None:
-        """See :class:`Owner`."""
         # Before the endpoint runs, which may end this process: what is known to have begun is not begun again elsewhere.
         self._stream.send(w.RunStarted(), run.number, at_once=True)
         if HOOKS.registered:
@@ -263,15 +282,12 @@ class WorkerHost:
             HOOKS.emit(BuildStarted(endpoint=run.spec.name, request_id=run.request_id, cached=run.cached))
 
     def progressed(self, run: Run[None], progress: Progress) -> None:
-        """See :class:`Owner`."""
         self._stream.send(w.RunProgress(progress), run.number)
 
     def out_of_memory(self, run: Run[None], why: str) -> None:
-        """See :class:`Owner`."""
         self._stream.send(w.AwaitingMemory(why), run.number)
 
     def ended(self, run: Run[None], outcome: Completed | Failure) -> None:
-        """See :class:`Owner`."""
         hosted, _ = self._runs.pop(run.number)
         failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)
         if failure is not None:
@@ -292,7 +308,7 @@ class WorkerHost:
             )
 
     def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
-        """Why it cannot be done, where that is so."""
+        """Hand a result over, and return why that cannot be done, where that is so."""
         record = produced.record
         assert record is not None, "what goes to a broker is published"
         message = w.RunFinished(
@@ -397,14 +413,10 @@ class WorkerHost:
             if segment is not None:
                 segment.close()
 
-        self._memory.start(Job(attempt, _nothing, done))
+        self._memory.start(Job(attempt, done))
 
 
 def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
     MAPPINGS.drain()
     segment = backend_for(device).create(nbytes)
     return w.Allocated(segment.info), segment
-
-
-def _nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""What a worker imports with its app, for the next one that is to begin with that."""
+"""The imports of a worker with its app, for the next one that is to begin with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = "shared_rpc"
 
 
 class Learner:
-    """Watches the app while it is loaded."""
+    """An observer of the app while it is loaded."""
 
     def __init__(self) -> None:
         #: The modules that there were, and the variable that the app then set.
@@ -28,7 +28,7 @@ class Learner:
 
     @contextmanager
     def watching(self, on_change: Callable[[str, str | None], None] = lambda name, value: None) -> Iterator[None]:
-        """While the app is loaded.
+        """Watch the environment while the app is loaded.
 
         :param on_change: called before the app changes a variable of the environment.
         """
@@ -42,7 +42,7 @@ class Learner:
             yield
 
     def imports(self, known: Mapping[str, object]) -> Imports:
-        """What there is now.
+        """Return what was imported.
 
         :param known: modules that were there when this process began, and are not told of.
         """
@@ -62,7 +62,7 @@ class Learner:
 
 
 def _while_installed_is_imported(frame: FrameType | None) -> bool:
-    """Whether a module that is not the person's is being imported, by itself and not because it is called."""
+    """Return whether a module that is not the person's is being imported, by itself and not because it is called."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             return _lies_in_installed(frame.f_code.co_filename)
@@ -71,7 +71,7 @@ def _while_installed_is_imported(frame: FrameType | None) -> bool:
 
 
 def _is_real(name: str, module: object) -> bool:
-    """Whether importing a name gives that module: some are entered under further names, or made by others."""
+    """Return whether importing a name gives that module: some are entered under further names, or made by others."""
     return getattr(getattr(module, "__spec__", None), "name", None) == name and name not in ("__main__", "__mp_main__")
 
 
@@ -102,7 +102,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def _folders() -> tuple[list[str], list[str]]:
-    """Directories in which Python looks for modules, and that are the person's: all, and those before the interpreter's."""
+    """Return the person's directories in which Python looks for modules: all, and those before the interpreter's."""
     path = [os.path.abspath(entry) for entry in sys.path]
     installed = [_lies_in_installed(f"{entry}/") for entry in path]
     own = [entry for entry, is_installed in zip(path, installed, strict=True) if not is_installed and os.path.isdir(entry)]
@@ -111,7 +111,7 @@ def _folders() -> tuple[list[str], list[str]]:
 
 
 def _used_by(own: list[str]) -> set[str]:
-    """The packages of modules, classes and functions that are global names of modules."""
+    """Return the packages of modules, classes and functions that are global names of modules."""
     used = set()
     for name in own:
         for value in list(vars(sys.modules[name]).values()):

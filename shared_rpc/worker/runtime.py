@@ -27,7 +27,7 @@ _WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
 
 
 class _WaitingDriver(BlockingDriver):
-    """Waits for endpoints within what the worker says: see :meth:`WorkerRuntime._waiting`."""
+    """A driver that waits for endpoints within what the worker says: see :meth:`WorkerRuntime._waiting`."""
 
     _waiting: Callable[[str], AbstractContextManager[None]]
 
@@ -77,7 +77,7 @@ class WorkerRuntime(ClientRuntime):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Entered while code of this process waits for an endpoint."""
+        """Allow one thread more while code of this process waits for an endpoint, and tell whose call it is."""
         if self._here():
             raise ConfigurationError(
                 f"{what}() was called on the worker's event loop, by an async endpoint perhaps: make {what!r} an async def "
@@ -96,11 +96,11 @@ class WorkerRuntime(ClientRuntime):
 
     @property
     def socket_path(self) -> str:
-        """Where the broker listens for this provider, or will."""
+        """The path at which the broker listens for this provider, or will."""
         return self.operations.socket_path
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`Runtime`."""
+        """Call an endpoint in a thread."""
         # A limiter of its own: endpoints that wait for each other must not use up the threads that all of a loop share.
         limiter = anyio.CapacityLimiter(1)
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs), limiter=limiter)

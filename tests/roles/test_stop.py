@@ -358,7 +358,7 @@ def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, end
         return result
 
     async def start() -> None:
-        threads.start(Job(work, lambda: None, lambda _: pytest.fail("the loop has ended")))
+        threads.start(Job(work, lambda _: pytest.fail("the loop has ended")))
 
     def end() -> None:
         go.set()

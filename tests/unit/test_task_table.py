@@ -504,7 +504,8 @@ class TableModel(RuleBasedStateMachine):
         """An endpoint tells how far it is, or somebody asks it to stop."""
         info = list(self.infos.values())[number % len(self.infos)]
         progress = Progress(float(done)) if done is not None else None
-        self.desk.table.update(self.tasks[info.task_id], progress=progress, cancel_requested=asked or None)
+        told = {"progress": progress, "cancel_requested": asked}
+        self.desk.table.update(self.tasks[info.task_id], **{name: value for name, value in told.items() if value})
         fields = {name: getattr(info, name) for name in info.__struct_fields__}
         fields |= {"progress": progress or info.progress, "cancel_requested": asked or info.cancel_requested}
         self.infos[info.task_id] = TaskInfo(**fields)

@@ -10,7 +10,6 @@ from shared_rpc.server.runs import Delivery
 
 @handles(m.CreateBuffer)
 def create_buffer(caller: Caller, message: m.CreateBuffer) -> None:
-    """Answer with a new buffer."""
     waiter, buffers = caller.wait(), caller.core.buffers
 
     def deliver(outcome: Delivery | Failure) -> None:
@@ -23,13 +22,11 @@ def create_buffer(caller: Caller, message: m.CreateBuffer) -> None:
 
 @handles(m.GetBuffer)
 def get_buffer(caller: Caller, message: m.GetBuffer) -> None:
-    """Answer with a buffer that is there."""
     caller.core.buffers.get(caller.wait(), message.object_id)
 
 
 @handles(m.FreeBuffer)
 def free_buffer(caller: Caller, message: m.FreeBuffer) -> m.Count:
-    """Have nobody get a buffer any more."""
     freed = caller.core.buffers.table.free(message.object_id)
     if message.release:
         caller.core.release(caller.session, [message.object_id])
@@ -38,5 +35,4 @@ def free_buffer(caller: Caller, message: m.FreeBuffer) -> m.Count:
 
 @handles(m.ListDevices)
 def list_devices(caller: Caller, message: m.ListDevices) -> None:
-    """Answer with the devices that the server has memory on."""
     caller.core.buffers.list_devices(caller.wait(), lambda infos: caller.reply(m.DevicesReply(infos)))

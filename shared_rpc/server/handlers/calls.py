@@ -12,7 +12,6 @@ from shared_rpc.server.handlers.table import Caller, entered, handles
 
 @handles(m.Call)
 def call(caller: Caller, message: m.Call) -> None:
-    """Run an endpoint, join its run, or take its cached result."""
     waiter, lowered, arguments = entered(caller, message)
     if message.pooled:
         caller.core.transfers.of(caller.session)  # which makes it
@@ -23,20 +22,17 @@ def call(caller: Caller, message: m.Call) -> None:
 
 @handles(m.Cancel)
 def cancel(caller: Caller, message: m.Cancel) -> None:
-    """Stop waiting for an earlier request."""
     caller.cancel()
 
 
 @handles(m.Free)
 def free(caller: Caller, message: m.Free) -> m.Count:
-    """Take chunks back that the caller has done with."""
     caller.core.transfers.of(caller.session).give(message.chunks)
     return m.Count(len(message.chunks))
 
 
 @handles(m.AwaitFree)
 def await_free(caller: Caller, message: m.AwaitFree) -> None:
-    """Wait for chunks of the caller's that can be given back."""
     transfer, loop = caller.core.transfers.of(caller.session), asyncio.get_running_loop()
     waiting = True
 
@@ -60,11 +56,9 @@ def await_free(caller: Caller, message: m.AwaitFree) -> None:
 
 @handles(m.InvalidateCall)
 def invalidate_call(caller: Caller, message: m.InvalidateCall) -> m.Count:
-    """Drop the cached result of one call."""
     return m.Count(caller.core.invalidate_call(message.endpoint, *decode_call(message.args, message.kwargs)))
 
 
 @handles(m.InvalidateEndpoint)
 def invalidate_endpoint(caller: Caller, message: m.InvalidateEndpoint) -> m.Count:
-    """Drop all cached results of an endpoint."""
     return m.Count(caller.core.invalidate_endpoint(message.endpoint))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from shared_rpc.protocol import generations as g
+from shared_rpc.server.generations import page_of
 from shared_rpc.server.handlers.table import Caller, entered, handles
 from shared_rpc.server.outcomes import Failure
 
 
 @handles(g.Refresh)
 def refresh(caller: Caller, message: g.Refresh) -> None:
-    """Build the next generation of a call's object, or join the run that does."""
     waiter, lowered, arguments = entered(caller, message)
 
     def told(outcome: g.Generation | Failure) -> None:
@@ -23,7 +23,6 @@ def refresh(caller: Caller, message: g.Refresh) -> None:
 
 @handles(g.AwaitRefreshes)
 def await_refreshes(caller: Caller, message: g.AwaitRefreshes) -> None:
-    """Answer as soon as something has become current."""
     core = caller.core
     core.generations.wait(
         caller.wait(),
@@ -34,13 +33,11 @@ def await_refreshes(caller: Caller, message: g.AwaitRefreshes) -> None:
 
 @handles(g.GetLatest)
 def get_latest(caller: Caller, message: g.GetLatest) -> None:
-    """Answer with what is current now of an object's key."""
     caller.core.generations.hand_latest(caller.wait(), message.object_id)
 
 
 @handles(g.GetObject)
 def get_object(caller: Caller, message: g.GetObject) -> None:
-    """Answer with an object that is there; with a buffer on its own terms."""
     core, stored = caller.core, caller.core.objects.get(message.object_id)
     if stored is not None and stored.kind == "buffer":
         core.buffers.get(caller.wait(), message.object_id)
@@ -50,13 +47,12 @@ def get_object(caller: Caller, message: g.GetObject) -> None:
 
 @handles(g.Retire)
 def retire(caller: Caller, message: g.Retire) -> g.RetireReply:
-    """Free what nobody holds of superseded objects."""
     return g.RetireReply(caller.core.retire(message.target))
 
 
 @handles(g.GetRevision)
 def get_revision(caller: Caller, message: g.GetRevision) -> None:
-    """Answer with the page of an object's revision."""
-    page, memory = caller.core.revision_page(message.object_id, local=caller.local)
+    core = caller.core
+    page, memory = page_of(core.objects, core.quotas, message.object_id, local=caller.local)
     with page:
         caller.reply(g.RevisionPage(page.info, memory), fds=(page.fileno(),))

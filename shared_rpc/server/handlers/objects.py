@@ -9,31 +9,26 @@ from shared_rpc.server.handlers.table import Caller, handles
 
 @handles(m.Release)
 def release(caller: Caller, message: m.Release) -> m.Count:
-    """Give leases back."""
     return m.Count(caller.core.release(caller.session, message.object_ids))
 
 
 @handles(m.Hold)
 def hold(caller: Caller, message: m.Hold) -> m.Held:
-    """Take leases again that an earlier session of the same client had."""
     return m.Held(caller.core.hold(caller.session, message.object_ids))
 
 
 @handles(m.GetObjectInfo)
 def get_object_info(caller: Caller, message: m.GetObjectInfo) -> m.ObjectReply:
-    """Tell about an object."""
     return m.ObjectReply(caller.core.info_of(caller.core.stored(message.object_id)))
 
 
 @handles(m.ListHolders)
 def holders(caller: Caller, message: m.ListHolders) -> m.HoldersReply:
-    """Tell which sessions hold an object."""
     return m.HoldersReply(caller.core.sessions.holders(caller.core.stored(message.object_id).object_id))
 
 
 @handles(m.ListObjects)
 def list_objects(caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
-    """Tell about all objects, with the sessions that hold them."""
     core = caller.core
     return m.ObjectsReply(
         [
@@ -45,5 +40,4 @@ def list_objects(caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
 
 @handles(mo.InvalidateObject)
 def invalidate_object(caller: Caller, message: mo.InvalidateObject) -> m.Count:
-    """Drop one cached result by the object's id."""
     return m.Count(caller.core.invalidate_object(message.object_id))

@@ -17,49 +17,41 @@ _MOST_RUNS = 1000
 
 @handles(m.Ping)
 def ping(caller: Caller, message: m.Ping) -> m.Pong:
-    """Say that the server is there."""
     return m.Pong()
 
 
 @handles(m.Goodbye)
 def goodbye(caller: Caller, message: m.Goodbye) -> None:
-    """Note that the client ends its session on purpose."""
     caller.core.sessions.closing(caller.session)
 
 
 @handles(m.GetServerInfo)
 def get_server_info(caller: Caller, message: m.GetServerInfo) -> m.ServerReply:
-    """Tell about the server."""
     return m.ServerReply(caller.server_info())
 
 
 @handles(m.ListEndpoints)
 def list_endpoints(caller: Caller, message: m.ListEndpoints) -> m.Endpoints:
-    """List all endpoints."""
     return m.Endpoints(caller.core.registry.all())
 
 
 @handles(mo.ListSessions)
 def list_sessions(caller: Caller, message: mo.ListSessions) -> mo.SessionsReply:
-    """Tell about all sessions."""
     return mo.SessionsReply(caller.core.sessions.infos())
 
 
 @handles(mo.ListRuns)
 def list_runs(caller: Caller, message: mo.ListRuns) -> mo.RunsReply:
-    """Tell about runs that have not ended, the oldest first."""
     return mo.RunsReply(caller.core.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
 
 
 @handles(mo.GetStatistics)
 def get_statistics(caller: Caller, message: mo.GetStatistics) -> mo.StatisticsReply:
-    """Tell by endpoint what it has done since the server began."""
     return mo.StatisticsReply(caller.core.runs.statistics.infos())
 
 
 @handles(m.Reload)
 def reload(caller: Caller, message: m.Reload) -> None:
-    """Have the app's code read anew, and answer when it serves."""
     if caller.core.on_reload is None:
         raise ConfigurationError(
             f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be replaced: "
@@ -78,7 +70,6 @@ def reload(caller: Caller, message: m.Reload) -> None:
 
 @handles(m.StopServer)
 def stop_server(caller: Caller, message: m.StopServer) -> m.StopReply:
-    """Have the server end, and tell what it held."""
     if caller.core.on_stop is None:
         raise ConfigurationError(
             f"this server is a part of process {os.getpid()}, which may do more than serve: end that process, with "

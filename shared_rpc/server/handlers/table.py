@@ -27,7 +27,7 @@ class Caller(Protocol):
 
     @property
     def core(self) -> Core:
-        """What handlers work on."""
+        """The core that handlers work on."""
 
     @property
     def session(self) -> str:
@@ -39,7 +39,7 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """What tells the request from all others."""
+        """The name that tells the request from all others."""
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """Answer. False if the answer could not be sent, or the asker no longer waits. The descriptors are duplicated."""

@@ -13,20 +13,17 @@ _PAGE = 1000
 
 @handles(m.Submit)
 def submit(caller: Caller, message: m.Submit) -> m.TaskIs:
-    """Make a task of a call."""
     lowered, arguments = caller.arguments(message)
     return m.TaskIs(caller.core.submit(message.endpoint, lowered, arguments, caller.name, caller.session))
 
 
 @handles(m.GetTask)
 def get_task(caller: Caller, message: m.GetTask) -> m.TaskIs:
-    """Tell how a task is now."""
     return m.TaskIs(caller.core.tasks.table.get(message.task_id).info)
 
 
 @handles(m.WaitTask)
 def wait_task(caller: Caller, message: m.WaitTask) -> None:
-    """Answer when a task has ended, and tell of its changes before."""
     tasks, waiter = caller.core.tasks, caller.wait()
 
     def show(outcome: Delivery | Failure) -> None:
@@ -44,19 +41,16 @@ def wait_task(caller: Caller, message: m.WaitTask) -> None:
 
 @handles(m.FetchTask)
 def fetch_task(caller: Caller, message: m.FetchTask) -> None:
-    """Answer with the result of a task that has ended."""
     caller.core.tasks.fetch(caller.wait(), message.task_id, message.claimed)
 
 
 @handles(m.ListTasks)
 def list_tasks(caller: Caller, message: m.ListTasks) -> m.TaskPage:
-    """List tasks in the order in which they were made."""
     limit = min(max(message.limit, 1), _PAGE)
     return m.TaskPage(*caller.core.tasks.table.page(message.status, message.after, limit))
 
 
 @handles(m.CancelTask)
 def cancel_task(caller: Caller, message: m.CancelTask) -> m.Count:
-    """Cancel a task, or ask it to stop."""
     tasks = caller.core.tasks
     return m.Count(int(tasks.cancel(tasks.table.get(message.task_id))))

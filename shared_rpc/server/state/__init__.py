@@ -1,1 +1,1 @@
-"""What a server knows: objects, calls in flight, leases. No I/O, no clock, no threads, no torch."""
+"""State of a server: objects, calls in flight, leases. No I/O, no clock, no threads, no torch."""

@@ -39,7 +39,7 @@ _REASONS = {
 
 @dataclass
 class Terms:
-    """How long a buffer is listed: until a moment of the store's clock, for so many more accesses, and while it is held.
+    """The terms on which a buffer is listed: until a moment of the store's clock, for so many more accesses, and while held.
 
     ``kept``: it is listed though nobody holds it. ``claimed_until``: those who held it have so long to take their leases again.
     """
@@ -66,7 +66,7 @@ class BufferTable:
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def check_capacity(self, coming: int) -> None:
-        """Before one more is made than those that are ``coming``.
+        """Check that one more may be made than those that are ``coming``.
 
         :raises ServerBusy: if there are as many as there may be.
         """
@@ -101,7 +101,7 @@ class BufferTable:
         self._terms[stored.object_id] = terms
 
     def settle(self, object_id: str) -> None:
-        """After a lease has ended: unlist what is listed for those who hold it alone."""
+        """Unlist what is listed for those who hold it alone, after a lease has ended."""
         terms = self._terms.get(object_id)
         if terms is None or terms.kept or self._leases.held(object_id):
             return
@@ -109,7 +109,7 @@ class BufferTable:
             self._unlist(object_id, "released")
 
     def terms(self, object_id: str) -> Terms:
-        """Those of a buffer that is listed."""
+        """Return the terms of a buffer that is listed."""
         return self._terms[object_id]
 
     def _tell(self, stored: StoredObject) -> None:
@@ -164,7 +164,7 @@ class BufferTable:
         return {"state": "listed", "expires_at": expires_at, "accesses_left": terms.accesses_left}
 
     def _current(self, object_id: str) -> Terms | None:
-        """The terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
+        """Return the terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
         terms = self._terms.get(object_id)
         if terms is None or terms.expires_at is None or terms.expires_at > self._clock.now():
             return terms
@@ -181,5 +181,5 @@ class BufferTable:
             self._objects.unlist(stored)
 
     def __len__(self) -> int:
-        """How many buffers there are, listed or held."""
+        """Count the buffers, listed or held."""
         return sum(stored.kind == "buffer" for stored in self._objects)

@@ -1,4 +1,4 @@
-"""What a store takes for the time: what expires counts by a clock that nobody sets, and people see Unix time."""
+"""Time of a store: what expires counts by a clock that nobody sets, and people see Unix time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Clock(Protocol):
     """Seconds since some moment; they never jump."""
 
     def now(self) -> float:
-        """This moment."""
+        """Return this moment."""
 
     def unix(self, moment: float) -> float:
-        """A moment in Unix seconds."""
+        """Return a moment in Unix seconds."""

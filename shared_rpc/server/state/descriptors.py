@@ -1,4 +1,4 @@
-"""How many file descriptors the objects of a process may have.
+"""Budget of file descriptors that the objects of a process may have.
 
 A process has a limited number of them, and needs some for whoever connects, for workers, and for the memory of calls under
 way. What is kept, which is one for each segment and for each page of revisions, gets a share, and is kept to it as to bytes.
@@ -22,13 +22,13 @@ _RESERVE = 16
 
 
 def open_limit() -> int:
-    """How many descriptors this process may have open now (RLIMIT_NOFILE, the soft one)."""
+    """Return how many descriptors this process may have open now (RLIMIT_NOFILE, the soft one)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def mapped_limit() -> int:
-    """How many mappings a process may have (vm.max_map_count)."""
+    """Return how many mappings a process may have (vm.max_map_count)."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
@@ -50,11 +50,11 @@ class Descriptors:
 
     @property
     def limit(self) -> int:
-        """How many objects may have."""
+        """The number of descriptors that objects may have."""
         return min(self.available(), self._mapped or sys.maxsize) // _SHARE
 
     def are_scarce(self, newest: int) -> bool:
-        """Whether few are left, by the number of one that was opened just now: the kernel gives the lowest that is free."""
+        """Return whether few are left, by the number of one opened just now: the kernel gives the lowest that is free."""
         available = self.available()
         return newest >= available - available // _RESERVE
 

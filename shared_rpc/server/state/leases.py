@@ -1,4 +1,4 @@
-"""Who holds what. A lease is a session and an object; it counts the handles the session was given."""
+"""Leases. A lease is a session and an object; it counts the handles the session was given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LeaseTable:
         self._by_object: defaultdict[str, set[str]] = defaultdict(set)
 
     def grant(self, session: str, object_id: str) -> None:
-        """One more handle for the session."""
+        """Count one more handle of the session."""
         held = self._by_session[session]
         held[object_id] += 1
         self._by_object[object_id].add(session)
@@ -32,7 +32,7 @@ class LeaseTable:
             self._on_give(session, object_id)
 
     def release(self, session: str, object_id: str) -> bool:
-        """One handle less. False if the session held none, as after a second release."""
+        """Count one handle less. False if the session held none, as after a second release."""
         held = self._by_session.get(session)
         if not held or object_id not in held:
             return False
@@ -49,27 +49,27 @@ class LeaseTable:
         return held
 
     def holders(self, object_id: str) -> frozenset[str]:
-        """The sessions that hold an object."""
+        """Return the sessions that hold an object."""
         return frozenset(self._by_object.get(object_id, ()))
 
     def handles(self, session: str, object_id: str) -> int:
-        """The number of handles that a session has of an object."""
+        """Return the number of handles that a session has of an object."""
         return self._by_session.get(session, Counter())[object_id]
 
     def held(self, object_id: str) -> bool:
-        """Whether anybody holds it."""
+        """Return whether a session holds an object."""
         return object_id in self._by_object
 
     def of_session(self, session: str) -> tuple[str, ...]:
-        """The objects that a session holds."""
+        """Return the objects that a session holds."""
         return tuple(self._by_session.get(session, ()))
 
     def count(self, session: str) -> int:
-        """The number of objects that a session holds."""
+        """Return the number of objects that a session holds."""
         return len(self._by_session.get(session, ()))
 
     def __len__(self) -> int:
-        """The number of leases."""
+        """Count the leases."""
         return sum(len(sessions) for sessions in self._by_object.values())
 
     def _end(self, session: str, object_id: str) -> None:

@@ -98,7 +98,7 @@ class StoredObject:
 
 
 def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
-    """Bytes by device, of segments by id: what several objects, of one store or of several, lie in is the same memory."""
+    """Sum bytes by device, of segments by id: what several objects, of one store or of several, lie in is the same memory."""
     usage: dict[str, int] = {}
     for info in segments.values():
         usage[info.device] = usage.get(info.device, 0) + info.nbytes
@@ -106,13 +106,13 @@ def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
 
 
 class ListingObserver(Protocol):
-    """Who wants to know which objects are listed."""
+    """An observer of which objects are listed."""
 
     def listed(self, stored: StoredObject) -> None:
-        """An object is listed from now on, or on other terms."""
+        """Note that an object is listed from now on, or on other terms."""
 
     def unlisted(self, stored: StoredObject) -> None:
-        """An object is not listed any more; it may still be held."""
+        """Note that an object is not listed any more; it may still be held."""
 
 
 class ObjectStore:
@@ -156,11 +156,11 @@ class ObjectStore:
         return self._nbytes.total()
 
     def segments(self) -> dict[str, SegmentInfo]:
-        """All segments, by id."""
+        """Return all segments, by id."""
         return {segment_id: copies[0].info for segment_id, copies in self._segments.items()}
 
     def held_by(self, session: str) -> dict[str, SegmentInfo]:
-        """The segments that a session holds objects in, by id."""
+        """Return the segments that a session holds objects in, by id."""
         return {
             segment.info.id: segment.info
             for object_id in self._leases.of_session(session)
@@ -169,11 +169,11 @@ class ObjectStore:
         }
 
     def used(self, device: str) -> int:
-        """Bytes of the segments on a device, each counted once."""
+        """Return the bytes of the segments on a device, each counted once."""
         return self._nbytes[device]
 
     def segment(self, segment_id: str) -> Segment | None:
-        """A segment that an object lies in, still owned by that object."""
+        """Return a segment that an object lies in; it stays the object's."""
         copies = self._segments.get(segment_id)
         return copies[0] if copies else None
 
@@ -241,7 +241,7 @@ class ObjectStore:
             self._on_add(stored)
 
     def _share(self, segment: Segment) -> Segment:
-        """The segment, by the descriptor that is there if another object lies in it."""
+        """Return the segment, by the descriptor that is there if another object lies in it."""
         copies = self._segments.setdefault(segment.info.id, [])
         if copies:
             with segment:
@@ -253,7 +253,7 @@ class ObjectStore:
         return segment
 
     def add_page(self, stored: StoredObject, page: Segment) -> None:
-        """An object has a page of revisions from now on, which belongs to it."""
+        """Give an object its page of revisions, which belongs to it."""
         stored.page = page
         self.descriptors.used += 1
         if stored.listed and self.watcher is not None:
@@ -281,7 +281,7 @@ class ObjectStore:
             self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live)
 
     def lookup(self, key: str) -> StoredObject | None:
-        """The cached object of a key; this counts as an access."""
+        """Return the cached object of a key; this counts as an access."""
         stored = self._by_key.get(key)
         if stored is not None:
             self._by_key.move_to_end(key)
@@ -289,15 +289,15 @@ class ObjectStore:
         return stored
 
     def current(self, key: str | None) -> StoredObject | None:
-        """The cached object of a key. Looking is no access."""
+        """Return the cached object of a key. That is no access."""
         return self._by_key.get(key) if key is not None else None
 
     def get(self, object_id: str) -> StoredObject | None:
-        """An object by id. Looking is no access."""
+        """Return an object by id. That is no access."""
         return self._objects.get(object_id)
 
     def settle(self, *object_ids: str) -> None:
-        """After leases ended or an object was added: drop what nothing keeps, then keep to the budget.
+        """Drop what nothing keeps, after leases ended or an object was added; then keep to the budget.
 
         Together, because memory that goes anyway must not push a cached object out.
         """

@@ -1,4 +1,4 @@
-"""How much memory of each device, and how many descriptors, a server's objects may take, results and buffers together."""
+"""Quotas of memory of each device, and of descriptors, that a server's objects may take, results and buffers together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Quotas:
         self._promised: Counter[str] = Counter()
 
     def limit(self, device: str) -> int | None:
-        """The quota of a device in bytes, None where there is none."""
+        """Return the quota of a device in bytes, None where there is none."""
         return self._limits.get(device)
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
@@ -46,7 +46,7 @@ class Quotas:
         self._limits = dict(limits)
 
     def used(self, device: str) -> int:
-        """Bytes of a device that objects take, or are promised."""
+        """Return the bytes of a device that objects take, or are promised."""
         return self._objects.used(device) + self._promised[device]
 
     def promise(self, device: str, nbytes: int, total: int) -> None:
@@ -66,12 +66,12 @@ class Quotas:
         self._objects.descriptors.used += 1
 
     def redeem(self, device: str, nbytes: int) -> None:
-        """The memory was made, and is an object's now, or it was not."""
+        """Note that promised memory was made, and is an object's now, or that it was not."""
         self._promised[device] -= nbytes
         self._objects.descriptors.used -= 1
 
     def admit(self, record: Record) -> None:
-        """Before a record is kept whose memory was made already.
+        """Check that a record may be kept whose memory was made already.
 
         :raises CapabilityError: if it is larger than a quota.
         :raises ServerBusy: if there is no room for it now, or no descriptor.
@@ -105,7 +105,7 @@ class Quotas:
         return any(self._objects.make_room(count, lambda info: 1) for count in (64, 8, 1))
 
     def require_descriptors(self, count: int) -> None:
-        """See that objects may have so many descriptors more; cached objects that nobody holds make room.
+        """Check that objects may have so many descriptors more; cached objects that nobody holds make room.
 
         :raises ServerBusy: if they may not.
         """
@@ -120,7 +120,7 @@ class Quotas:
         )
 
     def descriptor_users(self) -> str:
-        """Who has them, for people."""
+        """Describe who has them, for people."""
         counts: Counter[str] = Counter()
         clients: Counter[str] = Counter()
         for stored in self._objects:

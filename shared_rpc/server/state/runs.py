@@ -103,17 +103,17 @@ class RunTable(Generic[W]):
             self._by_key.setdefault(run.key, run)
 
     def begin(self, run: Run[W], now: float = 0.0) -> None:
-        """The run's work starts."""
+        """Note that the run's work starts."""
         run.running, run.begun_at = True, now
 
     def leave(self, run: Run[W], waiter: W) -> bool:
-        """The waiter gives up. True if the run has no waiter left and has not begun: drop it."""
+        """Forget a waiter that gives up. True if the run has no waiter left and has not begun: drop it."""
         if waiter in run.waiters:
             run.waiters.remove(waiter)
         return run in self._runs and not run.waiters and not run.running
 
     def close(self, run: Run[W]) -> list[W]:
-        """The run ended, in whatever way: those who waited."""
+        """Close a run that ended, in whatever way, and return those who waited."""
         self._runs.discard(run)
         if run.key is not None or run.refreshes is not None:
             self._unlist(run)

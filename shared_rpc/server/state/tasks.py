@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,28 +43,22 @@ TASK_SESSION = "task "
 _SHOWN = 2000
 
 
+@dataclass(eq=False, slots=True)
 class Task(Generic[W]):
     """One task. ``watchers`` are told of every change.
 
-    :param kept: whether its result waits to be fetched; False for the task behind a call, whose caller gets it at once.
+    ``kept``: its result waits to be fetched; that of the task behind a call does not, whose caller gets it at once.
+    ``ended_at`` is on the table's clock. ``waiter`` waits for the task's run, None once that has ended; it is opaque here, as
+    is ``failure``.
     """
 
-    __slots__ = ("ended_at", "failure", "info", "kept", "number", "waiter", "watchers")
-
-    #: What waits for the task's run, None once that has ended; opaque here, as is ``failure``, how it ended where that was
-    #: not well.
-    waiter: W | None
-    failure: Any
-
-    def __init__(self, info: TaskInfo, number: int, kept: bool) -> None:
-        self.info = info
-        self.number = number
-        self.kept = kept
-        #: When it ended, on the table's clock.
-        self.ended_at = 0.0
-        self.watchers: list[W] = []
-        self.waiter = None
-        self.failure = None
+    info: TaskInfo
+    number: int
+    kept: bool
+    ended_at: float = 0.0
+    watchers: list[W] = field(default_factory=list)
+    waiter: W | None = None
+    failure: Any = None
 
     @property
     def finished(self) -> bool:
@@ -113,7 +108,7 @@ class TaskTable(Generic[W]):
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
     def check_capacity(self) -> None:
-        """Before a task is made.
+        """Check that a task may be made.
 
         :raises ServerBusy: if there are as many as there may be.
         """
@@ -123,7 +118,7 @@ class TaskTable(Generic[W]):
             )
 
     def add(self, endpoint: str, cache_key: str | None, *, kept: bool = True) -> Task[W]:
-        """A new, pending task."""
+        """Make a pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
             task_id=f"{self.issuer}-{self._issued}",
@@ -158,15 +153,12 @@ class TaskTable(Generic[W]):
         while len(self._finished) > self._remembered:
             self._forget(next(iter(self._finished.values())))
 
-    def update(self, task: Task[W], *, progress: Progress | None = None, cancel_requested: bool | None = None) -> None:
-        """Note progress, or that the task was asked to stop."""
-        if progress is not None:
-            task.info = msgspec.structs.replace(task.info, progress=progress)
-        if cancel_requested is not None:
-            task.info = msgspec.structs.replace(task.info, cancel_requested=cancel_requested)
+    def update(self, task: Task[W], **facts: Progress | bool) -> None:
+        """Note progress (``progress``), or that the task was asked to stop (``cancel_requested``)."""
+        task.info = msgspec.structs.replace(task.info, **facts)
 
     def get(self, task_id: str) -> Task[W]:
-        """A task by id.
+        """Return a task by id.
 
         :raises TaskError: if it is unknown, expired, or another server's.
         """
@@ -203,7 +195,7 @@ class TaskTable(Generic[W]):
         return None
 
     def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
-        """Tasks in the order they were made, from the first one after number ``after`` on: ``(infos, next after or None)``."""
+        """List tasks in the order they were made, from that after number ``after`` on: ``(infos, next after or None)``."""
         infos: list[TaskInfo] = []
         last = after
         for task in self._tasks.values():
@@ -216,7 +208,7 @@ class TaskTable(Generic[W]):
         return infos, None
 
     def counts(self) -> dict[str, int]:
-        """How many tasks there are of each status."""
+        """Return the number of tasks of each status."""
         return dict(self._counts)
 
     def _forget(self, task: Task[W]) -> None:
