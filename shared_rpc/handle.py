@@ -34,7 +34,7 @@ class Giver(Protocol):
         :raises CapabilityError: if it is a process without one.
         """
 
-    def give_back(self, object_id: str, session: object) -> None:
+    def _end_lease(self, object_id: str, session: object) -> None:
         """Give back one lease, from any thread. Raises no error of its own: where the session is gone, so is the lease."""
 
 
@@ -63,8 +63,8 @@ class Issuer(Giver, Protocol):
 class AsyncIssuer(Giver, Protocol):
     """Who gave an :class:`AsyncHandle` out."""
 
-    async def agive_back(self, object_id: str, session: object) -> None:
-        """:meth:`Giver.give_back` in a coroutine."""
+    async def _aend_lease(self, object_id: str, session: object) -> None:
+        """Do in a coroutine what :meth:`Giver._end_lease` does."""
 
     async def get_object_info(self, handle: str, /) -> ObjectInfo:
         """See :meth:`AsyncHandle.get_object_info`."""
@@ -82,7 +82,7 @@ class AsyncIssuer(Giver, Protocol):
 class Lease(Generic[T]):
     """A lease on an object of the server, and the object itself: what every handle is."""
 
-    def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Giver, session: object) -> None:
+    def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Any, session: object) -> None:
         #: By which the server, and whoever asks it, knows the object.
         self.object_id = object_id
         #: Of the server that owns the object.
@@ -90,7 +90,7 @@ class Lease(Generic[T]):
         #: Counts the builds of the same cache key, from 1.
         self.generation = generation
         self._value: T | None = value
-        self._giver = issuer
+        self._issuer: Giver = issuer
         self._session = session
         self._released = False
         self._lock = threading.Lock()
@@ -146,8 +146,8 @@ class Lease(Generic[T]):
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
             self._released = True
-            giver, object_id, session = self._giver, self.object_id, self._session
-            FINALIZER.submit(lambda: giver.give_back(object_id, session))
+            issuer, object_id, session = self._issuer, self.object_id, self._session
+            FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
 
     def __repr__(self) -> str:
         state = "released" if self._released else type(self._value).__name__
@@ -162,15 +162,13 @@ class Handle(Lease[T]):
     mapping of this process holds their memory.
     """
 
-    def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Issuer, session: object) -> None:
-        super().__init__(value, object_id=object_id, server_id=server_id, generation=generation, issuer=issuer, session=session)
-        self._issuer = issuer
+    _issuer: Issuer
 
     def release(self) -> None:
         """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
         try:
             if self._forgo():
-                self._issuer.give_back(self.object_id, self._session)
+                self._issuer._end_lease(self.object_id, self._session)
         except BaseException:
             if self._released:
                 self._issuer._interrupted(self._session)
@@ -294,16 +292,12 @@ class Handle(Lease[T]):
 class AsyncHandle(Lease[T]):
     """What :class:`Handle` is, for coroutines: ``async with await client.call(...) as handle``."""
 
-    def __init__(
-        self, value: T, *, object_id: str, server_id: str, generation: int, issuer: AsyncIssuer, session: object
-    ) -> None:
-        super().__init__(value, object_id=object_id, server_id=server_id, generation=generation, issuer=issuer, session=session)
-        self._issuer = issuer
+    _issuer: AsyncIssuer
 
     async def release(self) -> None:
         """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
         if self._forgo():
-            await self._issuer.agive_back(self.object_id, self._session)
+            await self._issuer._aend_lease(self.object_id, self._session)
 
     async def get_object_info(self, refresh: bool = False) -> ObjectInfo:
         """See :meth:`Handle.get_object_info`."""

@@ -16,6 +16,7 @@ from rich.text import Text
 from shared_rpc import Client
 from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
 from shared_rpc.client.results import ReceivedResult
+from shared_rpc.client.steps import reached
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
 from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.infos import ObjectInfo
@@ -88,10 +89,11 @@ def _check(info: TaskInfo) -> None:
 def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
     message = result.message
     table = msgspec.msgpack.decode(message.table, type=TensorTable)
+    own = client._run(reached(client._known())).device
     return {
         "object_id": message.object_id,
         "nbytes": sum(part.nbytes for part in table.storages) + sum(part.nbytes for part in table.buffers),
-        "device": next((info.device for info in message.segments if info.device != "cpu"), client._server().device),
+        "device": next((info.device for info in message.segments if info.device != "cpu"), own),
         "managed": message.managed,
     }
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -18,14 +16,27 @@ import anyio.to_thread
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import PROMPT, Connection
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import ClientSession, Search, Takeover, held_of
-from shared_rpc.client.steps import CoroutineMethods, Lend, Notify, Operation, Reach, Reply, Request, Tell, Within, Work
+from shared_rpc.client.steps import (
+    CoroutineMethods,
+    Lend,
+    Notify,
+    Operation,
+    Reach,
+    Reply,
+    Request,
+    Step,
+    Tell,
+    Within,
+    Work,
+    goes_to_operation,
+)
 from shared_rpc.client.thread_job import ShieldedThreadJob
-from shared_rpc.client.transfer import ClientTransfer, TransferClosed
+from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.handle import AsyncHandle, AsyncIssuer
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
@@ -40,15 +51,6 @@ _QUICK = 2048
 
 class CoroutineDriver(BaseClient, CoroutineMethods):
     """Drives operations over one connection, all at once. See :class:`shared_rpc.AsyncClient`."""
-
-    @classmethod
-    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-        """See :class:`Driver`."""
-
-        async def method(self: CoroutineDriver, /, *args: Any, **kwargs: Any) -> Any:
-            return await self._run(body(self, *args, **kwargs))
-
-        return method
 
     def _begin(self) -> None:
         self._closed = False
@@ -92,10 +94,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         with anyio.CancelScope(shield=True):
             await self.close()
 
-    # What a handle asks of whoever issued it.
+    # What a handle asks of its issuer.
 
-    async def agive_back(self, object_id: str, session: object) -> None:
-        """See :class:`shared_rpc.handle.AsyncIssuer`."""
+    async def _aend_lease(self, object_id: str, session: object) -> None:
         channel = self._channel
         if session is not self._session or channel is None:
             return
@@ -103,16 +104,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             await channel.exchange(Request(m.Release([object_id]), "release"))
             await _drain()
 
-    def give_back(self, object_id: str, session: object) -> None:
-        """See :class:`shared_rpc.handle.Giver`. Away from the loop: over a connection of its own, in the same session."""
+    def _end_lease(self, object_id: str, session: object) -> None:
+        # Away from the loop: over a connection of its own, in the same session.
         if session is self._session and isinstance(session, ClientSession):
             with suppress(SharedRPCError, OSError):
                 self._tell(session, m.Release([object_id]))
 
-    def _transfer(self) -> ClientTransfer | None:
-        return self._session.transfer if self._session is not None else None
-
-    def _give_chunks_back(self, chunks: list[int]) -> None:
+    def _return_chunks(self, chunks: list[int]) -> None:
         if self._session is not None:
             self._tell(self._session, m.Free(chunks))
 
@@ -128,66 +126,46 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     def _known(self) -> ClientSession | None:
         return self._session
 
-    def _handle(self, step: Lend) -> AsyncHandle[Any]:
-        session, message = self._session, step.message
-        if session is None:
-            raise ConnectionClosed("this client was closed, and the lease went with it")
-        handle = AsyncHandle(
-            step.value,
-            object_id=message.object_id,
-            server_id=session.server_id,
-            generation=message.generation,
-            issuer=cast(AsyncIssuer, self),  # the operations that it has of one are not the driver's
-            session=session,
-        )
-        self._leases.add(handle)
-        return handle
-
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
-        limit = self._limit(timeout)
-        deadline = anyio.current_time() + limit if limit is not None else math.inf
+        """Drive an operation as :func:`shared_rpc.client.steps.drive` does."""
+        deadline = Within(self._limit(timeout)).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
+        step: Step | None = None
         try:
             while True:
-                # Around this alone: an endpoint may raise StopIteration too.
                 try:
                     step = advance()
                 except StopIteration as stop:
                     return cast("T", stop.value)
-                if isinstance(step, Request | Reach):
-                    try:
-                        if isinstance(step, Request):
-                            advance = functools.partial(operation.send, await self._exchange(step, deadline))
-                        else:
-                            advance = functools.partial(operation.send, await self._server())
-                    except (SharedRPCError, TransferClosed) as error:
-                        advance = functools.partial(operation.throw, error)
-                    continue
-                if isinstance(step, Within):
-                    deadline = anyio.current_time() + step.timeout if step.timeout is not None else math.inf
-                    advance = functools.partial(operation.send, None)
-                    continue
-                if isinstance(step, Tell):
-                    if self._channel is not None:
-                        self._channel.tell(step.message)
-                    advance = functools.partial(operation.send, None)
-                    continue
                 try:
-                    # No name for it here: code that runs below may keep this frame.
-                    advance = functools.partial(
-                        operation.send,
-                        await _worked(step)
-                        if isinstance(step, Work)
-                        else self._handle(step)
-                        if isinstance(step, Lend)
-                        else await _notified(step),
-                    )
+                    if isinstance(step, Within):
+                        deadline = step.deadline(anyio.current_time())
+                    advance = functools.partial(operation.send, await self._perform(step, deadline))
                 except BaseException as error:
+                    if not goes_to_operation(step, error):
+                        raise
                     advance = functools.partial(operation.throw, error)
         finally:
             operation.close()
-            # It may hold an error whose frames hold this one, and the caller's tensors with it.
             del advance
+            step = None
+
+    async def _perform(self, step: Step, deadline: float) -> Any:
+        match step:
+            case Request():
+                return await self._exchange(step, deadline)
+            case Work():
+                return await _worked(step)
+            case Lend():
+                return self._lend(step, self._session)
+            case Notify():
+                result = step.callback(step.info)
+                return await result if inspect.isawaitable(result) else None
+            case Reach():
+                return await self._server()
+            case Tell() if self._channel is not None:
+                self._channel.tell(step.message)
+        return None
 
     async def _exchange(self, request: Request, deadline: float) -> Reply:
         if request.at_once:
@@ -285,11 +263,6 @@ async def _worked(step: Work) -> Any:
             step.undo(work.result())
         raise
     return work.result()
-
-
-async def _notified(step: Notify) -> Any:
-    result = step.callback(step.info)
-    return await result if inspect.isawaitable(result) else None
 
 
 async def _drain() -> None:

@@ -1,22 +1,26 @@
-"""What both clients are made with."""
+"""The base of both clients: where the server is, the values and leases of this process, and its end."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
-from shared_rpc.client.connection import PROMPT, Connection
-from shared_rpc.client.preload import preload_codec
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.sending import no_transfer, send
 from shared_rpc.client.session import ClientSession, LeaseBook
-from shared_rpc.client.steps import Operation, Reach, Reply
+from shared_rpc.client.steps import Driver, Lend, Operation, Reply, reached
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.errors import ConnectionClosed
 from shared_rpc.forks import after_fork
+from shared_rpc.handle import Lease
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions
@@ -24,10 +28,22 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
 
-__all__ = ["OWN_TIMEOUT", "BaseClient"]
+__all__ = ["OWN_TIMEOUT", "BaseClient", "preload_codec"]
 
 #: As a timeout: the one that the client was made with.
 OWN_TIMEOUT = -1.0
+
+
+def preload_codec() -> None:
+    """Load the codec, where torch is loaded already: a process that only lists or releases never needs it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda"):  # not there, or just being imported
+        return
+    importlib.import_module("shared_rpc.codec.arguments")
+    importlib.import_module("shared_rpc.codec.results")
+    if torch.version.cuda is not None:
+        with suppress(ImportError):  # reported when a GPU is really asked for
+            importlib.import_module("shared_rpc.memory.backends.vmm")
 
 
 class Address:
@@ -47,7 +63,7 @@ class Address:
         return self._path
 
 
-class BaseClient(ABC):
+class BaseClient(Driver):
     """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`.
 
     Nothing that it is made of refers to it, so that it ends with the last of its users: see :meth:`__del__`.
@@ -79,7 +95,7 @@ class BaseClient(ABC):
 
     @classmethod
     def from_ticket(cls, ticket: Ticket | str | os.PathLike[str], **options: Any) -> Self:
-        """A client of the server that a ticket names; it is not connected yet, and the ticket not opened.
+        """Return a client of the server that a ticket names; it is not connected yet, and the ticket not opened.
 
         :param ticket: a ticket, or the path of its file.
         :param options: those of the client, but for where the server is.
@@ -89,11 +105,11 @@ class BaseClient(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Be ready to connect."""
+        """Get ready to connect."""
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
         """Return what makes the pools of a new session."""
-        options, flush = self._pool_options, weakly(self._give_chunks_back)
+        options, flush = self._pool_options, weakly(self._return_chunks)
 
         def new_transfer() -> ClientTransfer:
             FINALIZER.start()  # it ends what a client leaves that is dropped
@@ -102,8 +118,8 @@ class BaseClient(ABC):
         return new_transfer
 
     @abstractmethod
-    def _give_chunks_back(self, chunks: list[int]) -> None:
-        """Tell the server of chunks of its pool; from another thread."""
+    def _return_chunks(self, chunks: list[int]) -> None:
+        """Return chunks of the server's pool to it; from another thread."""
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: what was there is its parent's, but for having been closed.
@@ -139,14 +155,23 @@ class BaseClient(ABC):
     def _known(self) -> ClientSession | None:
         """Return the session, if there is one."""
 
-    @abstractmethod
     def _transfer(self) -> ClientTransfer | None:
         """Return the pools of the session that there is now."""
+        session = self._known()
+        return session.transfer if session is not None else None
+
+    def _lend(self, step: Lend, session: ClientSession | None) -> Lease[Any]:
+        """Return the handle of a value that came in a session, which is None once the client was closed."""
+        if session is None:
+            raise ConnectionClosed("this client was closed, and the lease went with it")
+        handle = self._handle(step.message, step.value, session.server_id, session)
+        self._leases.add(handle)
+        return handle
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
-        server: ClientSession = self._known() or (yield Reach())
+        server: ClientSession = yield from reached(self._known())
         transfers = self._transfer if pooled else no_transfer
         return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, transfers))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 import weakref
@@ -26,9 +27,12 @@ _LOOK = 0.5
 class Turn:
     """One operation of a client, from before its first request until its caller has the result."""
 
-    __slots__ = ("connection", "ended", "request", "session")
+    __slots__ = ("connection", "deadline", "ended", "patience", "request", "session")
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
+        #: Seconds to wait for a server that is not there yet; and when to give up, in terms of time.monotonic().
+        self.patience = patience
+        self.deadline = math.inf
         self.ended = False
         #: What it uses now: being opened, or taken from the idle ones.
         self.connection: Connection | None = None
@@ -228,9 +232,9 @@ class ConnectionPool:
                 self._drop(session, connection)
         return reply
 
-    def need_session(self, deadline: float, patience: float, turn: Turn) -> ClientSession:
-        """The current session, of a server that is there; one that was restarted since is noticed here."""
-        session, connection = self._acquire(None, deadline, patience, turn)
+    def need_session(self, turn: Turn) -> ClientSession:
+        """Return the current session, of a server that is there; one that was restarted since is noticed here."""
+        session, connection = self._acquire(None, turn.deadline, turn.patience, turn)
         self._put_back(session, connection)
         turn.connection = None
         return session

@@ -1,23 +1,26 @@
-"""What an operation asks of the shell that drives it.
+"""Steps of operations, and the rule by which they are driven.
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Notify`, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
 :class:`Known` server, a :class:`Lend` and is sent a handle; it returns what the caller gets. It does no I/O, so that blocking
-and asynchronous clients drive the same code. What the library itself has to report of a request is thrown into the operation;
-an endpoint's own exception is raised by the driver.
+and asynchronous clients drive the same code. An error of the library is thrown into the operation; an endpoint's own exception
+is raised by the driver, see :func:`goes_to_operation`.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 
-from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ProtocolError
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
+from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
@@ -39,6 +42,9 @@ __all__ = [
     "Within",
     "Work",
     "ask",
+    "drive",
+    "goes_to_operation",
+    "reached",
 ]
 
 T = TypeVar("T")
@@ -198,6 +204,10 @@ class Within:
 
     timeout: float | None
 
+    def deadline(self, now: float) -> float:
+        """Return the end of that time, on the clock that ``now`` is of."""
+        return now + self.timeout if self.timeout is not None else math.inf
+
 
 @dataclass(slots=True)
 class Lend:
@@ -207,31 +217,99 @@ class Lend:
     value: Any
 
 
-Operation = Generator[Request | Work | Notify | Tell | Reach | Within | Lend, Any, T]
+Step = Request | Work | Notify | Tell | Reach | Within | Lend
+Operation = Generator[Step, Any, T]
+
+
+def goes_to_operation(step: Step | None, error: BaseException) -> bool:
+    """Return whether an error that a step ended with is thrown into the operation, which may have something to give back."""
+    return isinstance(step, Work | Notify | Lend) or isinstance(error, SharedRPCError | TransferClosed)
+
+
+def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
+    """Drive an operation to its end; ``perform`` does what a step asks for, and returns what the operation is sent."""
+    advance = functools.partial(operation.send, None)
+    step: Step | None = None
+    try:
+        while True:
+            # Around this alone: an endpoint may raise StopIteration too.
+            try:
+                step = advance()
+            except StopIteration as stop:
+                return cast("T", stop.value)
+            try:
+                # No name for it here: code that runs below may keep this frame.
+                advance = functools.partial(operation.send, perform(step))
+            except BaseException as error:
+                if not goes_to_operation(step, error):
+                    raise
+                advance = functools.partial(operation.throw, error)
+    finally:
+        operation.close()
+        # They may hold an error whose frames hold this one, and the caller's tensors with it.
+        del advance
+        step = None
 
 
 class Driver(ABC):
     """Whatever drives operations, and knows none of them."""
 
-    #: What it hands out for a lease.
-    _HANDLE: ClassVar[str]
+    #: The class of what it hands out for a lease.
+    _HANDLE: ClassVar[type[Lease[Any]]]
 
     @classmethod
     @abstractmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
         """Return the method that drives an operation, for a class of this driver."""
 
+    def _handle(self, message: m.Result, value: Any, server_id: str, session: object) -> Lease[Any]:
+        return self._HANDLE(
+            value,
+            object_id=message.object_id,
+            server_id=server_id,
+            generation=message.generation,
+            issuer=self,
+            session=session,
+        )
+
 
 class BlockingMethods(Driver):
     """A driver whose operations return when they have ended."""
 
-    _HANDLE = "Handle"
+    _HANDLE = Handle
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        def method(self: BlockingMethods, /, *args: Any, **kwargs: Any) -> Any:
+            return self._run(body(self, *args, **kwargs))
+
+        return method
+
+    @abstractmethod
+    def _run(self, operation: Operation[T]) -> T:
+        """Drive an operation."""
 
 
 class CoroutineMethods(Driver):
     """A driver whose operations are coroutines."""
 
-    _HANDLE = "AsyncHandle"
+    _HANDLE = AsyncHandle
+
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        async def method(self: CoroutineMethods, /, *args: Any, **kwargs: Any) -> Any:
+            return await self._run(body(self, *args, **kwargs))
+
+        return method
+
+    @abstractmethod
+    async def _run(self, operation: Operation[T]) -> T:
+        """Drive an operation."""
+
+
+def reached(known: Known | None) -> Operation[Any]:
+    """Return the server that is known, or reach one now."""
+    return known or (yield Reach())
 
 
 def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:

@@ -7,16 +7,16 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from shared_rpc.client.results import result_of, valued
-from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Driver, Known, Lend, Operation, Reach, Reply, Tell
+from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Driver, Known, Lend, Operation, Reply, Tell
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.protocol import messages as m
 
-__all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "reached", "taken"]
+__all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "taken"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,12 +127,7 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Return an annotation as the callers of a class know it."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
-    return re.sub(r"\bLeased?\b", kind._HANDLE, inner[1] if inner else annotation)
-
-
-def reached(ctx: Context) -> Operation[Known]:
-    """Return the server, which is reached now where it was not before."""
-    return ctx._known() or cast(Known, (yield Reach()))
+    return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
 
 
 def taken(

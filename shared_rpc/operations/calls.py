@@ -7,8 +7,8 @@ from typing import Any
 
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.sending import Transfers, lower, no_transfer, send
-from shared_rpc.client.steps import Operation, Request, ask
-from shared_rpc.operations.binding import Context, Steps, operation, reached, taken
+from shared_rpc.client.steps import Operation, Request, ask, reached
+from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 
@@ -60,7 +60,7 @@ class CallOperations:
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:
         """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
-        server = yield from reached(ctx)
+        server = yield from reached(ctx._known())
         arguments = yield from lower(args, kwargs, server.device, "")
         arguments.close()  # only what tells the call from others is needed
         message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
-from shared_rpc.client.steps import BlockingMethods, Operation
+from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.handle import Handle, updating
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
@@ -20,10 +19,6 @@ T = TypeVar("T")
 
 class BlockingOperations(Operations, BlockingMethods):
     """All operations, and what is iterated over or entered, as blocking classes have it."""
-
-    @abstractmethod
-    def _run(self, operation: Operation[T]) -> T:
-        """Drive an operation."""
 
     def refreshes(self) -> RefreshIterator:
         """Iterate over what :meth:`on_refresh` tells, in this thread; it waits, and ends with :class:`ConnectionClosed`.

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask
+from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, reached
 from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.handle import Lease
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, reached, taken
+from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
 from shared_rpc.protocol.infos import ObjectInfo
@@ -87,7 +87,7 @@ class GenerationOperations:
 
         :raises ConnectError: if no server comes up in time.
         """
-        watch = ctx._watch_in((yield from reached(ctx)))
+        watch = ctx._watch_in((yield from reached(ctx._known())))
         subscription: Subscription = yield Work(lambda: watch.subscribe(callback))
         return subscription
 

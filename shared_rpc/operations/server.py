@@ -8,8 +8,8 @@ from typing import Literal, cast
 import msgspec
 
 from shared_rpc.client.process_exit import ProcessExit
-from shared_rpc.client.steps import Request, Within, Work, ask
-from shared_rpc.operations.binding import Context, Steps, operation, reached
+from shared_rpc.client.steps import Request, Within, Work, ask, reached
+from shared_rpc.operations.binding import Context, Steps, operation
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
@@ -82,7 +82,7 @@ class ServerOperations:
         :raises ConfigurationError: if it is a part of a process that may do more, such as a script in the server role.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
-        yield from reached(ctx)
+        yield from reached(ctx._known())
         with ProcessExit(ctx.socket_path) as process_exit:
             reply = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.StopReply)
             yield Work(lambda: process_exit.wait(timeout))

@@ -25,11 +25,11 @@ import msgspec
 
 from shared_rpc.client.exchange import giving_back
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Tell, Within, Work
+from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.context import CURRENT_RUN
-from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
-from shared_rpc.handle import Handle
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
+from shared_rpc.handle import Lease
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -70,6 +70,16 @@ class _LiveRequest(Request):
 
     lowered: Lowered = ((), {})
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+
+
+class _Turn:
+    """One operation: its time, and what it asked last until it has the answer."""
+
+    __slots__ = ("caller", "until")
+
+    def __init__(self) -> None:
+        self.caller: LocalCaller | None = None
+        self.until = math.inf
 
 
 class LocalCaller:
@@ -184,15 +194,6 @@ class LoopbackDriver(BlockingMethods):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._watch: Subscriptions | None = None
 
-    @classmethod
-    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-        """See :class:`Driver`."""
-
-        def method(self: LoopbackDriver, /, *args: Any, **kwargs: Any) -> Any:
-            return self._run(body(self, *args, **kwargs))
-
-        return method
-
     @abstractmethod
     def _server_info(self) -> ServerInfo:
         """Return what there is to know of the server. On the loop."""
@@ -229,42 +230,37 @@ class LoopbackDriver(BlockingMethods):
 
     def _run(self, operation: Operation[T]) -> T:
         """Drive an operation. One who is interrupted leaves no lease behind."""
-        until = math.inf
-        caller: LocalCaller | None = None
-        advance = functools.partial(operation.send, None)
+        turn = _Turn()
         try:
-            while True:
-                # Around this alone: an endpoint may raise StopIteration too.
-                try:
-                    step = advance()
-                except StopIteration as stop:
-                    caller = None
-                    return cast("T", stop.value)
-                if isinstance(step, Request):
-                    caller = LocalCaller(self._engine.core, step, self._server_info)
-                    try:
-                        advance = functools.partial(operation.send, self._answer(caller, until))
-                    except SharedRPCError as error:
-                        advance = functools.partial(operation.throw, error)
-                    continue
-                if isinstance(step, Within):
-                    until = time.monotonic() + step.timeout if step.timeout is not None else math.inf
-                    advance = functools.partial(operation.send, None)
-                    continue
-                if not isinstance(step, Lend):
-                    caller = None  # the operation has what was answered
-                try:
-                    advance = functools.partial(operation.send, self._done(step))
-                    caller = None
-                except BaseException as error:
-                    advance = functools.partial(operation.throw, error)
+            return drive(operation, functools.partial(self._perform, turn))
         except BaseException:
-            self._give_up(caller)
+            self._give_up(turn.caller)
             raise
         finally:
-            operation.close()
-            # It may hold an error whose frames hold this one, and the caller's tensors with it.
-            del advance, caller
+            del turn  # it has the value
+
+    def _perform(self, turn: _Turn, step: Step) -> Any:
+        caller, turn.caller = turn.caller, None  # the operation has what was answered
+        match step:
+            case Request():
+                turn.caller = LocalCaller(self._engine.core, step, self._server_info)
+                return self._answer(turn.caller, turn.until)
+            case Work():
+                return step.function()
+            case Lend():
+                turn.caller = caller  # until there is a handle
+                handle = self._lend(step.message, step.value)
+                turn.caller = None
+                return handle
+            case Notify():
+                return step.callback(step.info)
+            case Within():
+                turn.until = step.deadline(time.monotonic())
+            case Tell():
+                with suppress(ConnectionClosed):
+                    request = Request(step.message, "a message")
+                    self._engine.post(LocalCaller(self._engine.core, request, self._server_info).ask)
+        return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
@@ -275,7 +271,7 @@ class LoopbackDriver(BlockingMethods):
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
             reply = await waiting
             assert isinstance(reply.message, m.Result), "a call has a result"
-            return self._handle(reply.message, reply.value) if reply.message.managed else reply.value
+            return self._lend(reply.message, reply.value) if reply.message.managed else reply.value
         except BaseException:
             self._give_up(caller)
             raise
@@ -312,28 +308,9 @@ class LoopbackDriver(BlockingMethods):
                 raise too_late(request.what)
         return caller.answered.result()
 
-    def _done(self, step: Any) -> Any:
-        """Do what an operation asks for beside requests."""
-        if isinstance(step, Lend):
-            return self._handle(step.message, step.value)
-        if isinstance(step, Work):
-            return step.function()
-        if isinstance(step, Notify):
-            return step.callback(step.info)
-        assert isinstance(step, Tell), "the server is known"
-        with suppress(ConnectionClosed):
-            self._engine.post(LocalCaller(self._engine.core, Request(step.message, "a message"), self._server_info).ask)
-        return None
-
-    def _handle(self, message: m.Result, value: Any) -> Handle[Any]:
-        return Handle(
-            self._attached(value) if isinstance(value, StoredObject) else value,
-            object_id=message.object_id,
-            server_id=self.server_id,
-            generation=message.generation,
-            issuer=cast(Any, self),  # the operations that it has of one are not the driver's
-            session=self,
-        )
+    def _lend(self, message: m.Result, value: Any) -> Lease[Any]:
+        live = self._attached(value) if isinstance(value, StoredObject) else value
+        return self._handle(message, live, self.server_id, self)
 
     def _attached(self, stored: StoredObject) -> Any:
         """Return a buffer's tensor, over memory that is mapped here as in any other process that has it."""
@@ -353,15 +330,14 @@ class LoopbackDriver(BlockingMethods):
             value = self._values.setdefault(stored.object_id, value)
         return value
 
-    # What a handle asks of whoever issued it.
+    # What a handle asks of its issuer.
 
-    def give_back(self, object_id: str, session: object) -> None:
-        """See :class:`shared_rpc.handle.Issuer`. Where the engine is gone, every lease went with it."""
-        with suppress(ConnectionClosed):
+    def _end_lease(self, object_id: str, session: object) -> None:
+        with suppress(ConnectionClosed):  # where the engine is gone, every lease went with it
             self._engine.post(lambda: self._engine.core.release(_SESSION, [object_id]))
 
     def _interrupted(self, session: object) -> None:
-        """See :class:`shared_rpc.handle.Issuer`. The lease is this process's own, and ends with it."""
+        """Do nothing: the lease is this process's own, and ends with it."""
 
 
 @bound

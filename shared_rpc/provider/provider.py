@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, ov
 
 import msgspec
 
-from shared_rpc.client.preload import preload_codec
+from shared_rpc.client.base import preload_codec
 from shared_rpc.client.steps import BlockingMethods, Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork, fork_safe_lock
@@ -105,8 +105,6 @@ class RoleDriver(BlockingMethods, ABC):
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-        """See :class:`Driver`."""
-
         def method(self: RoleDriver, /, *args: Any, **kwargs: Any) -> Any:
             return getattr(self._runtime().operations, name)(*args, **kwargs)
 

@@ -361,7 +361,7 @@ def test_a_broken_loan_keeps_no_other_from_ending() -> None:
     with table.create(4096, "cpu") as first, table.create(4096, "cpu") as second:
         users = [User(), User()]
         table.keep_for([(first, users[0]), (second, users[1])])
-        first.pooled.clear()  # as if it had never been noted
+        first.uses.clear()  # as if it had never been noted
     users.clear()
     table.drain()
     assert len(table) == 0

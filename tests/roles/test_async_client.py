@@ -129,7 +129,6 @@ def test_all_operations_of_the_async_client_are_coroutines() -> None:
     """But for what a finaliser calls, and what is entered or iterated over."""
     plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
     assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
-        "give_back",
         "refreshes",
         "update",
     }

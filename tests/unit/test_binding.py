@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from shared_rpc import AsyncClient, Client, Provider
-from shared_rpc.client.steps import BlockingMethods, Operation, Request, Work
+from shared_rpc.client.steps import BlockingMethods, Operation, Request, Work, drive
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, operation
+
+T = TypeVar("T")
 
 #: Of every public operation its name and its one definition.
 DEFINED = {
@@ -22,20 +24,10 @@ DEFINED = {
 
 
 class Recorder(BlockingMethods):
-    """A driver that answers every request with its number."""
+    """A driver that does work, and has no server."""
 
-    @classmethod
-    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-        def method(self: Recorder, /, *args: Any, **kwargs: Any) -> Any:
-            steps = body(self, *args, **kwargs)
-            step = steps.send(None)
-            try:
-                while True:
-                    step = steps.send(step.function() if isinstance(step, Work) else None)
-            except StopIteration as stop:
-                return stop.value
-
-        return method
+    def _run(self, operation: Operation[T]) -> T:
+        return drive(operation, lambda step: step.function())
 
 
 class Sums:
