@@ -1,4 +1,4 @@
-"""What an endpoint can say of itself, and ask, while it runs.
+"""The run that an endpoint is in: its progress, its cancellation, its request.
 
 ``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: where no endpoint runs, or nobody
 asked, they do nothing.
@@ -40,13 +40,13 @@ CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozense
 
 
 def progress(done: float, total: float | None = None, message: str = "") -> None:
-    """Tell everybody who waits for this endpoint's task how far it is.
+    """Report to all waiters of this endpoint's task how far it is.
 
-    Cheap enough for every step of a loop: what comes faster than 20 times a second is thinned out, and the last always told.
+    It is cheap enough for every step of a loop: of more than 20 reports a second some are left out, and the last one never.
 
-    :param done: how much is done, in units of your choice.
-    :param total: how much there is in all, None where that is not known.
-    :param message: what is going on.
+    :param done: the amount that is done, in units of your choice.
+    :param total: the whole amount, None where it is not known.
+    :param message: a text for people.
     """
     run = CURRENT_RUN.get()
     if run is not None:
@@ -64,24 +64,24 @@ def progress_of(done: float, total: float | None, message: str) -> Progress:
 
 
 def request_id() -> str:
-    """What tells the call that this endpoint runs for from all others: in the server's log, and in its caller's error.
+    """Return the id of the call that this endpoint runs for, by which the server's log and the caller's error name it.
 
-    Empty where no endpoint runs. Of calls that joined the run it is the first one's.
+    It is empty where no endpoint runs, and that of the first call where several joined the run.
     """
     run = CURRENT_RUN.get()
     return run.request_id if run is not None else ""
 
 
 def cancelled() -> bool:
-    """Whether somebody asked this endpoint's task to stop. An endpoint that takes long should look, and end early."""
+    """Return whether this endpoint's task is to stop. An endpoint that takes long should ask, and end early."""
     run = CURRENT_RUN.get()
     return run is not None and run.cancelled
 
 
 def raise_if_cancelled() -> None:
-    """End the endpoint here if somebody asked its task to stop.
+    """End the endpoint here if its task is to stop.
 
-    :raises TaskCancelled: then; let it pass.
+    :raises TaskCancelled: then; do not catch it.
     """
     if cancelled():
         raise TaskCancelled

@@ -1,4 +1,4 @@
-"""Managed objects in the hands of their users."""
+"""Handles: leases on objects of a server."""
 
 from __future__ import annotations
 
@@ -25,58 +25,55 @@ R = TypeVar("R")
 
 
 class Giver(Protocol):
-    """Who takes a lease back."""
+    """The client or role that a lease is returned to."""
 
     @property
     def socket_path(self) -> str:
-        """Where the server listens.
+        """Return the path of the server's socket.
 
-        :raises CapabilityError: if it is a process without one.
+        :raises CapabilityError: in the local role, which has none.
         """
 
     def _end_lease(self, object_id: str, session: object) -> None:
-        """Give back one lease, from any thread. Raises no error of its own: where the session is gone, so is the lease."""
+        """Return one lease, from any thread. It raises no error of its own: where the session is gone, so is the lease."""
 
 
 class Issuer(Giver, Protocol):
-    """Who gave a :class:`Handle` out."""
+    """The issuer of a :class:`Handle`: a blocking client, or a role. For public methods see :class:`shared_rpc.Client`."""
 
     def _interrupted(self, session: object) -> None:
-        """See to it that a lease goes back whose release a signal handler interrupted, wherever that was."""
+        """Return a lease whose release a signal handler interrupted, at a place that is not known."""
 
     def get_object_info(self, handle: str, /) -> ObjectInfo:
-        """See :meth:`Handle.get_object_info`."""
+        """Ask for the facts of an object."""
 
     def ensure_handle_live(self, handle: Handle[Any]) -> None:
-        """See :meth:`shared_rpc.Client.ensure_handle_live`."""
+        """Check that the server still owns the object."""
 
     def latest(self, handle: Handle[T]) -> Handle[T]:
-        """See :meth:`Handle.latest`."""
+        """Get a handle of the current generation."""
 
     def revision_page(self, object_id: str) -> Page:
-        """Where the object's revision is.
-
-        :raises StaleHandleError: if the server does not own the object.
-        """
+        """Map the page that the object's revision is on."""
 
 
 class AsyncIssuer(Giver, Protocol):
-    """Who gave an :class:`AsyncHandle` out."""
+    """The issuer of an :class:`AsyncHandle`: :class:`Issuer` for coroutines."""
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
         """Do in a coroutine what :meth:`Giver._end_lease` does."""
 
     async def get_object_info(self, handle: str, /) -> ObjectInfo:
-        """See :meth:`AsyncHandle.get_object_info`."""
+        """Ask for the facts of an object."""
 
     async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
-        """See :meth:`shared_rpc.AsyncClient.ensure_handle_live`."""
+        """Check that the server still owns the object."""
 
     async def latest(self, handle: AsyncHandle[T]) -> AsyncHandle[T]:
-        """See :meth:`AsyncHandle.latest`."""
+        """Get a handle of the current generation."""
 
     async def revision_page(self, object_id: str) -> Page:
-        """See :meth:`Issuer.revision_page`."""
+        """Map the page that the object's revision is on."""
 
 
 class Lease(Generic[T]):
@@ -100,16 +97,16 @@ class Lease(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The object: what the endpoint returned.
+        """Return the object, as the endpoint returned it.
 
-        :raises StaleHandleError: once it was released.
+        :raises StaleHandleError: once the handle was released.
         """
         self._check_held()
         return self._value  # type: ignore[return-value]
 
     @property
     def released(self) -> bool:
-        """Whether the lease was given back."""
+        """Return whether the lease was given back."""
         return self._released
 
     def _check_held(self) -> None:
@@ -117,18 +114,18 @@ class Lease(Generic[T]):
             raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
 
     def in_session(self, session: object) -> bool:
-        """Whether its lease is in a session, and was not given back."""
+        """Return whether the lease is in a session, and was not given back."""
         return self._session is session and not self._released
 
     def move_to(self, session: object) -> bool:
-        """Its lease is in another session from here on; False if it was given back meanwhile."""
+        """Note that the lease is in another session from here on; return False if it was given back meanwhile."""
         with self._lock:
             if not self._released:
                 self._session = session
             return not self._released
 
     def _forgo(self) -> bool:
-        """Let go of the value; whether there is a lease to give back."""
+        """Drop the value; return whether there is a lease to give back."""
         with self._lock:
             if self._released:
                 return False
@@ -165,7 +162,7 @@ class Handle(Lease[T]):
     _issuer: Issuer
 
     def release(self) -> None:
-        """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
+        """Give the lease back and drop the value. Calling it again does nothing; it raises no error of its own."""
         try:
             if self._forgo():
                 self._issuer._end_lease(self.object_id, self._session)
@@ -175,15 +172,15 @@ class Handle(Lease[T]):
             raise
 
     def get_object_info(self, refresh: bool = False) -> ObjectInfo:
-        """Return what the server knows of the object now. Asks the server each time.
+        """Return what the server knows of the object now; the server is asked each time.
 
-        :param refresh: without effect: nothing is remembered of an earlier answer. For code that was written for shared-tensor.
+        :param refresh: without effect, for code that was written for shared-tensor: no earlier answer is kept.
         :raises StaleHandleError: if the server does not own the object any more.
         """
         return self._issuer.get_object_info(self.object_id)
 
     def is_stale(self) -> bool:
-        """Whether the server that issued the handle is gone or owns the object no more. Asks the server."""
+        """Ask whether the server that issued the handle is gone, or does not own the object any more."""
         try:
             self._issuer.ensure_handle_live(self)
         except SharedRPCError:
@@ -191,10 +188,10 @@ class Handle(Lease[T]):
         return False
 
     def is_current(self) -> bool:
-        """Whether the endpoint's next caller gets this very object: False once another generation has taken its place, or it
-        was invalidated, and for a stale handle. Asks the server.
+        """Ask whether the endpoint's next caller gets this very object.
 
-        What is not cached has no generations: it is current for as long as it is there.
+        It is False once another generation is current or the object was invalidated, and for a stale handle. An object that is
+        not cached has no generations: it is current for as long as the server owns it.
 
         :raises ConnectError, ConnectionClosed: if the server cannot be asked.
         """
@@ -204,18 +201,18 @@ class Handle(Lease[T]):
             return False
 
     def latest(self) -> Handle[T]:
-        """A new handle, of the generation that is current now. This one stays as it is, and is to be released as any other.
+        """Return a new handle, of the generation that is current now: of the same object, if that is current still.
 
-        Where this one is current still, it is another handle of the same object. Nothing is built, and nothing waited for.
+        This handle stays as it is, and is to be released as any other. Nothing is built, and nothing is waited for.
 
         :raises StaleHandleError: if this handle is stale; with ``reason="invalidated"`` if no generation is current.
         """
         return self._issuer.latest(self)
 
     def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
-        """A ticket for the object: what another process of this host and user opens with :meth:`Client.open_ticket`.
+        """Return a ticket, with which another process of this host and user gets the object by :meth:`Client.open_ticket`.
 
-        It is no lease: the object must be cached, or held by somebody, until then.
+        A ticket is no lease: the object must be cached, or held by some process, until then.
 
         :param path: a file to write it to, whole or not at all, for this user alone (0600); None to write none.
         :raises StaleHandleError: if the server does not own the object any more.
@@ -227,37 +224,36 @@ class Handle(Lease[T]):
 
     @property
     def revision(self) -> int:
-        """How often the memory was written in place, by :meth:`Client.update`: even, and odd while somebody writes.
+        """Return the number of the update in place that the memory has, from 0, plus two for each :meth:`Client.update`.
 
-        Each update adds two, from 0. Only the first look asks the server: it is a word of shared memory. What is read after
-        it is at least as new as it says. Another generation is another object, and counts from 0.
+        It is odd while a process writes. Only the first look asks the server: the number is a word of shared memory. What is
+        read after it is at least as new as the number says. Another generation is another object, and counts from 0.
 
         :raises StaleHandleError: if the handle was released, or the server is asked and does not own the object.
         """
         return self._need_page().revision
 
     def wait_revision(self, revision: int, timeout: float | None = None) -> int:
-        """Wait until the revision is at least so much, and even: what it is then.
+        """Wait until :attr:`revision` is at least ``revision``, and even; return it.
 
-        ``handle.revision + 1`` is the end of the update that is under way, or of the next one.
-
-        Everything that was written in the updates up to it is seen by what this thread reads, or queues on a GPU, after that.
+        ``handle.revision + 1`` waits for the end of the update that is under way, or of the next one. All that was written in
+        the updates up to it is seen by what this thread reads, or queues on a GPU, after that.
 
         :param timeout: seconds to wait at most; None for no limit.
-        :raises DeadlineExceeded: then.
+        :raises DeadlineExceeded: if the revision is not reached after ``timeout`` seconds.
         :raises UpdateInterrupted: if an update has begun and will not end, because its process was killed or its block raised.
         :raises StaleHandleError: as :attr:`revision`.
         """
         return self._need_page().wait(revision, _until(timeout))
 
     def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:
-        """``function(handle.value)``, from memory that nobody wrote to meanwhile: what it read is all of one revision.
+        """Return ``function(handle.value)``, read from memory of one revision.
 
-        An update under way is waited for, and where one came in between, ``function`` is called again: it must have no other
-        effects, and return nothing that is still in the memory, so ``clone()`` what is to be kept. What it queues on this
-        thread's current stream is waited for. An exception counts if nobody wrote meanwhile.
+        An update under way is waited for, and if another one begins meanwhile, ``function`` is called again: it must have no
+        other effects, and return nothing that is still in the memory, so ``clone()`` what is to be kept. What it queues on this
+        thread's current stream is waited for. An exception is raised if no process wrote meanwhile.
 
-        :param timeout: seconds after which it is not begun again; None for no limit.
+        :param timeout: seconds after which ``function`` is not called again; None for no limit.
         :raises DeadlineExceeded, UpdateInterrupted, StaleHandleError: as :meth:`wait_revision`.
         """
         value = self.value
@@ -290,21 +286,21 @@ class Handle(Lease[T]):
 
 
 class AsyncHandle(Lease[T]):
-    """What :class:`Handle` is, for coroutines: ``async with await client.call(...) as handle``."""
+    """:class:`Handle` for coroutines: ``async with await client.call(...) as handle``. Its methods are to be awaited."""
 
     _issuer: AsyncIssuer
 
     async def release(self) -> None:
-        """Give the lease back and let go of the value. Calling it again does nothing; it never raises an error of its own."""
+        """Give the lease back and drop the value. Calling it again does nothing; it raises no error of its own."""
         if self._forgo():
             await self._issuer._aend_lease(self.object_id, self._session)
 
     async def get_object_info(self, refresh: bool = False) -> ObjectInfo:
-        """See :meth:`Handle.get_object_info`."""
+        """Behave as :meth:`Handle.get_object_info`."""
         return await self._issuer.get_object_info(self.object_id)
 
     async def is_stale(self) -> bool:
-        """See :meth:`Handle.is_stale`."""
+        """Behave as :meth:`Handle.is_stale`."""
         try:
             await self._issuer.ensure_handle_live(self)
         except SharedRPCError:
@@ -312,18 +308,18 @@ class AsyncHandle(Lease[T]):
         return False
 
     async def is_current(self) -> bool:
-        """See :meth:`Handle.is_current`."""
+        """Behave as :meth:`Handle.is_current`."""
         try:
             return not self._released and bool((await self._issuer.get_object_info(self.object_id))["current"])
         except StaleHandleError:
             return False
 
     async def latest(self) -> AsyncHandle[T]:
-        """See :meth:`Handle.latest`."""
+        """Behave as :meth:`Handle.latest`."""
         return await self._issuer.latest(self)
 
     async def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
-        """See :meth:`Handle.ticket`."""
+        """Behave as :meth:`Handle.ticket`."""
         from anyio import to_thread
 
         value, socket_path = self.value, self._issuer.socket_path
@@ -332,22 +328,22 @@ class AsyncHandle(Lease[T]):
 
     @property
     def revision(self) -> Coroutine[Any, Any, int]:
-        """See :attr:`Handle.revision`: ``await handle.revision``. Only the first one waits for anything."""
+        """Return :attr:`Handle.revision`: ``await handle.revision``. Only the first one waits for anything."""
         return self._revision()
 
     async def _revision(self) -> int:
         return (await self._need_page()).revision
 
     async def wait_revision(self, revision: int, timeout: float | None = None) -> int:  # noqa: ASYNC109
-        """See :meth:`Handle.wait_revision`."""
+        """Behave as :meth:`Handle.wait_revision`."""
         page, until = await self._need_page(), _until(timeout)
         while (seen := await _in_thread(functools.partial(page.wait_slice, revision, until))) is None:
             continue
         return seen
 
     async def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """See :meth:`Handle.read_consistent`. ``function`` is a plain one, called in a worker thread: there torch's current
-        stream and its modes, as ``no_grad``, are the default ones.
+        """Behave as :meth:`Handle.read_consistent`. ``function`` is a plain one, called in a worker thread: there torch's
+        current stream and its modes, as ``no_grad``, are the default ones.
         """
         value, until = self.value, _until(timeout)
         page = await self._need_page()
@@ -379,7 +375,7 @@ def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
 
 
 def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
-    """The object ids of handles that are let go of now, those that were released before left out; ids are taken as they are."""
+    """Drop handles; return their object ids, but of those that were released before. Ids are returned as they are."""
     return [
         handle if isinstance(handle, str) else handle.object_id
         for handle in handles
@@ -388,7 +384,7 @@ def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
 
 
 def unreachable(server_id: str, error: Exception) -> StaleHandleError:
-    """The error for a handle whose server cannot be asked."""
+    """Return the error for a handle whose server cannot be asked."""
     return StaleHandleError(
         f"the server {server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
     )
@@ -400,7 +396,7 @@ def _until(timeout: float | None) -> float:
 
 @contextmanager
 def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
-    """See :meth:`shared_rpc.Client.update`."""
+    """Behave as :meth:`shared_rpc.Client.update`."""
     value = handle.value
     with handle._need_page().update(_until(timeout)):
         yield value
@@ -408,7 +404,7 @@ def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
 
 @asynccontextmanager
 async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:  # noqa: ASYNC109
-    """See :meth:`shared_rpc.AsyncClient.update`. The GPU is waited for in a thread, and by a cancelled block too."""
+    """Behave as :meth:`shared_rpc.AsyncClient.update`. The GPU is waited for in a thread, and by a cancelled block too."""
     from anyio import CancelScope
 
     value, until = handle.value, _until(timeout)
@@ -424,7 +420,7 @@ async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> Async
 
 
 async def _in_thread(work: Callable[[], R]) -> R:
-    """In a thread that nobody else waits for; one who is cancelled leaves it to itself."""
+    """Run work in a thread of a limiter of its own; where the caller is cancelled, the thread goes on by itself."""
     from anyio import CapacityLimiter, to_thread
 
     return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=CapacityLimiter(1))

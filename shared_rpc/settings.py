@@ -64,7 +64,7 @@ def resolve_role(
     execution_mode: str = "auto",
     environ: Mapping[str, str] | None = None,
 ) -> Role:
-    """The role of this process; see the table above.
+    """Return the role of this process; see the table above.
 
     :raises ConfigurationError: for a value that is none of those allowed, naming the variable and the values.
     """
@@ -103,10 +103,10 @@ def _read_role(environ: Mapping[str, str]) -> Role | None:
 
 
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a server that this process starts: its own, in the server role, with the same modules to import.
+    """Return the environment for a server that this process starts: its own, in the server role, with its ``sys.path``.
 
-    What comes with the interpreter is left out: a server's functions may start another one. What the server's workers print is
-    to be in its log at once.
+    The interpreter's own folders are left out: a server's functions may start another interpreter. Output is not buffered, so
+    that what workers print is in the server's log at once.
     """
     import site
     import sysconfig
@@ -122,7 +122,7 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 @contextmanager
 def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have processes that are started in the block find these variables: not every library that starts some can be told."""
+    """Set variables for processes that are started in the block: not every library that starts some takes an environment."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -136,9 +136,9 @@ def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """The path that every socket of one application begins with.
+    """Return the path that every socket of one application begins with.
 
-    The argument, else ``SHARED_TENSOR_BASE_PATH``, else ``$XDG_RUNTIME_DIR/shared-tensor``, else
+    It is the argument, else ``SHARED_TENSOR_BASE_PATH``, else ``$XDG_RUNTIME_DIR/shared-tensor``, else
     ``/tmp/shared-tensor-<uid>/shared-tensor``.
     """
     environ = os.environ if environ is None else environ
@@ -153,7 +153,7 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
 
 
 def socket_path(base_path: str, tag: str) -> str:
-    """``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
+    """Return ``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
 
     :raises ConfigurationError: if the path is longer than a Unix socket address can be, or no UTF-8.
     """
@@ -167,7 +167,7 @@ def socket_path(base_path: str, tag: str) -> str:
 
 
 def checked_path(path: str) -> str:
-    """Return the path of a socket if it is UTF-8, as all is that a server tells of itself.
+    """Return the path of a socket, which must be UTF-8, as all text on the wire.
 
     :raises ConfigurationError: if it is not.
     """
@@ -181,7 +181,7 @@ def checked_path(path: str) -> str:
 
 
 def is_socket_of(base_path: str, path: str) -> bool:
-    """Whether :func:`socket_path` gives ``path`` for some tag. A base path may begin with another one."""
+    """Return whether :func:`socket_path` gives ``path`` for some tag. A base path may begin with another one."""
     return path.startswith(f"{base_path}-") and _SOCKET_END.fullmatch(path, len(base_path)) is not None
 
 
@@ -190,13 +190,13 @@ _SERVICE = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDST
 
 
 def take_service_variables(environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """What a service manager tells this process, taken out of the environment: it is not meant for processes started here."""
+    """Remove a service manager's variables from the environment, and return them: processes started here must not have them."""
     environ = os.environ if environ is None else environ
     return {name: environ.pop(name) for name in _SERVICE if name in environ}
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
@@ -211,22 +211,22 @@ def change_environment(changes: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterator[None]:
-    """Have every change of a variable told, before it is made: its name, and its value or None where it is removed."""
+    """Call ``on_change`` before every change of a variable, with its name, and its value or None where it is removed."""
     kind: Any = type(os.environ)
     set_item, delete_item = kind.__setitem__, kind.__delitem__
 
-    def set_and_tell(self: object, name: str, value: str) -> None:
+    def set_and_notify(self: object, name: str, value: str) -> None:
         if self is os.environ:
             on_change(name, value)
         set_item(self, name, value)
 
-    def delete_and_tell(self: object, name: str) -> None:
+    def delete_and_notify(self: object, name: str) -> None:
         if self is os.environ:
             on_change(name, None)
         delete_item(self, name)
 
     # The one place that all of os.environ's methods go through; os.putenv() itself is used by nothing that reads it again.
-    kind.__setitem__, kind.__delitem__ = set_and_tell, delete_and_tell
+    kind.__setitem__, kind.__delitem__ = set_and_notify, delete_and_notify
     try:
         yield
     finally:
@@ -234,10 +234,10 @@ def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterato
 
 
 class ScriptSettings(NamedTuple):
-    """What ``shared-rpc run`` begins with.
+    """Settings of ``shared-rpc run``.
 
-    :param preload: names of modules that are imported beforehand, besides those that always are.
-    :param idle_exit: seconds without a script after which what has imported them ends.
+    :param preload: names of modules that its zygote imports, besides those that it always does.
+    :param idle_exit: seconds without a script after which the zygote ends.
     """
 
     preload: tuple[str, ...] = ()
@@ -245,8 +245,7 @@ class ScriptSettings(NamedTuple):
 
 
 def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
-    """What the environment says of scripts: ``SHARED_TENSOR_RUN_PRELOAD``, names with commas between them, and
-    ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
+    """Read ``SHARED_TENSOR_RUN_PRELOAD``, names with commas between them, and ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
 
     :raises ConfigurationError: for what is no number of seconds.
     """
@@ -307,7 +306,7 @@ class ServeOptions(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of a command line that :meth:`of` reads."""
+        """Return the words of a command line that :meth:`of` reads."""
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
         return ["--options", json.dumps(changed)]
 

@@ -1,4 +1,4 @@
-"""Every public operation, once: its signature, what it does, and what it asks of whoever drives it.
+"""Public operations, each written once: its signature, its docstring, and the steps that it asks a driver for.
 
 ``Client``, ``AsyncClient`` and ``Provider`` have all of them, see :func:`shared_rpc.operations.binding.bound`.
 """

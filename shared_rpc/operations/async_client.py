@@ -20,20 +20,20 @@ T = TypeVar("T")
 class AsyncClient(CoroutineDriver, Operations, Context):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
-    All of them go over one connection, at once, and none waits for another. Rebuilding a large value, and copying memory in
-    arguments, is done in threads, so that the event loop goes on. Cancelling the scope that awaits an operation takes the
-    request back, and leaves the connection to the others. A client belongs to the event loop it is first used on.
+    All of them go over one connection, at once, and none waits for another. Large values are rebuilt, and memory in arguments
+    is copied, in threads, so that the event loop goes on. Cancelling the scope that awaits an operation withdraws the request,
+    and leaves the connection to the others. A client belongs to the event loop that it is first used on.
 
-    A callback of :meth:`wait_for_task` and :meth:`watch_task` may be a coroutine function, and is called on the loop; one of
-    :meth:`on_refresh` is a plain function, and called in a thread: what belongs on the loop is for :meth:`refreshes`.
+    A callback of :meth:`wait_for_task` and :meth:`watch_task` may be a coroutine function, and is called on the loop. One of
+    :meth:`on_refresh` is a plain function, called in a thread: use :meth:`refreshes` for work on the loop.
 
     For the parameters see :class:`Client`.
     """
 
     def refreshes(self) -> AsyncRefreshIterator:
-        """See :meth:`Client.refreshes`: ``async for``, and ``async with`` around it."""
+        """Iterate as :meth:`Client.refreshes` does: ``async for``, and ``async with`` around it."""
         return AsyncRefreshIterator(self._run)
 
     def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
-        """See :meth:`Client.update`: ``async with client.update(handle) as value:``."""
+        """Write in place as :meth:`Client.update` does: ``async with client.update(handle) as value:``."""
         return updating_async(handle, timeout)

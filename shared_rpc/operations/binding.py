@@ -1,4 +1,4 @@
-"""Binding: how an operation that is written once becomes a method of every class that has it."""
+"""Binding: methods of clients and providers, made of operations that are written once."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Steps = Generator[Any, Any, R]
 
 
 class Leased(Generic[T]):
-    """For type checkers, what an operation gives with a lease: a :class:`Handle`, or an :class:`AsyncHandle` of coroutines."""
+    """The handle that an operation returns, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
 
 
 class Context(ABC):
-    """What an operation may know of whoever drives it."""
+    """The driver, as far as operations know it."""
 
     #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
@@ -40,7 +40,7 @@ class Context(ABC):
     @property
     @abstractmethod
     def socket_path(self) -> str:
-        """The server's socket."""
+        """Return the path of the server's socket."""
 
     @abstractmethod
     def _known(self) -> Known | None:
@@ -50,18 +50,18 @@ class Context(ABC):
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
-        """Send a call of a kind: what :func:`taken` needs.
+        """Send a call of a kind; return what :func:`taken` needs.
 
         :param pooled: whether its arguments and result may lie in pools.
         """
 
     @abstractmethod
     def _watch_in(self, server: Any) -> Subscriptions:
-        """Return what subscriptions belong to, for a server as :meth:`_known` has it."""
+        """Return the subscriptions of this process, for a server as :meth:`_known` has it."""
 
 
 class _Unbound(Generic[P, R]):
-    """An operation, of which :func:`bound` makes a method."""
+    """An operation that :func:`bound` makes a method of."""
 
     def __init__(self, body: Callable[Concatenate[Context, P], Steps[R]]) -> None:
         self.body = body
@@ -77,12 +77,11 @@ class operation(_Unbound[P, R]):
     @overload
     def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
-        """Return the operation itself: a class that was bound has a method in its place."""
-        return self
+        return self  # a class that was bound has a method in its place
 
 
 class lending(_Unbound[P, Leased[T]], Generic[P, T]):
-    """A public operation that gives a handle."""
+    """A public operation that returns a handle."""
 
     @overload
     def __get__(self, owner: None, kind: type) -> Self: ...
@@ -91,12 +90,11 @@ class lending(_Unbound[P, Leased[T]], Generic[P, T]):
     @overload
     def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncHandle[T]]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
-        """See :class:`operation`."""
         return self
 
 
 def bound(kind: type[D]) -> type[D]:
-    """Make methods of the operations that a class has: plain functions, so that a call costs what it would if written out."""
+    """Make methods of the operations that a class has: plain functions, which cost no more than methods written out."""
     members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
     for name, found in members.items():
         body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
@@ -106,7 +104,7 @@ def bound(kind: type[D]) -> type[D]:
 
 
 def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> Callable[..., Any]:
-    """Return the method of one operation, which tells its signature as it is called: without what only the body sees."""
+    """Return the method of one operation, with the signature that its callers see."""
     method = kind._bound(name, body)
     annotations = {each: _shown(text, kind) for each, text in body.__annotations__.items() if each != "ctx"}
     signature = inspect.signature(body)
@@ -125,7 +123,7 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 
 
 def _shown(annotation: str, kind: type[Driver]) -> str:
-    """Return an annotation as the callers of a class know it."""
+    """Return an annotation as the callers of a class see it."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
     return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
 
@@ -133,7 +131,7 @@ def _shown(annotation: str, kind: type[Driver]) -> str:
 def taken(
     ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()
 ) -> Operation[Any]:
-    """Take the result out of a reply: a handle, where a lease came with the value.
+    """Take the result from a reply: a handle, where a lease came with the value.
 
     :param transfer: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
     """

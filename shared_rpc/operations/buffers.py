@@ -37,25 +37,25 @@ class BufferOperations:
         max_accesses: int | None = None,
         keep: bool = False,
     ) -> Steps[Leased[torch.Tensor]]:
-        """New shared memory that belongs to no endpoint, to be read and written by all who have its id.
+        """Create shared memory that belongs to no endpoint, which every process that has its id can read and write.
 
-        The handle's ``value`` is a contiguous tensor over it, and its ``object_id`` what :meth:`get_buffer` takes, in any
-        process. Others can get it while somebody holds it: it ends with its last handle, so a process that is killed leaves
-        nothing behind. Who hands the id on and ends says for how long it is to be there by ``ttl``, or ``keep=True``.
-        It counts against the server's ``max_bytes``, and is never evicted. In the local role nobody else can get it.
+        The handle's ``value`` is a contiguous tensor over it, and :meth:`get_buffer` takes its ``object_id``, in any process,
+        for as long as a process holds the buffer: a process that is killed leaves nothing behind. ``ttl`` or ``keep=True`` are
+        for a process that passes the id on and ends. A buffer counts against the server's ``max_bytes``, and is never evicted.
+        In the local role no other process can get it.
 
         :param shape_or_nbytes: a tuple is a shape; an int is always a number of bytes, whatever the dtype, and must be a whole
             number of elements: ``create_buffer(1024, "float32")`` has 256.
-        :param dtype: of the tensor, or its name; quantised ones are not possible.
+        :param dtype: the tensor's dtype, or its name; not a quantised one.
         :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as this process counts, or a GPU's UUID; None for the server's
             own. A GPU's server has all GPUs that it sees, and the host's memory; see :meth:`list_devices`.
         :param zero: whether the memory must be zeros; its content is not specified otherwise.
-        :param ttl: seconds for which others can get it, whether or not somebody holds it. It never ends under those who do.
-        :param max_accesses: how many times it may be got; this call does not count.
-        :param keep: whether it is there though nobody holds it, until :meth:`free_buffer` or the end of the server.
-        :raises ConfigurationError: for a size, a dtype, a ``ttl`` or a ``max_accesses`` that cannot be; for both ttl and keep.
-        :raises CapabilityError: if the server has no such device, or the device never so much memory.
-        :raises ServerBusy: if the device has not so much memory left now, or its quota does not.
+        :param ttl: seconds for which it can be got, whether or not a process holds it. Processes that hold it then keep it.
+        :param max_accesses: how many times it can be got; this call does not count.
+        :param keep: whether it can be got though no process holds it, until :meth:`free_buffer` or the end of the server.
+        :raises ConfigurationError: for an impossible size, dtype, ``ttl`` or ``max_accesses``, and for both ttl and keep.
+        :raises CapabilityError: if the server has no such device, or the device less memory in all.
+        :raises ServerBusy: if the device, or its quota, has less memory left now.
         """
         chosen = ""
         if device is not None:
@@ -69,7 +69,7 @@ class BufferOperations:
             raise
         except BaseException as error:
             reply.frame.close()
-            # Nobody else knows of it. One who was interrupted is not to wait.
+            # No other process knows of it. A caller that was interrupted must not wait.
             if isinstance(reply.message, m.Result) and is_interrupt(error):
                 yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
             elif isinstance(reply.message, m.Result):
@@ -79,7 +79,7 @@ class BufferOperations:
 
     @lending
     def get_buffer(ctx: Context, buffer_id: str) -> Steps[Leased[torch.Tensor]]:
-        """The buffer of that id, whoever made it: a handle of the same memory, without a copy.
+        """Return a handle of the buffer of that id: the same memory, without a copy.
 
         :raises BufferNotFound: if there is none, or not any more; ``reason`` says why.
         """
@@ -89,9 +89,9 @@ class BufferOperations:
 
     @operation
     def free_buffer(ctx: Context, buffer: Lease[Any] | str) -> Steps[bool]:
-        """Have nobody get a buffer any more; False if nobody could.
+        """End handing out a buffer; return False if that had ended before.
 
-        Those who hold it keep it, this process too: memory goes with the last handle.
+        Processes that hold it keep it, this one too: the memory goes with the last handle.
         """
         return (yield from _freed(id_of(buffer)))
 
@@ -115,10 +115,10 @@ def request_of(
     max_accesses: int | None,
     keep: bool,
 ) -> m.CreateBuffer:
-    """Return what is asked of whoever makes memory.
+    """Return the request for a buffer.
 
     :param device: its id, ``""`` for the server's own.
-    :raises ConfigurationError: for what is no size or no dtype; the other side looks at the rest.
+    :raises ConfigurationError: for what is no size or no dtype; the server checks the rest.
     """
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
     Extent.of(shape, name)  # here no size is too large for a message
@@ -126,7 +126,7 @@ def request_of(
 
 
 def _shape(shape_or_nbytes: Any) -> int | list[int]:
-    """Return it as the message has it; anything that counts as an integer is one, as numpy's do."""
+    """Return a size as the message has it; numpy's integers are integers too."""
     try:
         if hasattr(shape_or_nbytes, "__index__"):
             return operator.index(shape_or_nbytes)

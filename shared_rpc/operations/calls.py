@@ -1,4 +1,4 @@
-"""Calls, and the cache that answers them."""
+"""Calls, and the cache of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fetch(
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
 
     :param device: the id of the server's device.
-    :param server: its own id, by which it is known whether it keeps an argument's memory itself; ``""`` to send all of it.
+    :param server: the server's id: memory that this server keeps is not sent; ``""`` to send all of it.
     :param transfers: the pools of the current session, None to do without.
     """
     what = f"{endpoint}()"
@@ -39,18 +39,16 @@ class CallOperations:
 
     @operation
     def call(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Any]:
-        """Call an endpoint: a handle where it is managed, else its result, over the server's own memory.
+        """Call an endpoint; return a handle where it is managed, else its result, over the server's own memory.
 
-        While a tensor or module of this call's object lives in this process, the same one is returned again, as it would be
-        without a server.
-
-        An exception that the endpoint raised is raised here with its own type, and the remote traceback as its cause.
+        While a tensor or module of the result lives in this process, the same one is returned again, as without a server.
+        An exception of the endpoint is raised here with its own type, and the remote traceback as its cause.
 
         :raises EndpointNotFound: if the server has none of that name.
         :raises TypeError: if the arguments do not fit its signature.
         :raises CapabilityError: if an argument or the result cannot be shared.
         :raises DeadlineExceeded: after the client's timeout; a run that has begun goes on in the server.
-        :raises ConnectError: if no server comes up in time.
+        :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
         what = f"{endpoint}()"
@@ -59,7 +57,7 @@ class CallOperations:
 
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:
-        """Drop the cached result of one call; 1 if there was one. Handles that are out stay valid."""
+        """Drop the cached result of one call; return 1 if there was one. Handles stay valid."""
         server = yield from reached(ctx._known())
         arguments = yield from lower(args, kwargs, server.device, "")
         arguments.close()  # only what tells the call from others is needed
@@ -69,19 +67,19 @@ class CallOperations:
 
     @operation
     def invalidate_endpoint_cache(ctx: Context, endpoint: str) -> Steps[int]:
-        """Drop all cached results of an endpoint; how many there were. Handles that are out stay valid."""
+        """Drop all cached results of an endpoint; return how many there were. Handles stay valid."""
         what = f"invalidate_endpoint_cache({endpoint!r})"
         reply = yield from ask(Request(m.InvalidateEndpoint(endpoint), what), m.Count)
         return int(reply.count)
 
     @operation
     def invalidate_object(ctx: Context, object_id: str) -> Steps[int]:
-        """Drop one cached result, by its object's id; 0 if the cache had dropped it already. Handles that are out stay valid.
+        """Drop one cached result, by its object's id; return 0 if it had been dropped already. Handles stay valid.
 
-        A run of the same call that goes on is kept out of the cache, as by :meth:`invalidate_call_cache`.
+        The result of a run of the same call that goes on is not cached, as with :meth:`invalidate_call_cache`.
 
         :raises StaleHandleError: if the server has no such object.
-        :raises ConfigurationError: if it is a buffer, which :meth:`free_buffer` is for.
+        :raises ConfigurationError: for a buffer: use :meth:`free_buffer`.
         """
         reply = yield from ask(Request(mo.InvalidateObject(object_id), f"invalidate_object({object_id!r})"), m.Count)
         return int(reply.count)

@@ -1,4 +1,4 @@
-"""Generations of what is cached, the news of them, and revisions of what is written in place."""
+"""Generations of cached objects, the news of them, and revisions of objects that are written in place."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ class GenerationOperations:
 
     @operation
     def refresh(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Generation]:
-        """Build the next generation of a cached call's object, and make it the current one: what there is to know of it.
+        """Build the next generation of a cached call's object, and make it the current one; return its description.
 
-        Until then calls get the present one at once, and from then on the new one; in between there is nothing. Handles that
-        are out keep theirs until they are released. This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
+        Calls get the present generation at once until the new one is current. Handles keep theirs until they are released.
+        This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
 
-        Refreshes with the same arguments at the same time join one build, and so does a call with nothing in the cache. It goes
-        on if this client gives up.
-
-        What the endpoint raises is raised here, and leaves the present generation as it was.
+        Refreshes with the same arguments at the same time join one build, and so does a call with nothing in the cache. The
+        build goes on if this client gives up. An exception of the endpoint is raised here, and leaves the present generation as
+        it was.
 
         :raises ConfigurationError: if the call is not cached.
-        :raises RefreshError: if the call was invalidated meanwhile, or a refresh that began later ended before this one.
+        :raises RefreshError: if the call was invalidated meanwhile, or a later refresh ended before this one.
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"refresh({endpoint!r})"
@@ -53,7 +52,7 @@ class GenerationOperations:
 
     @lending
     def latest(ctx: Context, handle: Lease[T]) -> Steps[Leased[T]]:
-        """See :meth:`Handle.latest`."""
+        """Return a handle of the generation that is current now: see :meth:`Handle.latest`."""
         handle._check_held()
         what = f"latest() of object {handle.object_id}"
         found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
@@ -61,11 +60,11 @@ class GenerationOperations:
 
     @operation
     def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[ObjectInfo]]:
-        """Free what nobody holds of superseded generations; those that are left are returned.
+        """Free superseded generations that no process holds; return those that are left.
 
-        A generation is superseded once another one is current, or it was invalidated. It goes with its last holder, without
-        this. But the unfetched result of a task is kept for whoever may fetch it, up to the server's ``result_ttl``: this gives
-        it up. What is left then is held by processes, which :meth:`list_objects` names; nobody takes it from them.
+        A generation is superseded once another one is current, or it was invalidated. It goes with its last holder by itself,
+        but for the unfetched result of a task, which is kept up to the server's ``result_ttl``: this drops it. Objects that are
+        left are held by processes, which :meth:`list_objects` names, and stay.
 
         :param target: an endpoint's name, for all its superseded objects; or a handle or an object's id, for that one.
         :raises EndpointNotFound: for what is neither.
@@ -75,17 +74,16 @@ class GenerationOperations:
 
     @operation
     def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:
-        """Have ``callback(generation)`` called whenever another generation of a cached call becomes current on the server.
+        """Call ``callback(generation)`` whenever another generation of a cached call becomes current on the server.
 
-        It is called for each one that a refresh built, and for those that were built anew after an invalidation or an
-        eviction, from here on; the first of a call is no news. Where several of one call come at once, only the latest is told.
+        That is each one that a refresh builds, or that is built again after an invalidation or an eviction, but not the first
+        of a call. Where several of one call come at once, only the latest is reported.
 
-        Callbacks run one after the other in one daemon thread of this client, which has a connection of its own. Hand on what
-        takes long. An exception is logged. So is the end of the connection, after which nothing is told: subscribe again.
+        Callbacks run one after the other in one daemon thread of this client, which has a connection of its own: they must not
+        take long. An exception is logged. So is the end of the connection, after which no callback is called: subscribe again.
+        Close the subscription that is returned to end the calls.
 
-        Close what is returned to be told no more.
-
-        :raises ConnectError: if no server comes up in time.
+        :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         """
         watch = ctx._watch_in((yield from reached(ctx._known())))
         subscription: Subscription = yield Work(lambda: watch.subscribe(callback))
@@ -93,7 +91,7 @@ class GenerationOperations:
 
     @operation
     def revision_page(ctx: Context, object_id: str) -> Steps[Page]:
-        """See :class:`shared_rpc.handle.Issuer`."""
+        """Return the page that an object's revision is on: see :attr:`Handle.revision`."""
         reply: Reply = yield Request(g.GetRevision(object_id), f"the revision of object {object_id}")
         message, frame = reply.message, reply.frame
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
@@ -105,36 +103,33 @@ class GenerationOperations:
 
 
 def _news(after: int) -> Operation[Refreshes]:
-    """Wait for what becomes current after a position; with -1 take the position."""
+    """Wait for generations that become current after a position; with -1 return the position alone."""
     yield Within(None)
     refreshes: Refreshes = yield from ask(Request(g.AwaitRefreshes(after), "the wait for refreshes"), Refreshes)
     return refreshes
 
 
 class _News:
-    """What has come of a server's news, and where the next is to begin."""
+    """The news of a server that nobody has taken yet, and the position after them."""
 
     def __init__(self) -> None:
         self._after = -1
         self._server_id = ""
         self._news: deque[Generation] = deque()
 
-    def _take(self, answer: Refreshes) -> None:
+    def _add(self, answer: Refreshes) -> None:
         if self._server_id not in ("", answer.server_id):
             raise ConnectionClosed(f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has come")
         self._server_id, self._after = answer.server_id, answer.after
         self._news.extend(answer.generations)
 
     def _gone(self, error: ConnectError) -> ConnectionClosed | ConnectError:
-        """What to raise where the server cannot be reached: once it could be, that is the end of the connection."""
+        """Return the error to raise where the server cannot be reached: once it was, that is the end of the connection."""
         return ConnectionClosed(f"{_ENDED}: {error}") if self._server_id else error
 
 
 class RefreshIterator(_News):
-    """See :meth:`Client.refreshes`.
-
-    :param run: drives an operation.
-    """
+    """The iterator of :meth:`Client.refreshes`; ``run`` drives an operation."""
 
     def __init__(self, run: Callable[[Operation[Refreshes]], Refreshes]) -> None:
         super().__init__()
@@ -142,7 +137,7 @@ class RefreshIterator(_News):
 
     def _ask(self) -> None:
         try:
-            self._take(self._run(_news(self._after)))
+            self._add(self._run(_news(self._after)))
         except ConnectError as error:
             raise self._gone(error) from error
 
@@ -163,10 +158,7 @@ class RefreshIterator(_News):
 
 
 class AsyncRefreshIterator(_News):
-    """See :meth:`AsyncClient.refreshes`.
-
-    :param run: drives an operation.
-    """
+    """The iterator of :meth:`AsyncClient.refreshes`; ``run`` drives an operation."""
 
     def __init__(self, run: Callable[[Operation[Refreshes]], Awaitable[Refreshes]]) -> None:
         super().__init__()
@@ -174,7 +166,7 @@ class AsyncRefreshIterator(_News):
 
     async def _ask(self) -> None:
         try:
-            self._take(await self._run(_news(self._after)))
+            self._add(await self._run(_news(self._after)))
         except ConnectError as error:
             raise self._gone(error) from error
 

@@ -1,4 +1,4 @@
-"""Objects that the server keeps, the leases on them, and the tickets that lead to them."""
+"""Objects of the server, leases on them, and tickets for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ObjectOperations:
 
     @operation
     def ensure_handle_live(ctx: Context, handle: Lease[Any]) -> Steps[None]:
-        """Return if the server that issued the handle still owns its object.
+        """Check that the server that issued the handle still owns its object.
 
         :raises StaleHandleError: if not; ``reason`` is one of those of :class:`StaleHandleError`.
         """
@@ -83,25 +83,25 @@ class ObjectOperations:
 
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
-        """Give one lease back, of a handle or an object id; whether this process held it."""
+        """Give one lease back, of a handle or an object id; return whether this process held it."""
         return (yield from _released([handle])) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
-        """Give several leases back in one round trip; how many this process held."""
+        """Give several leases back in one round trip; return how many of them this process held."""
         return (yield from _released(handles))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:
-        """The object of a ticket that :meth:`Handle.ticket` made: a handle with a lease of its own.
+        """Return a handle, with a lease of its own, of the object of a ticket that :meth:`Handle.ticket` made.
 
-        The client must be one of the ticket's server; :meth:`Client.from_ticket` makes one that is.
+        The client must be one of the ticket's server, as :meth:`Client.from_ticket` makes it.
 
         :param ticket: a ticket, or the path of its file.
         :raises TicketError: if it cannot be used here; ``reason`` says why.
         :raises StaleHandleError: if the object is gone, with ``reason`` ``"object_gone"``, ``"superseded"`` or
             ``"server_changed"``.
-        :raises BufferNotFound: if it is a buffer that is not handed out any more.
+        :raises BufferNotFound: if it is a buffer that cannot be got any more.
         """
         found: Ticket = yield Work(lambda: read_ticket(ticket))
         info = yield from _server()

@@ -1,4 +1,4 @@
-"""The server itself: whether it answers, what it has and does, and its end."""
+"""The server itself: its state, its sessions and runs, and its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ServerOperations:
 
     @operation
     def ping(ctx: Context) -> Steps[float]:
-        """Make one round trip; the seconds it took."""
+        """Make one round trip; return the seconds that it took."""
         begin = time.perf_counter()
         yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)
         return time.perf_counter() - begin
 
     @operation
     def get_server_info(ctx: Context) -> Steps[ServerInfo]:
-        """Return what the server tells of itself."""
+        """Return the facts of the server itself."""
         return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
     @operation
@@ -45,7 +45,7 @@ class ServerOperations:
 
     @operation
     def list_runs(ctx: Context, limit: int = 1000) -> Steps[list[RunInfo]]:
-        """Return the runs of endpoints that have not ended, of calls and of tasks alike, the oldest first.
+        """Return the runs of endpoints that have not ended, for calls and for tasks, the oldest first.
 
         :param limit: the number of runs to return; at most 1,000.
         """
@@ -53,17 +53,17 @@ class ServerOperations:
 
     @operation
     def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
-        """Return the counts of each endpoint since the server began, by name; one that was never called is not there."""
+        """Return the counts of each endpoint since the server began, by name; one that was never called is left out."""
         return (yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), mo.StatisticsReply)).infos
 
     @operation
     def reload(
         ctx: Context, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None
     ) -> Steps[ReloadInfo]:
-        """Have the server's workers read the app's code anew. The old ones serve until the new ones are ready.
+        """Replace the server's workers by new ones, which read the app's code anew. The old ones serve until then.
 
-        :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``. Who
-            holds one keeps it; ``get_object_info`` says ``stale`` of those whose endpoint has changed.
+        :param objects: the cached objects to drop: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``. Handles
+            stay valid; ``get_object_info`` has ``stale`` for objects whose endpoint has changed.
         :param timeout: seconds to wait at most, None for as long as the app takes to load.
         :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
         :raises ConfigurationError: if the server has no workers.
@@ -73,13 +73,13 @@ class ServerOperations:
 
     @operation
     def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
-        """Have the server end, as SIGTERM does, and wait until its process is gone. Clients keep the memory that they have.
+        """End the server, as SIGTERM does, and wait until its process is gone. Clients keep the memory that they have.
 
-        :param if_idle: refuse where others are connected, hold a lease, or have a task or a call that has not ended.
+        :param if_idle: refuse if other processes are connected, hold a lease, or have a task or a call that has not ended.
         :param timeout: seconds to wait until it is gone, None for as long as it takes.
-        :returns: what it held.
-        :raises ServerBusy: with ``if_idle``, if others use it.
-        :raises ConfigurationError: if it is a part of a process that may do more, such as a script in the server role.
+        :returns: what the server held.
+        :raises ServerBusy: with ``if_idle``, if other processes use it.
+        :raises ConfigurationError: if the server is a part of another program, such as a script in the server role.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
         yield from reached(ctx._known())

@@ -1,4 +1,4 @@
-"""Tasks: calls that go on without whoever made them."""
+"""Tasks: calls that go on without their caller."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["TaskOperations", "fetch_task", "watched"]
 
-#: What is called with every change of a task.
+#: A function that is called with every change of a task.
 Callback = Callable[[TaskInfo], object]
 
 
 def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[ReceivedResult]:
     """Wait for a task and take its record, without rebuilding the value.
 
-    :param callback: is told of every change. If it raises, the result was not taken.
+    :param callback: is called with every change. If it raises, the result was not taken.
     :param poll: do not wait.
     """
     return result_of(_waiting(task_id), (yield from _ended(task_id, callback, poll)))
@@ -60,7 +60,7 @@ def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = 
 
 
 def _unheard(_: TaskInfo) -> None:
-    """Ignore a change: whoever waits wants to know the end alone."""
+    """Ignore a change: the waiter wants to know the end alone."""
 
 
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
@@ -73,7 +73,7 @@ def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[st
 
 
 def _polls(timeout: float | None) -> Operation[bool]:
-    """Set the time that a wait has; whether it is none, and then the answer has the client's own."""
+    """Set the time of a wait; return whether that is none, and then the answer has the client's own."""
     poll = timeout is not None and timeout <= 0
     if not poll:
         yield Within(timeout)
@@ -85,11 +85,11 @@ class TaskOperations:
 
     @operation
     def submit(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[str]:
-        """Have an endpoint run as a task, which goes on without this client: its id.
+        """Run an endpoint as a task, which goes on without this client; return the task's id.
 
-        It goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
+        The task goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
 
-        :raises ServerBusy: if the server has as many tasks as it takes.
+        :raises ServerBusy: if the server has as many tasks as it may have.
         """
         return (yield from _submitted(ctx, endpoint, args, kwargs))
 
@@ -104,7 +104,7 @@ class TaskOperations:
         callback: Callback | None = None,
         **kwargs: Any,
     ) -> Steps[Any]:
-        """:meth:`submit`, and with ``wait`` :meth:`wait_for_task`: the result, else the task's id."""
+        """Submit a task, and with ``wait`` :meth:`wait_for_task`; return its result, or without ``wait`` its id."""
         task_id = yield from _submitted(ctx, endpoint, args, kwargs)
         if not wait:
             return task_id
@@ -113,7 +113,7 @@ class TaskOperations:
 
     @operation
     def get_task_status(ctx: Context, task_id: str) -> Steps[TaskInfo]:
-        """A task now.
+        """Return a task's present state.
 
         :raises TaskError: if it is unknown or has expired.
         """
@@ -123,10 +123,10 @@ class TaskOperations:
 
     @operation
     def get_task_result(ctx: Context, task_id: str) -> Steps[Any]:
-        """The result of a task that has ended, as :meth:`call` would return it; its exception is raised.
+        """Return the result of a task that has ended, as :meth:`call` does; the task's exception is raised.
 
         Any client of the same user may fetch it. An uncached result that is not managed can be fetched once, a managed one
-        for as long as a handle of it is held.
+        while a process holds a handle of it.
 
         :raises TaskError: if the task is unknown, has expired or not ended, or its result was fetched and released.
         """
@@ -135,13 +135,13 @@ class TaskOperations:
 
     @operation
     def wait_for_task(ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None) -> Steps[Any]:
-        """Wait for a task to end: its result, as :meth:`call` would return it; its exception is raised.
+        """Wait for a task to end; return its result, as :meth:`call` does. The task's exception is raised.
 
         :param timeout: seconds to wait at most; 0 does not wait, None waits as long as it takes.
-        :param callback: is called, in this thread, with the task as it is now and with every change of its status or progress.
-            What it raises ends the wait, not the task. For a client of coroutines it may be a coroutine function, and is
-            called on the loop.
-        :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds; the task goes on, and a later wait gets its
+        :param callback: is called, in this thread, with the present state of the task and with every change of its status or
+            progress. An exception of it ends the wait, not the task. For an :class:`AsyncClient` it may be a coroutine
+            function, and is called on the loop.
+        :raises DeadlineExceeded: if the task has not ended after ``timeout`` seconds; it goes on, and a later wait gets its
             result.
         :raises TaskCancelled: if it was cancelled.
         :raises TaskError: if it is unknown or has expired.
@@ -153,8 +153,9 @@ class TaskOperations:
     def watch_task(
         ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None
     ) -> Steps[TaskInfo]:
-        """Wait for a task to end, and leave its result to others: how it ended. Nothing is mapped, and no exception of the
-        endpoint's raised; :meth:`get_task_result` does both.
+        """Wait for a task to end, and leave its result to others; return how it ended.
+
+        Nothing is mapped, and no exception of the endpoint is raised: :meth:`get_task_result` does both.
 
         :param timeout: see :meth:`wait_for_task`, as for ``callback``.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
@@ -165,10 +166,10 @@ class TaskOperations:
 
     @operation
     def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:
-        """Cancel a task that has not begun, or ask one that runs to stop; False if it had ended.
+        """Cancel a task that has not begun, or ask one that runs to stop; return False if it had ended.
 
-        ``cancel_requested`` of its status tells that it was asked, ``status`` whether it stopped. A run that others wait for
-        goes on for them.
+        Its ``cancel_requested`` says that it was asked, its ``status`` whether it stopped. A run that others wait for goes on
+        for them.
 
         :raises TaskError: if it is unknown or has expired.
         """
@@ -177,7 +178,7 @@ class TaskOperations:
 
     @operation
     def list_tasks(ctx: Context, status: str | None = None) -> Steps[list[TaskInfo]]:
-        """All tasks that the server remembers, in the order they were submitted; with ``status``, those of one status.
+        """List the tasks that the server remembers, in the order of their submission; with ``status``, those of one status.
 
         :raises ValueError: for a status that there is not.
         """
