@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Literal
 
 import anyio
@@ -23,8 +22,8 @@ import msgspec
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
-from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Stream, Unfit, packed
-from shared_rpc.zygote.process import ForkedProcess, adopting
+from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Unfit, answers, packed
+from shared_rpc.zygote.process import ForkedProcess, adopting, pss_of
 from shared_rpc.zygote.title import ROOM
 
 __all__ = ["ForkedWorker", "WorkerZygote"]
@@ -77,7 +76,7 @@ class _Running:
         self._pidfd = -1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._socket, self._stream = ours, Stream(ours)
+        self._socket, self._answers = ours, answers()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
         words = [sys.executable, "-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
         try:
@@ -109,7 +108,7 @@ class _Running:
                     part = await self._loop.sock_recv(self._socket, 1 << 16)
                     if not part:
                         raise _Failed(self.ended())
-                    answer = self._stream.feed(part)
+                    answer = self._answers.feed(part)
                     if answer is not None:
                         return answer
         except TimeoutError:
@@ -201,7 +200,7 @@ class WorkerZygote:
     def _pss(self) -> int:
         now = time.monotonic()
         if self._running is not None and (not self._gauged[1] or now - self._gauged[0] > _GAUGE):
-            self._gauged = now, _pss_of(self._running.process.pid)
+            self._gauged = now, pss_of(self._running.process.pid)
         return self._gauged[1]
 
     async def run(self) -> None:
@@ -451,11 +450,3 @@ def _merged(before: Imports, fork: Imports, unwanted: set[str]) -> Imports:
 
 def _is_in(name: str, unwanted: set[str]) -> bool:
     return name in unwanted or name.partition(".")[0] in unwanted
-
-
-def _pss_of(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)

@@ -16,8 +16,9 @@ from shared_rpc.protocol.peers import peer_of
 from shared_rpc.scripts.front import GO, Signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
 from shared_rpc.scripts.options import Script, parse
-from shared_rpc.scripts.wire import Incoming, Lost, packed, parts
+from shared_rpc.scripts.wire import packed, parts, unpacked
 from shared_rpc.settings import ScriptSettings, environment, resolve_base_path, script_settings
+from shared_rpc.zygote.framing import Incoming, Lost
 
 __all__ = ["launch", "run_directly", "zygote_path"]
 
@@ -196,7 +197,7 @@ class _Run:
         deadline = time.monotonic() + _PATIENCE
         pid = peer_of(connection).pid
         connection.setblocking(False)
-        incoming = Incoming()
+        incoming = Incoming(unpacked)
         poll = select.poll()
         try:
             while True:

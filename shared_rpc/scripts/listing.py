@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import time
@@ -13,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc.protocol.peers import peer_of
-from shared_rpc.scripts.wire import Incoming, Lost, packed
+from shared_rpc.scripts.wire import packed, unpacked
 from shared_rpc.settings import resolve_base_path
+from shared_rpc.zygote.framing import Incoming, Lost
+from shared_rpc.zygote.process import has_ended
 
 __all__ = ["live_zygotes", "stop_zygotes"]
 
@@ -55,12 +56,10 @@ def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
                 facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": str(path)}
                 with suppress(OSError, Lost, ValueError):
                     facts = _asked(sock, "stop")
-                gone = select.poll()
-                gone.register(pidfd, select.POLLIN)
-                if not gone.poll(_PATIENCE * 1000):
+                if not has_ended(pidfd, _PATIENCE):
                     # It holds nothing that anybody could miss.
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    gone.poll()
+                    has_ended(pidfd)
                 ended.append(facts)
             finally:
                 os.close(pidfd)
@@ -86,7 +85,7 @@ def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
 
     :raises OSError: in time, or if there is none.
     """
-    incoming = Incoming()
+    incoming = Incoming(unpacked)
     asked = False
     until = time.monotonic() + _PATIENCE
     try:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from shared_rpc.scripts.front import ended, stopped
 from shared_rpc.scripts.main_module import Refusal, ScriptFork
 from shared_rpc.scripts.wire import packed
+from shared_rpc.zygote.descriptors import close_all_but
 from shared_rpc.zygote.forking import fork
 from shared_rpc.zygote.title import set_title
 
@@ -78,7 +79,7 @@ def _refuse(watcher: socket.socket, why: str) -> NoReturn:
 def _watch(pid: int, script: socket.socket, connection: socket.socket) -> NoReturn:
     """Watch a script, to its end and this process's."""
     gc.disable()  # a collection would touch every object, and so copy it
-    _close_all_but(script, connection)
+    close_all_but([0, 1, 2, script.fileno(), connection.fileno()])
     set_title([sys.executable, "-m", "shared_rpc.scripts.watcher", str(pid)])
     # The zygote's limits are not the command's; and no image of this process is worth anything.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -163,11 +164,3 @@ def _look(connection: socket.socket, pid: int, script: socket.socket, begun: boo
 def _tell(connection: socket.socket, data: bytes) -> None:
     with suppress(OSError):  # gone: the next look at it says so
         connection.send(data)
-
-
-def _close_all_but(*kept: socket.socket) -> None:
-    stay = sorted(sock.fileno() for sock in kept)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    for first, last in zip([2, *stay], [*stay, highest + 1], strict=True):
-        if first + 1 < last:
-            os.closerange(first + 1, last)

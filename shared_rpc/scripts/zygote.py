@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,10 +22,13 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.scripts.main_module import ScriptFork, ScriptRequest
 from shared_rpc.scripts.watcher import begin_script
-from shared_rpc.scripts.wire import GREETING, Incoming, Lost, packed
+from shared_rpc.scripts.wire import GREETING, packed, unpacked
 from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.zygote.forking import fork
+from shared_rpc.zygote.framing import Incoming, Lost
+from shared_rpc.zygote.installed import is_installed
 from shared_rpc.zygote.messages import Preload, Unfit
+from shared_rpc.zygote.process import pss_of
 from shared_rpc.zygote.serving import Zygote
 from shared_rpc.zygote.title import set_title
 
@@ -91,7 +93,7 @@ def main() -> ScriptFork | None:
 
 def _prepare(zygote: Zygote, preload: list[str]) -> str:
     """Import what is to be imported: why this process is not one to be forked; empty if it is."""
-    folders = [entry for entry in sys.path if not _is_installed(entry)]
+    folders = [entry for entry in sys.path if not is_installed(entry)]
     answer = zygote.prepare(Preload([*_MODULES, *preload], folders=folders))
     if isinstance(answer, Unfit):
         return answer.why
@@ -101,19 +103,9 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
     own = os.path.dirname(shared_rpc.__file__)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(own + os.sep) and not _is_installed(file):
+        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
             return f"the module {name} is no installed package, and may change at any time: {file}"
     return ""
-
-
-def _is_installed(path: str) -> bool:
-    """Whether a path is one of the interpreter's own, or one that packages are installed to."""
-    if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
-        return True
-    paths = sysconfig.get_paths()
-    standard = {paths["stdlib"], paths["platstdlib"], *filter(None, sysconfig.get_config_vars("DESTSHARED"))}
-    standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
-    return any(path == place or path.startswith(place + os.sep) for place in standard)
 
 
 @dataclass
@@ -122,7 +114,7 @@ class _Connection:
 
     socket: socket.socket
     until: float
-    incoming: Incoming = field(default_factory=Incoming)
+    incoming: Incoming[dict[str, Any]] = field(default_factory=lambda: Incoming(unpacked))
 
     def close(self) -> None:
         """Hang up."""
@@ -268,14 +260,5 @@ class _Serving:
             "idle": time.monotonic() - self._last,
             "idle_exit": self._idle_exit,
             "uptime": time.monotonic() - self._begun,
-            "pss": _pss(),
+            "pss": pss_of(),
         }
-
-
-def _pss() -> int:
-    """The memory of this process in bytes, with its part of what it shares with its forks; see proc(5)."""
-    with suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import site
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, ModuleType
 
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import watched_environment
+from shared_rpc.zygote.installed import is_installed
 
 __all__ = ["Learner"]
 
@@ -65,7 +63,7 @@ def _while_installed_is_imported(frame: FrameType | None) -> bool:
     """Return whether a module that is not the person's is being imported, by itself and not because it is called."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
-            return _lies_in_installed(frame.f_code.co_filename)
+            return is_installed(frame.f_code.co_filename)
         frame = frame.f_back
     return False
 
@@ -82,30 +80,18 @@ def _file(module: ModuleType) -> str:
 
 def _is_installed(name: str, module: ModuleType) -> bool:
     # This library's own are imported by every worker, wherever they lie.
-    return _top(name) == _PACKAGE or _lies_in_installed(_file(module))
+    return _top(name) == _PACKAGE or is_installed(_file(module))
 
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _lies_in_installed(file: str) -> bool:
-    return file.startswith(_installed())
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {*site.getsitepackages(), site.getusersitepackages()}
-    paths |= {entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")}
-    return tuple(sorted({form for path in paths for form in (f"{path}/", f"{os.path.realpath(path)}/")}))
-
-
 def _folders() -> tuple[list[str], list[str]]:
     """Return the person's directories in which Python looks for modules: all, and those before the interpreter's."""
     path = [os.path.abspath(entry) for entry in sys.path]
-    installed = [_lies_in_installed(f"{entry}/") for entry in path]
-    own = [entry for entry, is_installed in zip(path, installed, strict=True) if not is_installed and os.path.isdir(entry)]
+    installed = [is_installed(entry) for entry in path]
+    own = [entry for entry, theirs in zip(path, installed, strict=True) if not theirs and os.path.isdir(entry)]
     front = path[: installed.index(True)] if True in installed else path
     return own, [entry for entry in own if entry in front]
 

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 
-from shared_rpc.zygote.messages import Stream
 from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.serving import Born, Zygote
 from shared_rpc.zygote.title import set_title
@@ -25,7 +24,7 @@ def main() -> Born | None:
     set_title([sys.executable, "-m", "shared_rpc.zygote"])
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
-    return Zygote(sys.path[:]).serve(Stream(connection))
+    return Zygote(sys.path[:]).serve(connection)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared_rpc.settings import change_environment, environment
+from shared_rpc.zygote.descriptors import close_all_but
 from shared_rpc.zygote.title import set_title
 
 __all__ = ["Identity", "become", "inherited_environment", "new_main", "run_module"]
@@ -124,14 +125,7 @@ def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
     for number, fd in moved.items():
         os.dup2(fd, number, inheritable=True)
-    stay = sorted({*wanted, *kept})
-    for first, last in zip([-1, *stay], [*stay, _highest() + 1], strict=True):
-        if first + 1 < last:
-            os.closerange(first + 1, last)
-
-
-def _highest() -> int:
-    return max(map(int, os.listdir("/proc/self/fd")))
+    close_all_but({*wanted, *kept})
 
 
 def _standard_streams() -> None:

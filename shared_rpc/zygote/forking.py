@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import warnings
+
+from shared_rpc.zygote.process import has_ended
 
 __all__ = ["fork", "fork_for_subreaper"]
 
@@ -74,7 +75,4 @@ def _fork_between(writing: int) -> bool:
         os.write(writing, str(pid).encode())
         return os._exit(0)
     # It is told when that process has ended, and children are given away before that.
-    ended = select.poll()
-    ended.register(between, select.POLLIN)
-    ended.poll()
-    return True
+    return has_ended(between)

@@ -1,21 +1,28 @@
-"""Messages between a zygote and the process that uses it: JSON behind its length, descriptors with the first byte."""
+"""Messages between a zygote and the process that uses it: JSON in frames."""
 
 from __future__ import annotations
 
-import socket
-import struct
-
 import msgspec
 
-__all__ = ["Answer", "Fork", "ForkRefused", "Forked", "Preload", "Ready", "Request", "Step", "Stream", "Unfit"]
+from shared_rpc.zygote.framing import Incoming, framed
+
+__all__ = [
+    "Answer",
+    "Fork",
+    "ForkRefused",
+    "Forked",
+    "Preload",
+    "Ready",
+    "Request",
+    "Step",
+    "Unfit",
+    "answers",
+    "packed",
+    "requests",
+]
 
 #: What a zygote does to get ready: import a module, or change variables of its environment (None removes one).
 Step = str | dict[str, str | None]
-
-#: Bytes of the longest message.
-_LIMIT = 1 << 24
-#: Descriptors of one message; the kernel takes 253 (SCM_MAX_FD).
-_FDS = 253
 
 
 class Preload(msgspec.Struct, tag=True):
@@ -81,51 +88,16 @@ _requests = msgspec.json.Decoder(Request)
 _answers = msgspec.json.Decoder(Answer)
 
 
-class Stream:
-    """A stream socket that carries messages. Calls wait; for an event loop there are :func:`packed` and :meth:`feed`."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self._buffer = bytearray()
-        self._fds: list[int] = []
-
-    def send(self, message: Request | Answer, fds: list[int] | None = None) -> None:
-        """Send a message, and copies of descriptors with it."""
-        data = packed(message)
-        sent = socket.send_fds(self.socket, [data], fds) if fds else 0
-        self.socket.sendall(data[sent:])
-
-    def request(self) -> tuple[Request, list[int]] | None:
-        """Wait for a request; it and the descriptors that came with it. None at the end."""
-        while (data := self._message()) is None:
-            part, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, _FDS)
-            self._fds += fds
-            if not part:
-                return None
-            self._buffer += part
-        fds, self._fds = self._fds, []
-        return _requests.decode(data), fds
-
-    def feed(self, part: bytes) -> Answer | None:
-        """Take bytes of an answer; the answer when they are complete."""
-        self._buffer += part
-        data = self._message()
-        return _answers.decode(data) if data is not None else None
-
-    def _message(self) -> bytes | None:
-        if len(self._buffer) < 4:
-            return None
-        (length,) = struct.unpack_from("!I", self._buffer)
-        if length > _LIMIT:
-            raise ValueError(f"a message of {length} bytes; at most {_LIMIT} are taken")
-        if len(self._buffer) < 4 + length:
-            return None
-        data = bytes(self._buffer[4 : 4 + length])
-        del self._buffer[: 4 + length]
-        return data
-
-
 def packed(message: Request | Answer) -> bytes:
-    """The bytes of a message."""
-    data = msgspec.json.encode(message)
-    return struct.pack("!I", len(data)) + data
+    """Return the bytes of a message."""
+    return framed(msgspec.json.encode(message))
+
+
+def requests() -> Incoming[Request]:
+    """Return what takes in requests."""
+    return Incoming(_requests.decode)
+
+
+def answers() -> Incoming[Answer]:
+    """Return what takes in answers."""
+    return Incoming(_answers.decode)

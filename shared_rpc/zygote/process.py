@@ -9,9 +9,10 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
-__all__ = ["ForkedProcess", "adopting"]
+__all__ = ["ForkedProcess", "adopting", "has_ended", "pss_of"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,11 +52,25 @@ class ForkedProcess:
     def _ended(self, seconds: float) -> bool:
         pidfd = os.pidfd_open(self.pid)
         try:
-            ended = select.poll()
-            ended.register(pidfd, select.POLLIN)
-            return bool(ended.poll(seconds * 1000))
+            return has_ended(pidfd, seconds)
         finally:
             os.close(pidfd)
+
+
+def has_ended(pidfd: int, seconds: float | None = None) -> bool:
+    """Wait for the end of a process, for so many seconds or for ever; return whether it has ended."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(seconds * 1000 if seconds is not None else None))
+
+
+def pss_of(pid: int | str = "self") -> int:
+    """Return a process's memory in bytes, with its part of what it shares with its forks; 0 if it has ended. See proc(5)."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 
+from shared_rpc.zygote.descriptors import open_descriptors
 from shared_rpc.zygote.forking import fork
+from shared_rpc.zygote.process import has_ended
 
 __all__ = ["HARMLESS", "cuda_is_initialised", "try_fork", "unsafe"]
 
@@ -58,10 +58,7 @@ def unsafe(known: frozenset[int]) -> str:
         pass
     else:
         return "it has child processes"
-    opened: dict[int, str] = {}
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(FileNotFoundError):  # the directory that has just been listed
-            opened[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    opened = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors()}
     devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
     if any(name.startswith(_CUDA) for name in devices) and cuda_is_initialised():
         return "CUDA has been initialised"
@@ -95,9 +92,7 @@ def try_fork() -> str:
             os._exit(1)
     pidfd = os.pidfd_open(pid)
     try:
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        hangs = not ended.poll(_PATIENCE * 1000)
+        hangs = not has_ended(pidfd, _PATIENCE)
         if hangs:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

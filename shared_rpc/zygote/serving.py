@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.child import Identity, become, run_module
+from shared_rpc.zygote.descriptors import open_descriptors
 from shared_rpc.zygote.forking import fork_for_subreaper
-from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Stream, Unfit
+from shared_rpc.zygote.framing import Lost
+from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Unfit, packed, requests
 from shared_rpc.zygote.preloading import Files, preload, shadowed
 from shared_rpc.zygote.safety import try_fork, unsafe
 
@@ -56,7 +59,7 @@ class Zygote:
         #: The environment at the beginning; and with what imports have changed of it.
         self.inherited = environment()
         self.variables = environment()
-        self._fds = _open_fds()
+        self._fds = frozenset(open_descriptors())
         self._mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
         self._files: Files
         self._names: list[str] = []
@@ -92,7 +95,7 @@ class Zygote:
         gc.freeze()
         if why := try_fork() or unsafe(self._fds):
             return Unfit(why)
-        self.kept = sorted({*self.kept, *(_open_fds() - self._fds)})
+        self.kept = sorted({*self.kept, *({*open_descriptors()} - self._fds)})
         self._files = Files()
         self._names = [name for name, imported in sys.modules.items() if imported is not None]
         return Ready(self._names, done.dropped)
@@ -114,20 +117,26 @@ class Zygote:
         """A file of what was imported that is no longer what it was; empty for none."""
         return self._files.changed()
 
-    def serve(self, stream: Stream) -> Born | None:
+    def serve(self, connection: socket.socket) -> Born | None:
         """Answer requests until the other side hangs up. Returns in each fork; and None in the zygote, at the end."""
-        while (received := stream.request()) is not None:
+        incoming = requests()
+        while True:
+            try:
+                received = incoming.receive(connection)
+            except Lost:
+                return None
+            if received is None:
+                continue
             request, fds = received
             result = self.prepare(request) if isinstance(request, Preload) else self._begin(request, fds)
             if isinstance(result, Born):
-                stream.socket.detach()  # its descriptor is closed with all others
+                connection.detach()  # its descriptor is closed with all others
                 return result
             for fd in fds:
                 os.close(fd)
-            stream.send(result)
+            connection.sendall(packed(result))
             if isinstance(result, Unfit):
                 return None
-        return None
 
     def _begin(self, request: Fork, fds: list[int]) -> Answer | Born:
         if len(fds) != len(request.fds):
@@ -155,20 +164,5 @@ class Zygote:
 
 def _of_libraries() -> list[int]:
     """The descriptors of shared libraries: libffi of 3.5 opens itself, and maps that file whenever it needs trampolines."""
-    found = []
-    for fd in _open_fds():
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
-        if ".so." in name or name.endswith(".so"):
-            found.append(fd)
-    return sorted(found)
-
-
-def _open_fds() -> frozenset[int]:
-    found = set()
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            os.fstat(fd)
-        except OSError:  # the directory that has just been listed
-            continue
-        found.add(fd)
-    return frozenset(found)
+    names = {fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_descriptors()}
+    return [fd for fd, name in names.items() if ".so." in name or name.endswith(".so")]

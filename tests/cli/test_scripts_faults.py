@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.scripts.key import limits
-from shared_rpc.scripts.wire import Incoming, Lost, packed
+from shared_rpc.scripts.wire import packed, unpacked
+from shared_rpc.zygote.framing import Incoming, Lost
 from tests.kit.processes import Child, eventually
 from tests.kit.scripts import RUN, Place
 
@@ -447,7 +448,7 @@ def test_nonsense_does_not_end_a_zygote(place: Place, zygote: int, sent: bytes) 
         if sent:
             socket.send_fds(sock, [sent], [file.fileno()])
         sock.shutdown(socket.SHUT_WR)
-        incoming = Incoming()
+        incoming = Incoming(unpacked)
         with pytest.raises((Lost, ConnectionResetError)):
             while True:
                 incoming.receive(sock)

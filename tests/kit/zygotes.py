@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Request, Step, Stream
+from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Request, Step, answers, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting
 from shared_rpc.zygote.title import ROOM
 from tests.kit.processes import PYTHONPATH
@@ -85,7 +85,7 @@ class Zygote:
                 cwd=folder,
                 env=self.environ,
             )
-        self.socket, self._stream = ours, Stream(ours)
+        self.socket, self._answers = ours, answers()
         self._forks: list[Forkling] = []
 
     def write(self, module: str, code: str) -> Path:
@@ -96,12 +96,14 @@ class Zygote:
 
     def ask(self, request: Request, fds: list[int] | None = None) -> Answer:
         """Its answer."""
-        self._stream.send(request, fds)
+        data = packed(request)
+        sent = socket.send_fds(self.socket, [data], fds) if fds else 0
+        self.socket.sendall(data[sent:])
         while True:
             assert select.select([self.socket], [], [], 120)[0], "no answer"
             part = self.socket.recv(1 << 16)
             assert part, f"the zygote has hung up: {self.errors()}"
-            answer = self._stream.feed(part)
+            answer = self._answers.feed(part)
             if answer is not None:
                 return answer
 
