@@ -17,11 +17,10 @@ import anyio
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
-from shared_rpc.broker.idling import unused
-from shared_rpc.broker.keeping import Keeping
-from shared_rpc.broker.measuring import add_workers
+from shared_rpc.broker.idle_exit import wait_until_idle
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
 from shared_rpc.broker.restoring import Earlier, Service
+from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.systemd import Inherited
@@ -80,8 +79,8 @@ class Broker:
         self._descriptors = Descriptors()
         self._on_end = on_end
         self._services: dict[str, Service] = {}
-        self._keeping = Keeping(inherited or Inherited())
-        self._earlier = Earlier(self._services, self._keeping, self._add_service)
+        self._manager = ServiceManager(inherited or Inherited())
+        self._earlier = Earlier(self._services, self._manager, self._add_service)
         self._exporter = exporter
         self._bound: dict[Worker, set[str]] = {}
         #: Whether its loop ended though nobody asked for that.
@@ -117,7 +116,7 @@ class Broker:
 
     def stop(self) -> None:
         """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
-        self._keeping.stopping()
+        self._manager.stopping()
         for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
         self.ask_to_stop()
@@ -182,14 +181,14 @@ class Broker:
                     self._spawn(self._zygote.run)
                     self._earlier.restore()
                     await self._supervisor.start(self._spawn, wait=not self._services)
-                    self._keeping.check(self.served(), loaded=not self._earlier.pending)
-                    self._keeping.ready(self._earlier.status())
+                    self._manager.check(self.served(), loaded=not self._earlier.pending)
+                    self._manager.notifier.ready(self._earlier.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     if self._options.idle_exit is None:
                         await anyio.sleep_forever()
                     else:
-                        await unused(self._options.idle_exit, self._look)
+                        await wait_until_idle(self._options.idle_exit, self._look)
                         self._end(f"nobody has used it for {self._options.idle_exit:g} s")
             finally:
                 if self._exporter is not None:
@@ -206,8 +205,9 @@ class Broker:
         return self._supervisor.workers
 
     def _measures(self) -> Measures:
-        servers = measures((service.core, service.acceptor) for service in self._services.values())
-        return add_workers(servers, self._supervisor)
+        found = measures((service.core, service.acceptor) for service in self._services.values())
+        self._supervisor.add_measures(found)
+        return found
 
     def _refusal(self) -> SharedRPCError | None:
         return self._supervisor.refusal()
@@ -234,13 +234,13 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
-        listener = self._keeping.listener(message.socket_path)
+        listener = self._manager.listener(message.socket_path)
         uids = {os.geteuid(), *self._options.allow_uids}
         acceptor = Acceptor(core, message.socket_path, uids, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)
-        self._keeping.watch(message, core)
+        self._manager.watch(message, core)
         self._spawn(self._serve, service)
         return service
 
@@ -296,7 +296,7 @@ class Broker:
             if self._earlier.pending:
                 self._earlier.meet(ready)
             for service in self._services.values():
-                self._keeping.keep_service(service.facts, service.core)
+                self._manager.keep_service(service.facts, service.core)
         self._dispatcher.look()
 
     def caught_up(self) -> None:
@@ -362,7 +362,7 @@ class Broker:
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        with self._keeping.reloading(self._earlier.status):
+        with self._manager.reloading(self._earlier.status):
             return await self._load_anew(objects)
 
     async def _load_anew(self, objects: str) -> ReloadInfo:
@@ -400,7 +400,7 @@ class Broker:
             service = self._services[key]
             services[service.acceptor.path] = service.core.replace_endpoints([], objects)
         for service in self._services.values():
-            self._keeping.keep_service(service.facts, service.core)
+            self._manager.keep_service(service.facts, service.core)
         if problem is not None:
             raise ConfigurationError(f"the new code runs, but not all of it is served: {problem}") from problem
         return services

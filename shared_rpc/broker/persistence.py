@@ -37,14 +37,14 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.buffers import Terms
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["Persistence", "RestoredObject", "RestoredService", "code_of"]
+__all__ = ["Persistence", "RestoredService", "code_of"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: What an entry begins with. The number goes up with every change of what follows.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 3\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 4\n"
 #: Bytes of an entry; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -57,10 +57,9 @@ class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     serve: w.Serve
 
 
-class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """An object. ``key`` is the provider's, ``code`` what :func:`code_of` says of the endpoint that made it."""
+class _Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Fields of a :class:`StoredObject`."""
 
-    key: str
     object_id: str
     kind: Literal["result", "buffer"]
     endpoint: str
@@ -69,43 +68,46 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     created_at: float
     idle_ttl: float | None
     managed: bool
-    code: str
+
+
+class _Value(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Fields of a :class:`Record`."""
+
     skeleton: bytes
     table: bytes
-    segments: list[SegmentInfo]
     nbytes: int
     device: str
     private_nbytes: int
-    has_page: bool = False
-    expires_at: float | None = None
-    accesses_left: int | None = None
-    kept: bool = True
 
 
-@dataclass
-class RestoredObject:
-    """An object as it was, which owns its descriptors; ``terms`` are a buffer's."""
+class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An object. ``key`` is the provider's, ``code`` what :func:`code_of` says of the endpoint that made it."""
 
-    stored: StoredObject
-    terms: Terms | None
+    key: str
+    code: str
+    facts: _Facts
+    value: _Value
+    segments: list[SegmentInfo]
+    has_page: bool
+    terms: tuple[float | None, int | None, bool] | None
 
 
 @dataclass
 class RestoredService:
-    """A provider as it was served, and its objects in the order they were made."""
+    """A provider as it was served, and its objects in the order they were made, buffers with their terms."""
 
     server_id: str
     serve: w.Serve
-    objects: list[RestoredObject] = field(default_factory=list)
+    objects: list[tuple[StoredObject, Terms | None]] = field(default_factory=list)
 
 
 def code_of(spec: EndpointSpec | None) -> str:
-    """What tells an endpoint from the same one with other code or options."""
+    """Return a digest that tells an endpoint from the same one with other code or options."""
     return hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).hexdigest() if spec is not None else ""
 
 
 class Persistence:
-    """On the broker's loop only, but for :meth:`close`.
+    """The store of a service manager; where there is none, nothing is stored. On the broker's loop only, but for :meth:`close`.
 
     :param capacity: how many descriptors the manager keeps, None where that is not known.
     """
@@ -113,7 +115,7 @@ class Persistence:
     def __init__(self, notifier: Notifier, capacity: int | None = None) -> None:
         self._notifier = notifier
         self._capacity = capacity
-        self._closed = False
+        self._closed = not notifier.there
         self._revision = 0
         #: Names of entries by what they are about: a provider's key or an object's id; and what the entry of a provider says.
         self._names: dict[str, str] = {}
@@ -125,27 +127,29 @@ class Persistence:
         self._pages: set[str] = set()
 
     def __len__(self) -> int:
-        """How many descriptors are stored, if the manager has taken all."""
+        """Return how many descriptors are stored, if the manager has taken all."""
         return len(self._names) + len(self._users) + len(self._pages)
 
     def close(self) -> None:
-        """The broker ends: what is stored stays."""
+        """Store and remove nothing from now on."""
         self._closed = True
 
     # Storing.
 
     def keep_service(self, server_id: str, serve: w.Serve) -> None:
-        """Store a provider, where that is news."""
+        """Store a provider, where it is not stored as it is."""
+        if self._closed:
+            return
         data = _SERVICE + msgspec.msgpack.encode(_Service(server_id, serve))
         if self._said.get(serve.key) != data:
             self._said[serve.key] = data
             digest = hashlib.blake2b(serve.key.encode(), digest_size=16).hexdigest()
             self._store(serve.key, f"service-{digest}", data)
 
-    def forget_service(self, key: str) -> None:
-        """A provider is not served any more. Its objects are forgotten by themselves."""
+    def remove_service(self, key: str) -> None:
+        """Remove a provider; its objects are removed one by one."""
         self._said.pop(key, None)
-        self._remove(key)
+        self._remove_entry(key)
 
     def keep(self, key: str, stored: StoredObject, code: str, terms: Terms | None) -> None:
         """Store an object, or what has changed of it. One whose memory ends with a process is passed over.
@@ -165,33 +169,20 @@ class Persistence:
             self._pages.add(stored.object_id)
         entry = _Object(
             key,
-            stored.object_id,
-            stored.kind,
-            stored.endpoint,
-            stored.cache_key,
-            stored.generation,
-            stored.created_at,
-            stored.idle_ttl,
-            stored.managed,
             code,
-            record.skeleton,
-            bytes(record.table),
+            msgspec.convert(stored, _Facts, from_attributes=True),
+            _Value(record.skeleton, bytes(record.table), record.nbytes, record.device, record.private_nbytes),
             [segment.info for segment in record.segments],
-            record.nbytes,
-            record.device,
-            record.private_nbytes,
             stored.page is not None,
-            terms.expires_at if terms is not None else None,
-            terms.accesses_left if terms is not None else None,
-            terms.kept if terms is not None else True,
+            (terms.expires_at, terms.accesses_left, terms.kept) if terms is not None else None,
         )
         self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
 
-    def forget(self, object_id: str) -> None:
-        """An object is listed no more."""
+    def remove(self, object_id: str) -> None:
+        """Remove an object that is listed no more."""
         if self._closed:
             return
-        self._remove(object_id)
+        self._remove_entry(object_id)
         if object_id in self._pages:
             self._pages.discard(object_id)
             self._notifier.remove(f"page-{object_id}")
@@ -209,12 +200,12 @@ class Persistence:
             self._notifier.store(f"{name}-{self._revision}", fd)
         finally:
             os.close(fd)
-        self._remove(about)
+        self._remove_entry(about)
         self._names[about] = f"{name}-{self._revision}"
         if self._capacity is not None and len(self) > self._capacity:
             _log.warning("the service manager keeps %d descriptors at most, and there are %d", self._capacity, len(self))
 
-    def _remove(self, about: str) -> None:
+    def _remove_entry(self, about: str) -> None:
         name = self._names.pop(about, None)
         if name is not None:
             self._notifier.remove(name)
@@ -222,7 +213,7 @@ class Persistence:
     # Restoring.
 
     def restore(self, passed: Iterable[Passed]) -> list[RestoredService]:
-        """What an earlier broker stored. What cannot be read is logged and removed, and nothing else suffers by it."""
+        """Return what an earlier broker stored. What cannot be read is logged and removed, and nothing else suffers by it."""
         segments: dict[str, int] = {}
         pages: dict[str, int] = {}
         services: dict[str, RestoredService] = {}
@@ -243,7 +234,7 @@ class Persistence:
                     self._names[service.serve.key] = entry.name
                 elif kind == "object":
                     found = _read(entry, _OBJECT, _Object)
-                    _claim(found.object_id, seen)
+                    _claim(found.facts.object_id, seen)
                     objects.append((entry, found))
                 else:
                     raise ValueError("nothing of that name is known here")
@@ -251,7 +242,7 @@ class Persistence:
                 self._throw_away(entry.name, error)
             finally:
                 os.close(entry.fd)
-        for entry, found in sorted(objects, key=lambda pair: pair[1].created_at):
+        for entry, found in sorted(objects, key=lambda pair: pair[1].facts.created_at):
             try:
                 self._restore(entry, found, services, segments, pages)
             except (ValueError, OSError) as error:
@@ -277,39 +268,25 @@ class Persistence:
         missing = [info.id for info in found.segments if info.id not in segments]
         if missing:
             raise ValueError(f"its segments {', '.join(missing)} are not there")
-        if found.has_page and found.object_id not in pages:
+        facts = found.facts
+        if found.has_page and facts.object_id not in pages:
             raise ValueError("the page of its revision is not there")
-        record = Record(
-            found.skeleton,
-            found.table,
-            _duplicates(found.segments, segments),
-            found.nbytes,
-            found.device,
-            private_nbytes=found.private_nbytes,
-        )
+        record = Record(segments=_duplicates(found.segments, segments), **msgspec.structs.asdict(found.value))
         specs = {spec.name: spec for spec in service.serve.endpoints}
         stored = StoredObject(
-            found.object_id,
-            found.endpoint,
-            found.cache_key,
-            record,
-            found.generation,
-            found.idle_ttl,
-            found.created_at,
-            found.created_at,
-            managed=found.managed,
-            kind=found.kind,
-            stale=found.kind == "result" and found.code != code_of(specs.get(found.endpoint)),
+            record=record,
+            last_accessed_at=facts.created_at,
+            stale=facts.kind == "result" and found.code != code_of(specs.get(facts.endpoint)),
+            **msgspec.structs.asdict(facts),
         )
         if found.has_page:
-            stored.page = restored_page(os.dup(pages[found.object_id]))
-            self._pages.add(found.object_id)
-        terms = Terms(found.expires_at, found.accesses_left, found.kept) if found.kind == "buffer" else None
-        service.objects.append(RestoredObject(stored, terms))
-        self._names[found.object_id] = entry.name
-        self._segments[found.object_id] = [info.id for info in found.segments]
+            stored.page = restored_page(os.dup(pages[facts.object_id]))
+            self._pages.add(facts.object_id)
+        service.objects.append((stored, Terms(*found.terms) if found.terms is not None else None))
+        self._names[facts.object_id] = entry.name
+        self._segments[facts.object_id] = [info.id for info in found.segments]
         for info in found.segments:
-            self._users[info.id].add(found.object_id)
+            self._users[info.id].add(facts.object_id)
 
     def _throw_away(self, name: str, error: Exception) -> None:
         _log.error("what was stored as %s cannot be used, and is removed: %s", name, error)
@@ -340,7 +317,7 @@ def _sealed(name: str, data: bytes) -> int:
 
 
 def _read(entry: Passed, begin: bytes, kind: type[T]) -> T:
-    """What an entry says.
+    """Return what an entry says.
 
     :raises ValueError: if it is none, or of another version.
     """

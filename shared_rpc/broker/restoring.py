@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from shared_rpc.broker.dispatch import WorkerExecutor
-from shared_rpc.broker.keeping import Keeping
+from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol import worker as w
@@ -44,9 +44,11 @@ class Earlier:
     :param add: makes one of what a worker said, with the id of an earlier server or None.
     """
 
-    def __init__(self, services: dict[str, Service], keeping: Keeping, add: Callable[[w.Serve, str | None], Service]) -> None:
+    def __init__(
+        self, services: dict[str, Service], manager: ServiceManager, add: Callable[[w.Serve, str | None], Service]
+    ) -> None:
         self._services = services
-        self._keeping = keeping
+        self._manager = manager
         self._add = add
 
     @property
@@ -59,11 +61,11 @@ class Earlier:
 
         :raises ConfigurationError: if a socket cannot be had.
         """
-        for restored in self._keeping.restore():
+        for restored in self._manager.restore():
             service = self._add(restored.serve, restored.server_id)
             service.restored = True
-            for kept in restored.objects:
-                service.core.restore(kept.stored, kept.terms)
+            for stored, terms in restored.objects:
+                service.core.restore(stored, terms)
             service.core.objects.settle()  # to the budget, which may be another one now
 
     def meet(self, worker: Worker) -> None:
@@ -73,8 +75,8 @@ class Earlier:
             service.restored = False
             specs = list(worker.endpoints.get(key, {}).values())
             self._meet(key, service, worker.served.get(key), specs)
-        self._keeping.check({service.acceptor.path: [] for service in self._services.values()}, loaded=True, raises=False)
-        self._keeping.status(self.status())
+        self._manager.check({service.acceptor.path: [] for service in self._services.values()}, loaded=True, raises=False)
+        self._manager.notifier.status(self.status())
 
     def _meet(self, key: str, service: Service, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
         earlier = service.facts
@@ -103,7 +105,7 @@ class Earlier:
 
     def _discard(self, key: str) -> None:
         service = self._services.pop(key)
-        self._keeping.discard(key, service.core)
+        self._manager.discard(key, service.core)
         service.acceptor.remove_socket()
         service.core.stop()
         service.core.close()

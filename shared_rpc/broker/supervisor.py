@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import anyio
@@ -21,6 +22,7 @@ from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.server.measures import Measures
 
 __all__ = ["Supervisor", "WorkerObserver"]
 
@@ -111,6 +113,18 @@ class Supervisor:
     def all(self) -> list[Worker]:
         """Every worker that runs."""
         return [*self.workers, *self._next, *self._old]
+
+    def add_measures(self, found: Measures) -> None:
+        """Add the numbers of the workers to those of the servers."""
+        found["workers"].update({("starting",): 0, ("ready",): 0, ("draining",): 0})
+        for worker in self.all:
+            found["workers"][worker.state,] += 1
+        found["worker_crashes"][()] = self.crashes
+        found["worker_restarts"][()] = self.restarts.total()
+        for worker in self.workers:
+            found["worker_runs"][str(worker.number),] = len(worker.runs)
+            with suppress(OSError, IndexError):  # it has ended
+                found["worker_resident_bytes"][str(worker.number),] = worker.resident_bytes()
 
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.

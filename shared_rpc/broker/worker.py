@@ -11,10 +11,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
-from shared_rpc.broker import want_of_memory
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.oom import oom_kills
 from shared_rpc.broker.stderr import Tail
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
@@ -33,6 +34,7 @@ _log = logging.getLogger("shared_rpc.broker")
 
 #: Seconds a worker has to end by itself when its broker hangs up.
 _GRACE = 0.6
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 #: What is called with a message of a worker's, and its frame.
@@ -64,7 +66,7 @@ class Worker:
         self.device = command.options.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
-        self._kills = want_of_memory.kills()
+        self._kills = oom_kills()
         #: By the provider's key: what it said of it.
         self.served: dict[str, w.Serve] = {}
         self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
@@ -153,6 +155,13 @@ class Worker:
             "uptime": time.monotonic() - self.started,
         }
 
+    def resident_bytes(self) -> int:
+        """Return how much memory of the host it has.
+
+        :raises OSError, IndexError: if it has ended.
+        """
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
+
     def kill(self, why: str) -> None:
         """End it now; ``why`` is told to those who wait for its runs."""
         if self.state != "ended":
@@ -221,7 +230,7 @@ class Worker:
         )
 
     def _want_of_memory(self) -> str:
-        killed = want_of_memory.kills() - self._kills
+        killed = oom_kills() - self._kills
         if not killed:
             return ""
         return (

@@ -12,6 +12,7 @@ import resource
 import sys
 from _blake2 import blake2b  # that of hashlib, which loads OpenSSL before it; 3.6 to 3.14 have it
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import shared_rpc
 
@@ -21,21 +22,8 @@ __all__ = ["interpreter_options", "is_relative", "key_of", "limits"]
 #: library, the pools of threads of OpenMP and BLAS, torch and what it loads, CUDA, numpy, and libraries of Hugging Face.
 _PREFIXES = (
     *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "LOCPATH", "COVERAGE_"),
-    *(
-        "OMP_",
-        "GOMP_",
-        "KMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "GOTO_",
-        "BLIS_",
-        "NUMEXPR_",
-        "VECLIB_",
-        "DNNL_",
-        "ONEDNN_",
-        "NPY_",
-        "NUMPY_",
-    ),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_"),
+    *("NUMEXPR_", "VECLIB_", "DNNL_", "ONEDNN_", "NPY_", "NUMPY_"),
     *("TORCH", "PYTORCH_", "ATEN_", "C10_", "KINETO_", "TRITON_", "NCCL_", "GLOO_", "TP_"),
     *("CUDA_", "CUBLAS", "CUDNN_", "CUSOLVER_", "NVIDIA_", "HIP_", "HSA_", "ROCM_", "ROCR_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_"),
@@ -59,7 +47,7 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
         preload,
         sorted((name, value) for name, value in environ.items() if name in _NAMES or name.startswith(prefixes)),
         # The module site makes relative entries of the path absolute when the interpreter begins.
-        _folder() if is_relative(environ.get("PYTHONPATH", "")) else None,
+        _link("/proc/self/cwd") if is_relative(environ.get("PYTHONPATH", "")) else None,
         _status(),
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
         _identity("/"),
@@ -94,39 +82,25 @@ def is_relative(path: str) -> bool:
     return bool(path) and any(not os.path.isabs(entry) for entry in path.split(os.pathsep))
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
-
-
 def _status() -> list[str]:
-    return [
-        line
-        for line in _content("/proc/self/status").splitlines()
-        if line.startswith("Cap") or line.partition(":")[0] in _STATUS
-    ]
+    lines = _content("/proc/self/status").splitlines()
+    return [line for line in lines if line.startswith("Cap") or line.partition(":")[0] in _STATUS]
 
 
 def _content(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with suppress(OSError), open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read()
+    return ""
 
 
 def _link(path: str) -> str:
-    try:
+    with suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return ""
+    return ""
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    try:
+    with suppress(OSError):
         status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
+    return ()

@@ -16,8 +16,8 @@ import msgspec
 
 from shared_rpc.scripts.options import Script
 from shared_rpc.zygote.child import Identity, become, new_main, run_module
-from shared_rpc.zygote.parent import die_with_parent
 from shared_rpc.zygote.preloading import shadowed
+from shared_rpc.zygote.process import die_with_parent
 from shared_rpc.zygote.serving import Zygote
 
 __all__ = ["Refusal", "ScriptFork", "ScriptRequest"]

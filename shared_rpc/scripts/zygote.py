@@ -39,13 +39,9 @@ __all__ = ["main"]
 _MODULES = (
     *("numpy", "torch"),
     *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
-    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.extras.materialize"),
-    *(
-        "shared_rpc.provider.loopback",
-        "shared_rpc.lifecycle.main_end",
-        "shared_rpc.provider.spawn",
-        "shared_rpc.extras.safetensors",
-    ),
+    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.lifecycle.main_end"),
+    *("shared_rpc.provider.loopback", "shared_rpc.provider.spawn"),
+    *("shared_rpc.extras.materialize", "shared_rpc.extras.safetensors"),
     *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),
 )
 #: Seconds that a message has to come whole.

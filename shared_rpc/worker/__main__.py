@@ -14,7 +14,7 @@ from shared_rpc.provider.overrides import Overrides
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost
-from shared_rpc.zygote.parent import die_with_parent
+from shared_rpc.zygote.process import die_with_parent
 
 
 def main() -> None:

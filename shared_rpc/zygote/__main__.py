@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 
-from shared_rpc.zygote.parent import die_with_parent
+from shared_rpc.zygote.process import die_with_parent
 from shared_rpc.zygote.serving import Born, Zygote
 from shared_rpc.zygote.title import set_title
 

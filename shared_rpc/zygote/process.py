@@ -1,4 +1,4 @@
-"""A process that a zygote forked, as the one sees it that asked for it and is its parent now."""
+"""Processes that zygotes fork, their parents and their ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["ForkedProcess", "adopting", "has_ended", "pss_of"]
+__all__ = ["ForkedProcess", "adopting", "die_with_parent", "has_ended", "pss_of"]
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ForkedProcess:
-    """What a worker's broker needs of :class:`subprocess.Popen`, for a child that was started otherwise.
+    """A child that a zygote forked, with what a broker needs of :class:`subprocess.Popen`.
 
     :param stderr: the reading end of a pipe.
     """
@@ -86,3 +86,13 @@ def adopting() -> Iterator[None]:
         yield
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel send SIGKILL when the thread that is the parent of this process ends; see prctl(2).
+
+    :param parent: the process id of the parent; if it has ended meanwhile, so does this process.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

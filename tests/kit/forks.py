@@ -35,8 +35,7 @@ import msgspec
 from shared_rpc.zygote import child as forked
 from shared_rpc.zygote.child import Identity, become, new_main
 from shared_rpc.zygote.forking import fork, fork_for_subreaper
-from shared_rpc.zygote.parent import die_with_parent
-from shared_rpc.zygote.process import adopting
+from shared_rpc.zygote.process import adopting, die_with_parent
 from shared_rpc.zygote.safety import unsafe
 from shared_rpc.zygote.title import ROOM, set_title
 from tests.kit import leaving

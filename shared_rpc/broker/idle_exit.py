@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import anyio
 
-__all__ = ["unused"]
+__all__ = ["wait_until_idle"]
 
 #: The longest time between two looks, in seconds; and the shortest.
 _LONGEST, _SHORTEST = 30.0, 0.02
 
 
-async def unused(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
+async def wait_until_idle(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
     """Return when nobody has used the server for that long: not earlier, and at most two looks later.
 
     It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.

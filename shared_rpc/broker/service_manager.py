@@ -1,7 +1,4 @@
-"""A broker and its service manager: what is passed on, what is stored, and when which is told.
-
-Without a manager nothing of this does anything.
-"""
+"""A broker's service manager: the sockets that it listens on, the objects that it stores. Without one nothing is done."""
 
 from __future__ import annotations
 
@@ -19,34 +16,32 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["Keeping"]
+__all__ = ["ServiceManager"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
 
-class Keeping:
-    """On the broker's loop only, but for :meth:`stopping`."""
+class ServiceManager:
+    """The service manager as a broker uses it. On the broker's loop only, but for :meth:`stopping`."""
 
     def __init__(self, inherited: Inherited) -> None:
         self._inherited = inherited
-        self._notifier = inherited.notifier
-        self._persistence = Persistence(inherited.notifier, inherited.capacity) if inherited.notifier.there else None
+        self.notifier = inherited.notifier
+        self._persistence = Persistence(inherited.notifier, inherited.capacity)
         #: Sockets that listen already, and serve nothing yet.
         self._listeners = dict(inherited.listeners)
 
     def restore(self) -> list[RestoredService]:
-        """What an earlier broker stored; its descriptors are the caller's from here on."""
-        if self._persistence is None:
-            return []
+        """Return what an earlier broker stored; its descriptors are the caller's from here on."""
         stored, self._inherited.stored = self._inherited.stored, []
         return self._persistence.restore(stored)
 
     def listener(self, path: str) -> socket.socket | None:
-        """The socket that listens at a path already, to be had once."""
+        """Return the socket that listens at a path already, once."""
         return self._listeners.pop(path, None)
 
     def check(self, served: Mapping[str, Sequence[str]], *, loaded: bool, raises: bool = True) -> None:
-        """Whether somebody serves each socket that the manager listens on: its clients would wait for ever.
+        """Check that each socket that the manager listens on is served: its clients would wait for ever.
 
         :param served: by socket path.
         :param loaded: whether the app has said where it serves; before that nothing is wrong.
@@ -65,50 +60,38 @@ class Keeping:
 
     def watch(self, serve: w.Serve, core: Core) -> None:
         """Store a provider, and from now on its objects."""
-        if self._persistence is not None:
-            self.keep_service(serve, core)
+        self.keep_service(serve, core)
+        if self.notifier.there:
             core.objects.watcher = _Storing(self._persistence, serve.key, core)
 
     def keep_service(self, serve: w.Serve, core: Core) -> None:
         """Store what has changed of a provider."""
-        if self._persistence is not None:
-            now = msgspec.structs.replace(serve, endpoints=core.registry.all())
-            self._persistence.keep_service(core.server_id, now)
+        self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
 
     def discard(self, key: str, core: Core) -> None:
-        """A provider is served no more, and what is left of its objects goes."""
-        if self._persistence is not None:
-            core.objects.watcher = None
-            for stored in core.objects:
-                self._persistence.forget(stored.object_id)
-            self._persistence.forget_service(key)
-
-    def ready(self, status: str) -> None:
-        """Objects can be attached, and the app is loaded or about to be."""
-        self._notifier.ready(status)
-
-    def status(self, text: str) -> None:
-        """For people."""
-        self._notifier.status(text)
+        """Remove a provider that is served no more, and what is left of its objects."""
+        core.objects.watcher = None
+        for stored in core.objects:
+            self._persistence.remove(stored.object_id)
+        self._persistence.remove_service(key)
 
     @contextmanager
     def reloading(self, status: Callable[[], str]) -> Iterator[None]:
-        """While new code is loaded; ready again however that ends."""
-        self._notifier.reloading()
+        """Tell that new code is loaded while the block runs, and that the broker is ready however that ends."""
+        self.notifier.reloading()
         try:
             yield
         finally:
-            self._notifier.ready(status())
+            self.notifier.ready(status())
 
     def stopping(self) -> None:
-        """The broker ends: nothing that is stored goes with it."""
-        if self._persistence is not None:
-            self._persistence.close()
-        self._notifier.stopping()
+        """Tell that the broker ends. What is stored stays."""
+        self._persistence.close()
+        self.notifier.stopping()
 
 
 class _Storing:
-    """Stores what one provider's cache lists."""
+    """The objects of one provider that its cache lists, stored."""
 
     def __init__(self, persistence: Persistence, key: str, core: Core) -> None:
         self._persistence = persistence
@@ -123,4 +106,4 @@ class _Storing:
 
     def unlisted(self, stored: StoredObject) -> None:
         """See :class:`shared_rpc.server.state.objects.Watcher`."""
-        self._persistence.forget(stored.object_id)
+        self._persistence.remove(stored.object_id)
