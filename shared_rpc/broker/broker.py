@@ -123,7 +123,7 @@ class Broker:
         self._thread.join(_STOP_TIMEOUT)
 
     def ask_to_stop(self) -> None:
-        """:meth:`stop` without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
+        """Begin to stop, without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
         self._asked_to_stop = True
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun, and will look
             self._loop.call_soon_threadsafe(self._scope.cancel)
@@ -139,7 +139,7 @@ class Broker:
         return asyncio.run_coroutine_threadsafe(self._reload(objects), self._loop).result()
 
     def served(self) -> dict[str, list[str]]:
-        """The names of endpoints, by socket path."""
+        """Return the names of endpoints, by socket path."""
         services = tuple(self._services.values())
         return {service.acceptor.path: [spec.name for spec in service.core.registry.all()] for service in services}
 
@@ -167,7 +167,7 @@ class Broker:
             **self._dispatcher.handlers,
             w.RunFinished: self._ran,
             w.ChunksReturned: self._returned,
-            w.Allocated: self._memory.take,
+            w.Allocated: self._memory.answered,
         }
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
         with anyio.CancelScope() as self._scope:
@@ -213,7 +213,7 @@ class Broker:
         return self._supervisor.refusal()
 
     def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
-        """The first worker's word on a provider makes it a service.
+        """Make a service of a provider, as a worker describes it.
 
         :param server_id: of an earlier broker's server.
         """
@@ -297,11 +297,11 @@ class Broker:
                 self._earlier.meet(ready)
             for service in self._services.values():
                 self._manager.keep_service(service.facts, service.core)
-        self._dispatcher.look()
+        self._dispatcher.send_waiting()
 
     def caught_up(self) -> None:
         """See :class:`Watcher`."""
-        self._dispatcher.look()
+        self._dispatcher.send_waiting()
 
     def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """See :class:`Watcher`."""
@@ -372,7 +372,7 @@ class Broker:
         try:
             services = self._replace_endpoints(workers[0], objects)
         finally:
-            self._dispatcher.look()
+            self._dispatcher.send_waiting()
             self._supervisor.retire_old()
         _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
         return {"workers": [worker.pid for worker in workers], "services": services}
@@ -407,7 +407,7 @@ class Broker:
 
 
 def _only(error: BaseException) -> BaseException:
-    """The error of a group of one: task groups wrap what goes wrong in them."""
+    """Return the error of a group of one: task groups wrap what goes wrong in them."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

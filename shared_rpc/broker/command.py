@@ -1,4 +1,4 @@
-"""How workers are started."""
+"""The command line of workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerCommand:
         return [*words, *self.options.words]
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """A new worker process, in a group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
+        """Start a worker in a process group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
         words = [sys.executable, "-m", "shared_rpc.worker", *self.words(number, fd)]
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0

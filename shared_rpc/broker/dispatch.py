@@ -81,13 +81,13 @@ class Backlog:
                 )
 
     def add(self, run: Run[Any]) -> None:
-        """It waits from now on."""
+        """Add a run."""
         weight = self._runs[run] = _weight(run)
         for unit, amount in weight.items():
             self._held[unit] += amount
 
-    def take(self, run: Run[Any]) -> bool:
-        """It waits no more; False if it did not."""
+    def remove(self, run: Run[Any]) -> bool:
+        """Remove a run; return whether it was here."""
         weight = self._runs.pop(run, None)
         if weight is None:
             return False
@@ -132,7 +132,7 @@ class Dispatcher:
         assert isinstance(arguments, Arguments), "a broker has no callers of its own"
         run.place = _Place(next(self._numbers), executor, owner, arguments, arguments.session or run.session)
         able = self._able(run)
-        if self._send_on(run, able):
+        if self._send_or_end(run, able):
             return
         try:
             self._waiting.check(run, _awaited(able))
@@ -145,19 +145,19 @@ class Dispatcher:
         run.place.waits = True
         self._waiting.add(run)
 
-    def look(self) -> None:
-        """A worker is there that was not, or reads again, or none will come any more."""
+    def send_waiting(self) -> None:
+        """Send what waits, as far as workers take it; end it where no worker will come any more."""
         for run in self._waiting:
-            self._send_on(run, self._able(run))
+            self._send_or_end(run, self._able(run))
 
     def _able(self, run: Run[Any]) -> list[Worker]:
-        """The workers that can do a run."""
+        """Return the workers that can do a run."""
         key, name = run.place.executor.key, run.spec.name
         able = [worker for worker in self._workers() if worker.serves(key, name)]
         held = run.place.executor.pool_owner(run) if run.place.arguments.held else None
         return [held] if held in able else able
 
-    def _send_on(self, run: Run[Any], able: list[Worker]) -> bool:
+    def _send_or_end(self, run: Run[Any], able: list[Worker]) -> bool:
         """Send a run, or end it where no worker will ever do it; False if it has to wait.
 
         A worker that does not read gets nothing more: what waits here can be taken back, and go to another one.
@@ -176,7 +176,7 @@ class Dispatcher:
             refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}")
         if refusal is None:
             return False
-        self._waiting.take(run)
+        self._waiting.remove(run)
         self._end(run, Failure.of(refusal))
         return True
 
@@ -185,7 +185,7 @@ class Dispatcher:
         arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
         message, fds = _message(run, worker, transfer)
         if place.waits:
-            self._waiting.take(run)
+            self._waiting.remove(run)
             place.waits = False
         try:
             worker.send(message, place.number, b"".join(arguments.skeletons), fds)
@@ -203,12 +203,12 @@ class Dispatcher:
 
     def withdraw(self, run: Run[Any]) -> bool:
         """See :class:`Executor`."""
-        if self._waiting.take(run):
+        if self._waiting.remove(run):
             run.place.arguments.close()
             return True
         if run not in self._sent or run.running:
             return False
-        self._forget(run, w.Withdraw())
+        self._disown(run, w.Withdraw())
         return True
 
     def cancel(self, run: Run[Any]) -> None:
@@ -220,16 +220,16 @@ class Dispatcher:
         """See :class:`Executor`."""
         if run not in self._sent or not run.place.awaiting:
             return False
-        self._forget(run, w.Drop())
+        self._disown(run, w.Drop())
         return True
 
-    def _forget(self, run: Run[Any], message: Message) -> None:
-        """Nobody is to be told how a run ends; its worker still has it."""
+    def _disown(self, run: Run[Any], message: Message) -> None:
+        """Report no outcome of a run that its worker still has."""
         run.place.forgotten = True
-        self._let_go(run)
+        self._release(run)
         run.place.worker.send(message, run.place.number)
 
-    def _let_go(self, run: Run[Any]) -> None:
+    def _release(self, run: Run[Any]) -> None:
         self._sent.discard(run)
         if run.place.timer is not None:
             run.place.timer.cancel()
@@ -242,7 +242,7 @@ class Dispatcher:
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """What is to be called with each message about a run."""
+        """Return the handlers of messages about runs."""
         return {
             w.RunStarted: self._began,
             w.RunProgress: self._progressed,
@@ -303,7 +303,7 @@ class Dispatcher:
             if message.returned:
                 transfer.came_back(worker, message.returned)
         if not place.forgotten:
-            self._let_go(run)
+            self._release(run)
             place.owner.ended(run, outcome)
         elif record is not None:
             place.executor.take_back(run, record)
@@ -314,7 +314,7 @@ class Dispatcher:
         run.place.owner.ended(run, failure)
 
     def lost(self, worker: Worker, crash: SharedRPCError) -> None:
-        """A worker has ended. What had not begun there is for another one, once: see :meth:`look`."""
+        """Give the runs of a worker that has ended to another one, once, or end those that had begun."""
         for run in tuple(worker.runs.values()):
             place: _Place = run.place
             self._sent.discard(run)
@@ -334,11 +334,11 @@ class Dispatcher:
                     transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
-        """The broker ends."""
+        """End all runs, because the broker ends."""
         gone = Failure.of(ConnectionClosed("the broker was stopped before the call ended"))
         for run in (*self._waiting, *self._sent):
-            self._waiting.take(run)
-            self._let_go(run)
+            self._waiting.remove(run)
+            self._release(run)
             run.place.owner.ended(run, gone)
 
 
@@ -355,6 +355,7 @@ class WorkerExecutor:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
+        self.withdraw, self.cancel, self.abandon = dispatcher.withdraw, dispatcher.cancel, dispatcher.abandon
         self._workers = workers
         self._zygote = zygote
 
@@ -375,7 +376,7 @@ class WorkerExecutor:
         return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
-        """A worker has ended: nobody has anything of its."""
+        """Release what sessions have of a worker that has ended."""
         for transfer in self.transfers.all():
             transfer.lost(worker)
 
@@ -391,18 +392,6 @@ class WorkerExecutor:
         """See :class:`Executor`."""
         self._dispatcher.start(self, run, owner)
 
-    def withdraw(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
-        return self._dispatcher.withdraw(run)
-
-    def cancel(self, run: Run[Any]) -> None:
-        """See :class:`Executor`."""
-        self._dispatcher.cancel(run)
-
-    def abandon(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
-        return self._dispatcher.abandon(run)
-
     def take_back(self, run: Run[Any], record: Record) -> None:
         """See :class:`Executor`."""
         transfer = self.transfers.find(run.session)
@@ -410,13 +399,13 @@ class WorkerExecutor:
             transfer.give(record.chunks)
 
     def pool_owner(self, run: Run[Any]) -> Worker | None:
-        """The worker whose results a run takes as arguments: no other one can hold them."""
+        """Return the worker whose results a run takes as arguments: no other one can hold them."""
         transfer = self.transfers.find(run.place.session)
         return transfer.owner(run.place.arguments.held) if transfer is not None else None
 
 
 def _message(run: Run[Any], worker: Worker, transfer: ForwardedTransfer | None) -> tuple[w.StartRun, tuple[int, ...]]:
-    """A run as it travels, and the descriptors that go with it."""
+    """Return the message of a run, and the descriptors that go with it."""
     place: _Place = run.place
     arguments = place.arguments
     known = worker.arenas.get(place.session, ())
@@ -448,7 +437,7 @@ def _message(run: Run[Any], worker: Worker, transfer: ForwardedTransfer | None) 
 
 
 def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame) -> Completed | Failure:
-    """How a run ended, by its worker's word. The frame's descriptors belong to the record."""
+    """Return the outcome that a worker reports. The frame's descriptors belong to the record."""
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
     fds = frame.detach_fds() if frame.fds else []
@@ -470,7 +459,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame) -> Completed | 
 
 
 def _awaited(able: list[Worker]) -> str:
-    """What runs wait for that some workers could do."""
+    """Describe what runs wait for, with the workers that could do them."""
     if not able:
         return "no worker has loaded the app yet"
     pids = ", ".join(str(worker.pid) for worker in able)

@@ -34,7 +34,7 @@ class MemoryRequests:
         self._asked: dict[int, tuple[Worker, asyncio.Future[tuple[w.Allocated, list[int]]]]] = {}
 
     def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        """A worker's answer, and the descriptors that came with it; from another thread.
+        """Return a worker's answer, and the descriptors that came with it; from another thread.
 
         One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
 
@@ -70,14 +70,14 @@ class MemoryRequests:
         finally:
             del self._asked[number]
 
-    def take(self, worker: Worker, message: w.Allocated, frame: Frame) -> None:
-        """An answer; its descriptors stay the frame's if nobody waits for it any more."""
+    def answered(self, worker: Worker, message: w.Allocated, frame: Frame) -> None:
+        """Take in an answer; its descriptors stay the frame's if nothing waits for it any more."""
         _, future = self._asked.get(frame.request_id, (None, None))
         if future is not None and not future.done():
             future.set_result((message, frame.detach_fds()))
 
     def lost(self, worker: Worker) -> None:
-        """A worker has ended."""
+        """Fail the requests to a worker that has ended."""
         for asked, future in tuple(self._asked.values()):
             if asked is worker and not future.done():
                 future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) that was to make memory has ended"))

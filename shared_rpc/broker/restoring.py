@@ -53,7 +53,7 @@ class Earlier:
 
     @property
     def pending(self) -> list[str]:
-        """The keys of providers that are served as they were."""
+        """Return the keys of providers that are served as they were."""
         return [key for key, service in self._services.items() if service.restored]
 
     def restore(self) -> None:
@@ -69,7 +69,7 @@ class Earlier:
             service.core.objects.settle()  # to the budget, which may be another one now
 
     def meet(self, worker: Worker) -> None:
-        """The first worker has loaded the app as it is now: what was served goes on as after a reload."""
+        """Go on as after a reload: the first worker has loaded the app as it is now."""
         for key in self.pending:
             service = self._services[key]
             service.restored = False
@@ -113,6 +113,6 @@ class Earlier:
             service.scope.cancel()
 
     def status(self) -> str:
-        """For people."""
+        """Return one line for people."""
         count = sum(len(service.core.objects) for service in self._services.values())
         return f"{count} objects can be attached; {'the app is being loaded' if self.pending else 'the app is loaded'}"

@@ -54,7 +54,7 @@ class LogHandler(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nowhere to tell it."""
+        """Do nothing: there is nowhere to report it."""
 
 
 class Tail:
@@ -78,7 +78,7 @@ class Tail:
                     self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:
-        """Where nobody reads the broker's standard error, what does not fit is dropped: no worker waits for a terminal."""
+        """Write what fits, and drop the rest where the broker's standard error is not read: no worker waits for a terminal."""
         for start in range(0, len(data), select.PIPE_BUF):
             self._stuck = not _room(0 if self._stuck else _READER)
             if self._stuck:
@@ -92,7 +92,7 @@ class Tail:
             self._rest = self._rest[:_WIDTH]
 
     def text(self) -> str:
-        """The last lines, when the process has ended."""
+        """Return the last lines, when the process has ended."""
         self._thread.join(_PATIENCE)
         with self._lock:
             return "\n".join([*self._lines, self._rest.decode(errors="replace")]).strip("\n")

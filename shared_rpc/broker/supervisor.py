@@ -1,4 +1,4 @@
-"""Keeps workers running: starts them, starts them again when they crash, and replaces them by ones with new code."""
+"""The supervisor of workers: starts them, again when they crash, and replaces them by others with new code."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
 class WorkerObserver(Protocol):
-    """What a broker wants to know of its workers."""
+    """The events of workers that concern a broker."""
 
     def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
-        """A worker of the current generation told of a provider, or of one more endpoint."""
+        """Take in a provider, or one more endpoint, of a worker of the current generation."""
 
     def changed(self) -> None:
-        """A worker is there that was not, or none will come any more."""
+        """Look again which workers there are: one is new or has ended, or none will come any more."""
 
     def caught_up(self) -> None:
-        """A worker has read what it had left unread."""
+        """Send on what waits: a worker has read what it had left unread."""
 
     def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
-        """A worker has ended."""
+        """Clean up after a worker that has ended."""
 
 
 class Supervisor:
@@ -111,7 +111,7 @@ class Supervisor:
 
     @property
     def all(self) -> list[Worker]:
-        """Every worker that runs."""
+        """Return every worker that runs."""
         return [*self.workers, *self._next, *self._old]
 
     def add_measures(self, found: Measures) -> None:
@@ -152,7 +152,7 @@ class Supervisor:
             if wait:
                 await _all_done(loaded)
             for worker in self.workers:
-                self._settle(worker, None)  # nobody waits for it
+                self._resolve(worker, None)  # nobody waits for it
 
     async def _new(self, number: int) -> Worker:
         """Start a worker.
@@ -161,7 +161,7 @@ class Supervisor:
         """
         try:
             begun = await self._zygote.begin(number)
-            told = (self._take, self._ended, self._watcher.caught_up)
+            told = (self._handle, self._ended, self._watcher.caught_up)
             worker = Worker(self._command, number, *told, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
@@ -170,7 +170,7 @@ class Supervisor:
         return worker
 
     def refusal(self) -> SharedRPCError | None:
-        """Why no worker will come soon; None where one is there, or may come."""
+        """Return why no worker will come soon; None where one is there, or may come."""
         left = self._stopped_until - time.monotonic()
         if self.workers or self._last is None or left <= 0:
             return None
@@ -182,26 +182,26 @@ class Supervisor:
             stderr=self._last.stderr,
         )
 
-    def _take(self, worker: Worker, message: Message, frame: Frame) -> None:
+    def _handle(self, worker: Worker, message: Message, frame: Frame) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
             _log.error("worker %d sent a %s", worker.pid, type(message).__name__)
             return
         handler(worker, message, frame)
         if worker.state == "draining":
-            self._rest(worker)
+            self._end_if_idle(worker)
 
     def _serves_provider(self, worker: Worker, message: w.Serve, frame: Frame) -> None:
         worker.served[message.key] = message
         worker.endpoints.setdefault(message.key, {}).update({spec.name: spec for spec in message.endpoints})
-        self._tell(worker, message)
+        self._notify(worker, message)
 
     def _shares(self, worker: Worker, message: w.Shared, frame: Frame) -> None:
         # Shared by another thread, it may come before the provider does.
         worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
-        self._tell(worker, message)
+        self._notify(worker, message)
 
-    def _tell(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+    def _notify(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         if worker in self.workers:
             self._watcher.told(worker, message)
             self._watcher.changed()
@@ -214,14 +214,14 @@ class Supervisor:
             if HOOKS.registered:
                 lived = time.monotonic() - worker.started
                 HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
-        self._settle(worker, None)
+        self._resolve(worker, None)
         if worker in self.workers:
             self._watcher.changed()
 
     def _refuses(self, worker: Worker, message: w.Refused, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
 
-    def _settle(self, worker: Worker, crash: Exception | None) -> None:
+    def _resolve(self, worker: Worker, crash: Exception | None) -> None:
         future = self._loaded.pop(worker, None)
         if future is not None and not future.done():
             if crash is None:
@@ -229,16 +229,16 @@ class Supervisor:
             else:
                 future.set_exception(crash)
 
-    def _rest(self, worker: Worker) -> None:
-        """One that only ends what it has may have ended it."""
+    def _end_if_idle(self, worker: Worker) -> None:
+        """End a worker that is draining and has no run left."""
         if worker.state == "draining" and not worker.runs:
             worker.hang_up()
 
     def _ended(self, worker: Worker) -> None:
         if not self._stopping:
-            self._spawn(self._bury, worker)
+            self._spawn(self._clean_up, worker)
 
-    async def _bury(self, worker: Worker) -> None:
+    async def _clean_up(self, worker: Worker) -> None:
         crash = await anyio.to_thread.run_sync(worker.crash)
         if worker.forked:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
@@ -263,7 +263,7 @@ class Supervisor:
             self.crashes += 1
             self._count_crash(crash, time.monotonic() - worker.started)
         self._watcher.lost(worker, crash)
-        self._settle(worker, None if crashed else worker.refusal or crash)
+        self._resolve(worker, None if crashed else worker.refusal or crash)
         self._watcher.changed()
         if crashed:
             await self._restart(worker.number)
@@ -291,7 +291,7 @@ class Supervisor:
             _log.error("%d workers ended within %g s: none is started for as long", _LIMIT, _WINDOW)
 
     async def _restart(self, number: int) -> None:
-        """One for one that ended, after a pause; unless a reload comes first."""
+        """Start a worker in place of one that has ended, after a pause; unless a reload comes first."""
         while True:
             pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
             await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
@@ -303,7 +303,7 @@ class Supervisor:
             except WorkerCrashed as crash:
                 self._not_started(crash)
             else:
-                self._settle(new, None)  # nobody waits for it
+                self._resolve(new, None)  # nobody waits for it
                 if number in {worker.number for worker in self.workers}:  # a reload came first
                     new.kill("a reload took its place")
                 else:
@@ -369,17 +369,17 @@ class Supervisor:
         return None
 
     def retire_old(self) -> None:
-        """Those that were replaced end as soon as they have nothing to do."""
+        """Have the workers that were replaced end as soon as they have nothing to do."""
         for worker in tuple(self._old):
             if worker.state != "ended":
                 worker.state = "draining"
-                self._rest(worker)
+                self._end_if_idle(worker)
 
     def stop(self) -> None:
         """End all of them."""
         self._stopping = True
         for worker in self.all:
-            worker.let_go()
+            worker.close_link()
         until = time.monotonic() + _GRACE
         for worker in self.all:
             worker.end(until)
@@ -393,6 +393,6 @@ async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
 
 
 def _seen(future: asyncio.Future[None]) -> None:
-    """Of several that fail together one is told."""
+    """Mark the error of a future as seen: of several that fail together one is reported."""
     if not future.cancelled():
         future.exception()

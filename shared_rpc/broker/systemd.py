@@ -1,4 +1,4 @@
-"""What a service manager hands to a broker, and what it is told: sd_listen_fds(3) and sd_notify(3), without their library.
+"""The protocols of a service manager, sd_listen_fds(3) and sd_notify(3), without their library.
 
 Sockets that the manager listens on and descriptors that it has stored come from number 3 on, with a name for each in
 ``LISTEN_FDNAMES``. What it is told goes to a datagram socket as lines of ``NAME=value``, a descriptor to store with it
@@ -41,7 +41,7 @@ class Passed(NamedTuple):
 
 
 class Notifier:
-    """Tells the manager; where there is none, nobody. Safe to use from any thread.
+    """The way to the service manager; where there is none, nothing is sent. Safe to use from any thread.
 
     :param address: ``NOTIFY_SOCKET``: a path, or with a leading ``@`` a name in the abstract namespace; ``""`` for none.
     """
@@ -55,7 +55,7 @@ class Notifier:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
 
-    def tell(self, *lines: str, fd: int | None = None) -> None:
+    def notify(self, *lines: str, fd: int | None = None) -> None:
         """Send lines, and a descriptor that stays the caller's. That a manager cannot be told is logged, and ends nothing."""
         if not self.there:
             return
@@ -66,20 +66,20 @@ class Notifier:
             _log.warning("the service manager was not told %s: %s", " ".join(lines), error)
 
     def ready(self, status: str) -> None:
-        """Those who were to start after this service may, or a reload has ended."""
-        self.tell("READY=1", f"STATUS={status}")
+        """Tell that the service has started, or that a reload has ended."""
+        self.notify("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
-        """One line for people."""
-        self.tell(f"STATUS={text}")
+        """Tell one line for people."""
+        self.notify(f"STATUS={text}")
 
     def reloading(self) -> None:
-        """Until the next :meth:`ready`."""
-        self.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        """Tell that the service reloads, until the next :meth:`ready`."""
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        """The end begins."""
-        self.tell("STOPPING=1")
+        """Tell that the service ends."""
+        self.notify("STOPPING=1")
 
     def store(self, name: str, fd: int) -> None:
         """Have the manager keep a descriptor, which stays the caller's too, for the next process of the service.
@@ -88,16 +88,16 @@ class Notifier:
         """
         assert name.isascii() and name.isprintable() and ":" not in name and 0 < len(name) <= _NAME_LIMIT, name
         # Unless it is told not to, the manager lets go of a descriptor that polls as hung up, which a GPU driver's may.
-        self.tell("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fd=fd)
+        self.notify("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fd=fd)
 
     def remove(self, name: str) -> None:
         """Have the manager close what it keeps under a name."""
-        self.tell("FDSTOREREMOVE=1", f"FDNAME={name}")
+        self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
 
 
 @dataclass
 class Inherited:
-    """What a broker begins with; without a service manager, nothing.
+    """The sockets and descriptors that a broker begins with; without a service manager, none.
 
     :param listeners: sockets that listen already, by path.
     :param stored: descriptors that an earlier process of the service had the manager keep. They belong to who takes them.

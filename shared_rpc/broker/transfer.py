@@ -43,17 +43,17 @@ class ForwardedTransfer(SessionTransfer):
     # What goes to a worker, and comes from it.
 
     def sent(self, worker: Worker, chunks: Iterable[int]) -> None:
-        """A worker has chunks of the client's now, and knows the session."""
+        """Note that a worker has chunks of the client's, and knows the session."""
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
 
     def not_begun(self, chunks: Iterable[int]) -> None:
-        """What a worker was sent goes to another one."""
+        """Note that chunks go to another worker than the one they were sent to."""
         for chunk in chunks:
             self._lent.pop(chunk, None)
 
     def came_back(self, worker: Worker, chunks: Sequence[int]) -> None:
-        """A worker has done with chunks of the client's."""
+        """Take chunks of the client's back from a worker."""
         if chunks:
             self._asked.discard(worker)
         for chunk in chunks:
@@ -68,7 +68,7 @@ class ForwardedTransfer(SessionTransfer):
         self.put_back(numbers)
 
     def made(self, worker: Worker, record: Record) -> None:
-        """A worker sent a result in chunks of its pool."""
+        """Note that a result lies in chunks of a worker's pool."""
         self._results.update(dict.fromkeys(record.chunks, worker))
         for number in record.arenas:
             segment = record.segments[number]
@@ -76,11 +76,11 @@ class ForwardedTransfer(SessionTransfer):
                 self._segments[segment.info.id] = segment.duplicate(), worker
 
     def owner(self, chunks: Iterable[int]) -> Worker | None:
-        """The worker in whose pool chunks are."""
+        """Return the worker in whose pool chunks are."""
         return next((self._results[chunk] for chunk in chunks if chunk in self._results), None)
 
     def lost(self, worker: Worker) -> None:
-        """A worker has ended: what it had of the client's is free. Its own pool is its readers' now."""
+        """Free what a worker that has ended had of the client's. Its own pool is its readers' now."""
         self._workers.discard(worker)
         self._asked.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])

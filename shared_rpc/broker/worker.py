@@ -42,12 +42,12 @@ Handler = Callable[["Worker", Any, Frame], None]
 
 
 class Worker:
-    """On the broker's loop only.
+    """A worker process. On the broker's loop only.
 
     :param number: which of the broker's workers it is, from 0.
     :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
-    :param take: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
+    :param handle: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
     :param caught_up: called when it has read what it had left unread.
     """
 
@@ -55,7 +55,7 @@ class Worker:
         self,
         command: WorkerCommand,
         number: int,
-        take: Handler,
+        handle: Handler,
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
@@ -78,7 +78,7 @@ class Worker:
         self.condemned = ""
         #: Why it cannot serve the app, by its own word.
         self.refusal: Exception | None = None
-        self._take = take
+        self._handle = handle
         self._ended = ended
         self._caught_up = caught_up
         #: Whether it is to hear of dropped objects when it reads again.
@@ -112,11 +112,11 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self.process.pid
 
     def serves(self, key: str, endpoint: str) -> bool:
-        """Whether a run of an endpoint may be sent to it now. Not to one that has ended, and is not buried yet."""
+        """Return whether a run of an endpoint may be sent to it now."""
         if self.state == "ended":
             return False
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
@@ -127,11 +127,11 @@ class Worker:
 
     @property
     def congested(self) -> bool:
-        """Whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
+        """Return whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
         return self._link.congested
 
     def reclaim(self) -> None:
-        """An object was dropped. However many were while it does not read, it hears of that once."""
+        """Tell it that an object was dropped; once, however many are while it does not read."""
         if self._link.congested:
             self._to_reclaim = True
         else:
@@ -174,12 +174,12 @@ class Worker:
         self._link.close()
         self._loop.call_later(_GRACE, self.kill, "it was asked to end, and did not")
 
-    def let_go(self) -> None:
-        """The broker stops: end by itself, until :meth:`end`."""
+    def close_link(self) -> None:
+        """Have it end by itself, until :meth:`end`, because the broker stops."""
         self._link.close()
 
     def end(self, until: float) -> None:
-        """No worker outlives its broker.
+        """End it with its broker.
 
         :param until: the time at which its patience ends, by the monotonic clock.
         """
@@ -188,10 +188,10 @@ class Worker:
         self.process.kill()
         self.process.wait()
         if self.state != "ended":
-            self._forget()
+            self._unwatch()
 
     def _hear(self, frame: Frame) -> None:
-        self._take(self, decode_message(frame), frame)
+        self._handle(self, decode_message(frame), frame)
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
@@ -204,16 +204,16 @@ class Worker:
         self._link.drain()
         self._link.close()
         self.process.wait()
-        self._forget()
+        self._unwatch()
         self._ended(self)
 
-    def _forget(self) -> None:
+    def _unwatch(self) -> None:
         self.state = "ended"
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
 
     def crash(self) -> WorkerCrashed:
-        """How it ended."""
+        """Return how it ended."""
         code = self.process.returncode
         assert code is not None, "it has been waited for"
         name = _signal_name(-code) if code < 0 else None

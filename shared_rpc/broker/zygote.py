@@ -122,7 +122,7 @@ class _Running:
             raise
 
     def ended(self) -> str:
-        """How the process has ended, or is made to."""
+        """End the process, if it has not ended; return how it has."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)
         code = self.process.returncode
@@ -184,7 +184,7 @@ class WorkerZygote:
 
     @property
     def wanted(self) -> bool:
-        """Whether there may be one yet."""
+        """Return whether there may be one yet."""
         return self._state != "off"
 
     def info(self) -> ZygoteInfo:
@@ -220,7 +220,7 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """A worker has loaded the app.
+        """Take in what a worker has imported with the app.
 
         :param forked: whether it began as a fork. If it tells of all its imports nevertheless, it has begun anew, as those of
             its zygote were made with other variables.
@@ -247,7 +247,7 @@ class WorkerZygote:
         return {*self._left_out, *(self._running.dropped if self._running is not None else ())}
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
-        """A fork has ended. One that had not loaded the app may have failed because it was a fork: the next one is not."""
+        """Note that a fork has ended. If it had not loaded the app, the next worker is no fork: being one may be the reason."""
         if loaded:
             return
         self._plain_next = True
@@ -255,12 +255,12 @@ class WorkerZygote:
             self._fail("a fork of the zygote was killed by a signal while it loaded the app")
 
     def _lost(self) -> None:
-        """The zygote has ended. Whoever is asking it for something finds that out as well."""
+        """Replace a zygote that has ended, unless a request to it is under way, which finds that out as well."""
         if self._running is not None and not self._asking.locked():
             self._replace(self._running.ended())
 
     def _replace(self, why: str) -> None:
-        """It is of no use any more: another one is to be made, if not too many have failed."""
+        """End the zygote, and have another one made, if not too many have failed."""
         self._end()
         self._state, self._why = "waiting", why
         self._due.set()
@@ -328,7 +328,7 @@ class WorkerZygote:
         return Preload(steps, imports.own, imports.folders)
 
     async def begin(self, number: int) -> ForkedWorker | None:
-        """A worker that is a fork; None where it has to be a new process."""
+        """Start a worker as a fork; return None where it has to be a new process."""
         if self._plain_next:
             self._plain_next = False
             return None
@@ -347,51 +347,32 @@ class WorkerZygote:
         supposed = msgspec.json.encode(_supposed(running.imports)).decode()
         words = [*self._command.words(number, _LINK), "--forked", supposed]
         request = Fork("shared_rpc.worker", words, [0, 1, 2, _LINK], running.imports.first)
-        ends = _Ends()
-        try:
-            with adopting():
-                answer = await running.ask(request, _PATIENCE, ends.theirs)
+        with ExitStack() as ours:
+            with ExitStack() as theirs:
+                link, other = socket.socketpair()
+                ours.enter_context(link)
+                theirs.enter_context(other)
+                reading, writing = os.pipe2(os.O_CLOEXEC)
+                theirs.callback(os.close, writing)
+                errors = ours.enter_context(os.fdopen(reading, "rb", 0))
+                nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                theirs.callback(os.close, nothing)
+                with adopting():
+                    answer = await running.ask(request, _PATIENCE, [nothing, 1, writing, other.fileno()])
             if isinstance(answer, Forked):
                 _check_child(answer.pid)
-                return ends.begun(answer.pid)
-            assert isinstance(answer, ForkRefused), "what a zygote says to a request for a fork"
-            if answer.stale:
-                _log.info("the zygote (pid %d) is made anew: %s", running.process.pid, answer.why)
-                self._end()
-                self._left_out.clear()
-                self._state, self._why = "waiting", answer.why
-                self._due.set()
-            else:
-                _log.warning("a worker is a new process, and no fork: %s", answer.why)
-            return None
-        finally:
-            ends.close()
-
-
-class _Ends:
-    """The pipes between a fork and its broker."""
-
-    def __init__(self) -> None:
-        with ExitStack() as opened:
-            ours, theirs = socket.socketpair()
-            reading, writing = os.pipe2(os.O_CLOEXEC)
-            self._link = opened.enter_context(ours)
-            self._errors = opened.enter_context(open(reading, "rb", 0))
-            nothing = opened.enter_context(open(os.devnull, "rb"))
-            opened.callback(os.close, writing)
-            opened.enter_context(theirs)
-            #: Standard input, output and error, and the socket.
-            self.theirs = [nothing.fileno(), 1, writing, theirs.fileno()]
-            self._opened = opened.pop_all()
-
-    def begun(self, pid: int) -> ForkedWorker:
-        """The fork, with this side's ends."""
-        errors = os.fdopen(os.dup(self._errors.fileno()), "rb", 0)
-        return ForkedWorker(ForkedProcess(pid, errors), self._link.dup())
-
-    def close(self) -> None:
-        """Close what has not been given away."""
-        self._opened.close()
+                ours.pop_all()
+                return ForkedWorker(ForkedProcess(answer.pid, errors), link)
+        assert isinstance(answer, ForkRefused), "what a zygote says to a request for a fork"
+        if answer.stale:
+            _log.info("the zygote (pid %d) is made anew: %s", running.process.pid, answer.why)
+            self._end()
+            self._left_out.clear()
+            self._state, self._why = "waiting", answer.why
+            self._due.set()
+        else:
+            _log.warning("a worker is a new process, and no fork: %s", answer.why)
+        return None
 
 
 def _check_child(pid: int) -> None:
@@ -411,7 +392,7 @@ def _supposed(imports: Imports) -> dict[str, Any]:
 
 
 def _early(imports: Imports) -> dict[str, str | None]:
-    """The variables that are set before something is imported."""
+    """Return the variables that are set before something is imported."""
     last = max((index for index, step in enumerate(imports.steps) if isinstance(step, str)), default=-1)
     early: dict[str, str | None] = {}
     for step in imports.steps[:last]:
@@ -421,7 +402,7 @@ def _early(imports: Imports) -> dict[str, str | None]:
 
 
 def _cut(imports: Imports, varying: set[str]) -> Imports:
-    """Without the modules that are imported after one of these variables is set."""
+    """Return imports without the modules that are imported after one of these variables is set."""
     steps: list[Step] = []
     cut = False
     for step in imports.steps:
@@ -434,8 +415,8 @@ def _cut(imports: Imports, varying: set[str]) -> Imports:
 
 
 def _merged(before: Imports, fork: Imports, unwanted: set[str]) -> Imports:
-    """What the next zygote is to import: what the last one had, and what a fork of it imported besides; without packages that
-    the app's modules have ceased to use.
+    """Return what the next zygote is to import: what the last one had, and what a fork of it imported besides; without
+    packages that the app's modules have ceased to use.
     """
     new = [step for step in fork.steps if isinstance(step, str) and not _is_in(step, unwanted)]
     gone = set(before.used) - set(fork.used) - {"shared_rpc"}

@@ -9,7 +9,7 @@ __all__ = ["is_child"]
 
 
 def is_child() -> bool:
-    """Whether :mod:`multiprocessing` started this process, whichever way: it has the role's environment of its parent.
+    """Return whether :mod:`multiprocessing` started this process, whichever way: it has the role's environment of its parent.
 
     A child that was spawned runs the main module before it knows of its parent. The fork server has none, imports what it is
     told to preload (from Python 3.14 on the main module, by default), and ends as a main program does, after its parent.

@@ -1,4 +1,4 @@
-"""What a process does when its main code has ended: a server goes on, everybody else ends."""
+"""The end of the main code, after which a server goes on, and any other process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.ending import end_now
 from shared_rpc.lifecycle.signals import wait_for_signal
 
-__all__ = ["RunningServer", "Serves", "close_all", "end_now_if_busy", "forget", "remember"]
+__all__ = ["RunningServer", "Serves", "close_all", "end_now_if_busy", "register", "unregister"]
 
 
 class RunningServer(Protocol):
@@ -22,28 +22,28 @@ class RunningServer(Protocol):
 
     @property
     def socket_path(self) -> str:
-        """Where it listens."""
+        """Return the path where it listens."""
 
     @property
     def busy(self) -> bool:
-        """Whether an endpoint runs."""
+        """Return whether an endpoint runs."""
 
     @property
     def running(self) -> bool:
-        """Whether it serves."""
+        """Return whether it serves."""
 
     def stop(self) -> None:
         """End it."""
 
 
 class Serves(Protocol):
-    """What may have a server when the main code ends: a provider."""
+    """A provider, which may have a server when the main code ends."""
 
     def _serves_at_end(self) -> bool:
-        """Whether it goes on serving."""
+        """Return whether it goes on serving."""
 
     def _server_at_end(self) -> RunningServer | None:
-        """The server that goes on, started where it was not yet."""
+        """Return the server that goes on, started where it was not yet."""
 
     def close(self) -> None:
         """End what it has."""
@@ -53,16 +53,16 @@ class Serves(Protocol):
 _providers: dict[Serves, None] = {}
 
 
-def remember(provider: Serves) -> None:
-    """Ask this provider at the end."""
+def register(provider: Serves) -> None:
+    """Ask this provider at the end whether it serves on."""
     global _main_file  # noqa: PLW0603
     _providers[provider] = None
     # Not when this module is imported: that may have been in another process, from which this one was forked to run a script.
     _main_file = getattr(sys.modules["__main__"], "__file__", _main_file)
 
 
-def forget(provider: Serves) -> None:
-    """It is closed."""
+def unregister(provider: Serves) -> None:
+    """Do not ask this provider any more: it is closed."""
     _providers.pop(provider, None)
 
 

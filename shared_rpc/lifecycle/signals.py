@@ -130,7 +130,7 @@ def wait_for_signal(
     code = 1
     with asked._receiving(on_hangup):
         try:
-            _take(numbers, asked)
+            _install(numbers, asked)
             try:
                 if begin() is not None:
                     asked.wait()
@@ -144,7 +144,7 @@ def wait_for_signal(
             if last:
                 _let_nothing_disturb(code)
             else:
-                _take_back()
+                _uninstall()
 
 
 #: What handlers of ours stand in place of, until they are taken back.
@@ -155,7 +155,7 @@ _receiver: End | None = None
 _ending = False
 
 
-def _take(numbers: Iterable[int], receiver: End) -> None:
+def _install(numbers: Iterable[int], receiver: End) -> None:
     global _receiver  # noqa: PLW0603
     _receiver = receiver
     for number in numbers:
@@ -163,7 +163,7 @@ def _take(numbers: Iterable[int], receiver: End) -> None:
         signal.signal(number, receiver._note)
 
 
-def _take_back() -> None:
+def _uninstall() -> None:
     global _receiver  # noqa: PLW0603
     for number in tuple(_earlier):
         earlier = _earlier.pop(number)
@@ -173,7 +173,7 @@ def _take_back() -> None:
 
 
 def _let_nothing_disturb(code: int) -> None:
-    """The process ends: Ctrl-C must not interrupt that, nor may anything in it last for ever."""
+    """Have the process end, undisturbed by Ctrl-C and within some seconds."""
     global _ending  # noqa: PLW0603
     for number in _earlier:
         signal.signal(number, _nothing)
@@ -186,7 +186,7 @@ def _nothing(*_: object) -> None:
 
 
 def _ignore_from_now_on() -> None:
-    """The interpreter gives signals back their defaults when it is torn down, unless they are ignored."""
+    """Ignore signals: the interpreter gives the others back their defaults when it is torn down."""
     if _ending:
         for number in _earlier:
             signal.signal(number, signal.SIG_IGN)
@@ -198,7 +198,7 @@ atexit.register(_ignore_from_now_on)
 
 @after_fork
 def _give_signals_back() -> None:
-    """A child that an endpoint forks waits for nothing here: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
+    """Have a child that an endpoint forks wait for nothing: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
     Its signals are not its parent's.
     """
     global _ending  # noqa: PLW0603
@@ -206,4 +206,4 @@ def _give_signals_back() -> None:
     if _receiver is not None:
         signal.set_wakeup_fd(-1)
         _receiver.close()
-    _take_back()
+    _uninstall()

@@ -17,7 +17,7 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
-from shared_rpc.lifecycle.main_end import forget, remember
+from shared_rpc.lifecycle.main_end import register, unregister
 from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, mechanism_info
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import PoolOptions
@@ -173,7 +173,7 @@ class Provider(RoleDriver, BlockingOperations):
         self._closed = False
         self._pid = os.getpid()
         preload_codec()
-        remember(self)
+        register(self)
         after_fork(self._after_fork)
 
     @property
@@ -309,7 +309,7 @@ class Provider(RoleDriver, BlockingOperations):
         with self._lock:
             self._closed = True
             working, self._working = self._working, None
-            forget(self)
+            unregister(self)
         if working is not None:
             working.close()
 
@@ -318,7 +318,7 @@ class Provider(RoleDriver, BlockingOperations):
         with self._lock:
             self._closed = False
             self._role = "server"
-            remember(self)
+            register(self)
             self._working = ServerRuntime(server)
 
     def run_with(self, runtime: Runtime) -> None:

@@ -46,7 +46,7 @@ def run_directly(words: list[str]) -> None:
 
 
 def zygote_path(base_path: str, key: str) -> str:
-    """Where the zygote of a key listens."""
+    """Return the path where the zygote of a key listens."""
     return f"{base_path}-{key}.zygote"
 
 
@@ -222,7 +222,7 @@ class _Run:
 
 
 def _connected(path: str) -> socket.socket | None:
-    """A connection to who listens there, None if nobody does."""
+    """Return a connection to the process that listens there, None if none does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # A backlog that is full is waited for by the kernel; it takes thousands.
@@ -238,7 +238,7 @@ def _connected(path: str) -> socket.socket | None:
 
 
 def _inheritable() -> list[int]:
-    """The descriptors that a program which this process became would have."""
+    """Return the descriptors that a program which this process became would have."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         with suppress(OSError):  # the directory that has just been listed

@@ -1,4 +1,4 @@
-"""What stands for a script towards whoever started the command: a shell, and the terminal.
+"""The stand-in for a script, towards the shell and the terminal that started the command.
 
 A process cannot join the session of another one, so the script is in no group that the shell or the terminal knows. The command
 is: it gets the signals that are meant for the script and passes them on, stops when the script has stopped, and ends as the
@@ -27,14 +27,14 @@ _SI_KERNEL = 0x80
 
 
 def ended(status: int) -> bytes:
-    """The watcher's message: the script has ended with this status of wait(2)."""
+    """Return the watcher's message that the script has ended with this status of wait(2)."""
     if os.WIFSIGNALED(status):
         return bytes([_SIGNAL, os.WTERMSIG(status)])
     return bytes([_CODE, os.WEXITSTATUS(status)])
 
 
 def stopped(number: int) -> bytes:
-    """The watcher's message: the script was stopped by a signal."""
+    """Return the watcher's message that the script was stopped by a signal."""
     return bytes([_STOP, number])
 
 
@@ -75,7 +75,7 @@ class Signals:
 
 
 def is_in_background() -> bool:
-    """Whether standard input is the terminal of this process's session, and another process group has it now.
+    """Return whether standard input is the terminal of this process's session, and another process group has it now.
 
     Who reads there is stopped by the kernel; a script in another session would not be.
     """
@@ -106,7 +106,7 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
             if kind == _STOP:
                 _stop(connection, signals, number)
             elif kind == _SIGNAL:
-                _die(signals, number)
+                _die(number)
             else:
                 os._exit(number)
         info = signals.wait()
@@ -148,7 +148,7 @@ def _stop(connection: socket.socket, signals: Signals, number: int) -> None:
         _send(connection, signal.SIGCONT, True)
 
 
-def _die(signals: Signals, number: int) -> NoReturn:
+def _die(number: int) -> NoReturn:
     """End by a signal, without leaving an image of this process beside that of the script."""
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     # Not 0, which programs that take images from a pipe do not respect; see core(5).

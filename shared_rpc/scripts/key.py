@@ -1,4 +1,4 @@
-"""Which zygote a script may be a fork of.
+"""The key of the zygote that a script may be a fork of.
 
 A fork cannot change what its zygote took from its own beginning: the interpreter and its options, the variables that it, the
 loader and libraries read when they begin, credentials and namespaces, and limits that can only be lowered. All of that is put
@@ -36,7 +36,7 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time",
 
 
 def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
-    """The key of this process, for scripts that it runs: sixteen hexadecimal digits."""
+    """Return the key of this process, for scripts that it runs: sixteen hexadecimal digits."""
     preload = sorted(set(preload))
     prefixes = (*_PREFIXES, *(f"{name.partition('.')[0].upper()}_" for name in preload))
     facts: list[object] = [
@@ -60,7 +60,7 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
 
 
 def interpreter_options() -> list[str]:
-    """The options that this interpreter was started with, as they stood before the program and its arguments."""
+    """Return the options that this interpreter was started with, as they stood before the program and its arguments."""
     before, behind = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) + 1 :]
     if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed them
         return []
@@ -68,17 +68,17 @@ def interpreter_options() -> list[str]:
 
 
 def _is_unbuffered() -> bool:
-    """Whether the interpreter has been told not to buffer what it writes, which is in none of its flags."""
+    """Return whether the interpreter has been told not to buffer what it writes, which is in none of its flags."""
     return any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))
 
 
 def limits() -> list[int]:
-    """The resource limits that this system has."""
+    """Return the resource limits that this system has."""
     return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
 def is_relative(path: str) -> bool:
-    """Whether a variable such as PYTHONPATH has entries that depend on the working directory."""
+    """Return whether a variable such as PYTHONPATH has entries that depend on the working directory."""
     return bool(path) and any(not os.path.isabs(entry) for entry in path.split(os.pathsep))
 
 

@@ -24,7 +24,7 @@ _PATIENCE = 2.0
 
 
 def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What the zygotes tell of themselves that listen in the directory of the base path.
+    """Return facts of the zygotes that listen in the directory of the base path.
 
     :param passed_over: called with the reason where one does not answer.
     """
@@ -81,9 +81,9 @@ def _connect(sock: socket.socket, path: Path) -> bool:
 
 
 def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
-    """The answer to one word.
+    """Return the answer to one word.
 
-    :raises OSError: in time, or if there is none.
+    :raises OSError: if there is none in time.
     """
     incoming = Incoming(unpacked)
     asked = False

@@ -24,7 +24,7 @@ __all__ = ["Refusal", "ScriptFork", "ScriptRequest"]
 
 
 class ScriptRequest(msgspec.Struct):
-    """What a command wants to be run, and all that the script is to inherit from it.
+    """A request to run a script, with all that the script is to inherit from the command.
 
     :param name: see :class:`Script`, for the next two also.
     :param options: those of the command's interpreter.
@@ -66,7 +66,7 @@ class ScriptFork:
 
     @property
     def highest(self) -> int:
-        """The highest number of a descriptor that the script has."""
+        """Return the highest number of a descriptor that the script has."""
         return max([*self._request.fds, 2])
 
     def become(self, watcher: int, kept: int, fds: list[int]) -> None:
@@ -111,7 +111,7 @@ class ScriptFork:
                 self._open()
 
     def _variables(self) -> dict[str, str]:
-        """The command's environment, with what an import would have changed in it too."""
+        """Return the command's environment, with what an import would have changed in it too."""
         variables = dict(self._request.variables)
         before, after = self._zygote.inherited, self._zygote.variables
         for name in {*before, *after}:
@@ -122,7 +122,7 @@ class ScriptFork:
         return variables
 
     def _own_path(self) -> list[str]:
-        """What the interpreter puts before all other directories of modules: nothing where it cannot know that."""
+        """Return what the interpreter puts before all other directories of modules: nothing where it cannot know that."""
         if self.script.module:
             try:
                 return [os.getcwd()]
@@ -136,7 +136,7 @@ class ScriptFork:
             return [os.path.dirname(self.script.name)]
 
     def _shadowed_by_archive(self) -> str:
-        """A module of the archive, where the script is one, that a new process would import from there."""
+        """Return a module of the archive, where the script is one, that a new process would import from there."""
         importer = pkgutil.get_importer(self._path) if not self.script.module else None
         if not isinstance(importer, zipimporter):
             return ""
@@ -172,7 +172,7 @@ class ScriptFork:
 
 
 def _absolute(path: str) -> str:
-    """A path with the working directory before it, and otherwise unchanged."""
+    """Return a path with the working directory before it, and otherwise unchanged."""
     try:
         return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
     except OSError:  # it has been removed
@@ -184,7 +184,7 @@ class _Begin(BaseException):
 
 
 def _text(function: Callable[[], str]) -> object:
-    """An object whose text is what a function returns, without a frame between."""
+    """Return an object whose text is what a function returns, without a frame between."""
     return type("Text", (), {"__str__": staticmethod(function)})()
 
 

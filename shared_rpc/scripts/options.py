@@ -10,7 +10,7 @@ PRELOAD, IDLE_EXIT, MODULE = "--preload", "--idle-exit", "-m"
 
 
 class Script(NamedTuple):
-    """What is to be run.
+    """The program that is to be run.
 
     :param name: the path of a script, of a directory or archive with a ``__main__.py``; or a module's name.
     :param arguments: what is behind it.
@@ -27,7 +27,7 @@ class Script(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The command line for the interpreter, behind its own name and options."""
+        """Return the command line for the interpreter, behind its own name and options."""
         return [*([MODULE] if self.module else []), self.name, *self.arguments]
 
 

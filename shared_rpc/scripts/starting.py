@@ -41,7 +41,7 @@ class NoZygote(Exception):
 
 
 def log_path(path: str) -> str:
-    """Where a zygote writes that listens at ``path``."""
+    """Return the path of the log of the zygote that listens at ``path``."""
     return f"{path}.log"
 
 
@@ -146,7 +146,7 @@ def _spawn(path: str, words: list[str], environ: Mapping[str, str], fds: list[in
 
 
 def _told(reading: int, pause: Callable[[], None], deadline: float) -> str:
-    """What the zygote tells; empty if it ends without a word."""
+    """Return what the zygote tells; empty if it ends without a word."""
     os.set_blocking(reading, False)
     text = b""
     while time.monotonic() < deadline:
@@ -161,7 +161,7 @@ def _told(reading: int, pause: Callable[[], None], deadline: float) -> str:
 
 
 def _believed(path: str) -> str:
-    """Why a zygote of this key must not be forked, as was found out not long ago."""
+    """Return why a zygote of this key must not be forked, as was found out not long ago."""
     try:
         with open(f"{path}.unfit", encoding="utf-8", errors="replace") as file:
             recent = time.time() - os.fstat(file.fileno()).st_mtime < _BELIEVED

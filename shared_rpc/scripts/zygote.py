@@ -106,7 +106,7 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
 
 @dataclass
 class _Connection:
-    """Somebody who has not yet said what is wanted."""
+    """A connection that has brought no request yet."""
 
     socket: socket.socket
     until: float

@@ -1,4 +1,4 @@
-"""What a fork of a zygote undoes, to be a process like any other."""
+"""The steps by which a fork of a zygote becomes a process like any other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Identity", "become", "inherited_environment", "new_main", "run_modul
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a fork has of its own, where that is not what its zygote had when it began.
+    """The attributes that a fork does not have from its zygote.
 
     :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
     :param variables: the environment.
@@ -114,7 +114,7 @@ _inherited: dict[str, str] = {}
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment that a new process would have begun with in place of this fork."""
+    """Return the environment that a new process would have begun with in place of this fork."""
     return dict(_inherited)
 
 
@@ -174,7 +174,7 @@ def _seed() -> None:
 
 
 def _interpreter_words() -> list[str]:
-    """The interpreter and its options, which a fork has in common with its zygote."""
+    """Return the interpreter and its options, which a fork has in common with its zygote."""
     words = sys.orig_argv
     return words[: next(index for index, word in enumerate(words) if word in ("-m", "-c"))]
 

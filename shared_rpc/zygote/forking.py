@@ -13,7 +13,7 @@ __all__ = ["fork", "fork_for_subreaper"]
 
 
 def fork() -> int:
-    """Fork: the process id in the parent, 0 in the child.
+    """Fork; return the process id in the parent, 0 in the child.
 
     :raises OSError: if the system has no room for another process.
     """

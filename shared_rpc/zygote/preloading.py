@@ -16,7 +16,7 @@ __all__ = ["Files", "Preloaded", "preload", "shadowed"]
 
 @dataclass
 class Preloaded:
-    """What came of imports.
+    """The outcome of imports.
 
     :param dropped: modules that could not be imported, and why.
     :param variables: variables that modules set when they were imported, None for those that they removed.
@@ -69,9 +69,9 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> dict[str, str | N
 
 
 def shadowed(folders: Iterable[str]) -> str:
-    """A file in one of the directories that a new process would import in place of a module that is imported; empty for none.
+    """Return a file that a new process would import in place of a module that is imported; empty for none.
 
-    :param folders: in the order in which they are looked through.
+    :param folders: directories, in the order in which they are looked through.
     """
     found: set[str] = set()
     for folder in folders:
@@ -110,7 +110,7 @@ class Files:
                     self._known[name] = facts
 
     def changed(self) -> str:
-        """One that is no longer what it was; empty for none."""
+        """Return one that is no longer what it was; empty for none."""
         return next((name for name, facts in self._known.items() if _facts(name) != facts), "")
 
 

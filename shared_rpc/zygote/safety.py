@@ -1,4 +1,4 @@
-"""Whether this process may be forked."""
+"""The check whether this process may be forked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _seen = [1]
 
 
 def unsafe(known: frozenset[int]) -> str:
-    """Why this process must not be forked; empty if it may be.
+    """Return why this process must not be forked; empty if it may be.
 
     Python threads would be missing in a fork, with whatever they had locked. CUDA does not survive a fork. A child process, or
     an open file or socket, would be shared by forks that know nothing of each other. Threads of native libraries (OpenBLAS,
@@ -67,7 +67,7 @@ def unsafe(known: frozenset[int]) -> str:
 
 
 def cuda_is_initialised() -> bool:
-    """Whether anything in this process has initialised CUDA, which then does not work in its forks."""
+    """Return whether anything in this process has initialised CUDA, which then does not work in its forks."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:  # nobody has loaded it
@@ -80,7 +80,7 @@ def _native_threads() -> int:
 
 
 def try_fork() -> str:
-    """Fork, and have the fork compute: why that does not work; empty if it does.
+    """Fork, and have the fork compute; return why that does not work, empty if it does.
 
     A parallel region of OpenMP that ran before a fork leaves the library waiting, in the fork, for threads that are not there.
     """

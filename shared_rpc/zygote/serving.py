@@ -66,7 +66,7 @@ class Zygote:
 
     @property
     def ready(self) -> bool:
-        """Whether it has been prepared, and can be forked."""
+        """Return whether it has been prepared, and can be forked."""
         return bool(self._names)
 
     def prepare(self, request: Preload) -> Ready | Unfit:
@@ -101,7 +101,7 @@ class Zygote:
         return Ready(self._names, done.dropped)
 
     def refusal(self, folders: list[str]) -> ForkRefused | None:
-        """Why what was imported is not what a new process would import; None if it is.
+        """Return why what was imported is not what a new process would import; None if it is.
 
         :param folders: where that one looks first.
         """
@@ -114,7 +114,7 @@ class Zygote:
         return None
 
     def changed(self) -> str:
-        """A file of what was imported that is no longer what it was; empty for none."""
+        """Return a file of what was imported that is no longer what it was; empty for none."""
         return self._files.changed()
 
     def serve(self, connection: socket.socket) -> Born | None:
@@ -163,6 +163,6 @@ class Zygote:
 
 
 def _of_libraries() -> list[int]:
-    """The descriptors of shared libraries: libffi of 3.5 opens itself, and maps that file whenever it needs trampolines."""
+    """Return the descriptors of shared libraries: libffi of 3.5 maps its own file whenever it needs trampolines."""
     names = {fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_descriptors()}
     return [fd for fd, name in names.items() if ".so." in name or name.endswith(".so")]

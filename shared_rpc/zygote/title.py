@@ -1,4 +1,4 @@
-"""What other programs see as the command line of this process."""
+"""The command line of this process, as other programs see it."""
 
 from __future__ import annotations
 

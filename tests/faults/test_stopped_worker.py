@@ -209,8 +209,8 @@ def test_what_may_wait(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
         backlog.add(each)
     with pytest.raises(errors.ServerBusy, match=rf"at most \d+ {unit}\): because"):
         backlog.check(run(**size), "because")
-    assert backlog.take(runs[1])
-    assert not backlog.take(runs[1])
+    assert backlog.remove(runs[1])
+    assert not backlog.remove(runs[1])
     backlog.check(run(**size), "")
     assert list(backlog) == [runs[0], runs[2], runs[3]]
 

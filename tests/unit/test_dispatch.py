@@ -159,7 +159,7 @@ def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
     setting.executor.lost(cast("Worker", first))
     assert setting.transfer.returned() == []
     setting.peers.append(Peer())
-    setting.dispatcher.look()
+    setting.dispatcher.send_waiting()
     assert setting.peers[0].last(w.StartRun).chunks == [7]
     second = setting.peers.pop()
     setting.dispatcher.lost(cast("Worker", second), WorkerCrashed("it was killed"))

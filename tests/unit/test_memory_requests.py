@@ -42,7 +42,9 @@ def answered(workers: list[Any], *then: Any) -> Any:
 
 def says(free: int | None = None, error: str = "") -> Any:
     """A worker answers."""
-    return lambda requests, number: requests.take(cast(Any, None), w.Allocated(free=free, error=error), Frame(0, number, b""))
+    return lambda requests, number: requests.answered(
+        cast(Any, None), w.Allocated(free=free, error=error), Frame(0, number, b"")
+    )
 
 
 def test_another_worker_is_asked_where_one_ends() -> None:
