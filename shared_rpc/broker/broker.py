@@ -55,15 +55,9 @@ _STOP_TIMEOUT = 3.0
 class Broker:
     """Serves an app's providers from a thread of its own, with the endpoints in worker processes.
 
-    :param workers: how many processes run endpoints.
-    :param build_timeout: seconds after which a run that has begun is taken for stuck, and its worker is killed.
+    :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client asked it to.
     :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
-
-    :param idle_exit: seconds after which it ends when it has no client, no lease and no task or run; None for never.
     :param exporter: what serves metrics, None for nothing; it is closed in the end.
-    :param on_end: called in its thread when it ends because of that, or because a client asked it to, with the reason.
-
-    For the other parameters see :class:`shared_rpc.Server`.
     """
 
     def __init__(
@@ -252,8 +246,8 @@ class Broker:
                 await running.wait()
                 await service.acceptor.serve()
 
-    def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
-        """See :class:`Watcher`."""
+    def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+        """See :class:`WorkerObserver`."""
         service = self._services.get(message.key)
         if service is not None and service.restored:
             return  # until it has said all, the endpoints are those of before
@@ -287,10 +281,10 @@ class Broker:
         if transfer is not None:
             transfer.came_back(worker, message.chunks)
 
-    # What the supervisor tells; see Watcher.
+    # Events of workers.
 
-    def changed(self) -> None:
-        """See :class:`Watcher`."""
+    def on_change(self) -> None:
+        """See :class:`WorkerObserver`."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
             if self._earlier.pending:
@@ -299,12 +293,12 @@ class Broker:
                 self._manager.keep_service(service.facts, service.core)
         self._dispatcher.send_waiting()
 
-    def caught_up(self) -> None:
-        """See :class:`Watcher`."""
+    def on_caught_up(self) -> None:
+        """See :class:`WorkerObserver`."""
         self._dispatcher.send_waiting()
 
-    def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
-        """See :class:`Watcher`."""
+    def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
+        """See :class:`WorkerObserver`."""
         self._dispatcher.lost(worker, crash)
         self._memory.lost(worker)
         bound = self._bound.pop(worker, set())

@@ -41,16 +41,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 class WorkerObserver(Protocol):
     """The events of workers that concern a broker."""
 
-    def told(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+    def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """Take in a provider, or one more endpoint, of a worker of the current generation."""
 
-    def changed(self) -> None:
+    def on_change(self) -> None:
         """Look again which workers there are: one is new or has ended, or none will come any more."""
 
-    def caught_up(self) -> None:
+    def on_caught_up(self) -> None:
         """Send on what waits: a worker has read what it had left unread."""
 
-    def lost(self, worker: Worker, crash: WorkerCrashed) -> None:
+    def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """Clean up after a worker that has ended."""
 
 
@@ -66,7 +66,7 @@ class Supervisor:
         self,
         command: WorkerCommand,
         count: int,
-        watcher: WorkerObserver,
+        observer: WorkerObserver,
         zygote: WorkerZygote,
         handlers: Mapping[type[Message], Handler],
     ) -> None:
@@ -80,7 +80,7 @@ class Supervisor:
         self._command = command
         self._zygote = zygote
         self._count = count
-        self._watcher = watcher
+        self._observer = observer
         #: Those that get new runs.
         self.workers: list[Worker] = []
         #: Those whose code is to be the new one, until all of them are ready.
@@ -161,8 +161,8 @@ class Supervisor:
         """
         try:
             begun = await self._zygote.begin(number)
-            told = (self._handle, self._ended, self._watcher.caught_up)
-            worker = Worker(self._command, number, *told, self.restarts[number], begun)
+            callbacks = (self._handle, self._ended, self._observer.on_caught_up)
+            worker = Worker(self._command, number, *callbacks, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
@@ -203,8 +203,8 @@ class Supervisor:
 
     def _notify(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         if worker in self.workers:
-            self._watcher.told(worker, message)
-            self._watcher.changed()
+            self._observer.on_endpoints(worker, message)
+            self._observer.on_change()
 
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
@@ -216,7 +216,7 @@ class Supervisor:
                 HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
         self._resolve(worker, None)
         if worker in self.workers:
-            self._watcher.changed()
+            self._observer.on_change()
 
     def _refuses(self, worker: Worker, message: w.Refused, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
@@ -262,9 +262,9 @@ class Supervisor:
             _log.error("%s", crash)
             self.crashes += 1
             self._count_crash(crash, time.monotonic() - worker.started)
-        self._watcher.lost(worker, crash)
+        self._observer.on_lost(worker, crash)
         self._resolve(worker, None if crashed else worker.refusal or crash)
-        self._watcher.changed()
+        self._observer.on_change()
         if crashed:
             await self._restart(worker.number)
 
@@ -278,7 +278,7 @@ class Supervisor:
         """Note that no process could begin, which is to be tried again."""
         _log.error("%s", crash)
         self._count_crash(crash, 0.0)
-        self._watcher.changed()
+        self._observer.on_change()
 
     def _count_crash(self, crash: WorkerCrashed, lived: float) -> None:
         now = time.monotonic()

@@ -127,10 +127,10 @@ class _Run:
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
         if connection is None:
-            from shared_rpc.scripts.starting import NoZygote, start
+            from shared_rpc.scripts.starting import NoZygote, Starting
 
             try:
-                connection = start(
+                connection = Starting(
                     self._path,
                     self._settings,
                     self._environ,
@@ -138,7 +138,7 @@ class _Run:
                     lambda: _connected(self._path),
                     lambda: self._signals.attend(_LOOK),
                     time.monotonic() + _START,
-                )
+                ).connection()
             except NoZygote as error:
                 raise _Unavailable(str(error)) from None
         try:

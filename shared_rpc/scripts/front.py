@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+from contextlib import suppress
 from typing import NoReturn
 
 __all__ = ["GO", "Signals", "ended", "is_in_background", "stand_for", "stopped"]
@@ -134,10 +135,8 @@ def _receive(connection: socket.socket, received: bytearray) -> None:
 
 
 def _send(connection: socket.socket, number: int, group: bool) -> None:
-    try:
+    with suppress(OSError):  # it has ended just now
         connection.send(bytes([number, group]))
-    except OSError:  # it has ended just now
-        return
 
 
 def _stop(connection: socket.socket, signals: Signals, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Starting a zygote: once for all who want it."""
+"""The start of a zygote, once for all that want it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.election import Election
@@ -18,7 +19,7 @@ from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import ScriptSettings
 from shared_rpc.zygote.title import ROOM
 
-__all__ = ["NoZygote", "log_path", "start"]
+__all__ = ["NoZygote", "Starting", "log_path"]
 
 #: Seconds for which a reason why a zygote must not be forked is believed: nobody waits for its imports again.
 _BELIEVED = 600.0
@@ -45,92 +46,88 @@ def log_path(path: str) -> str:
     return f"{path}.log"
 
 
-def start(
-    path: str,
-    settings: ScriptSettings,
-    environ: Mapping[str, str],
-    fds: list[int],
-    connect: Callable[[], socket.socket | None],
-    pause: Callable[[], None],
-    deadline: float,
-) -> socket.socket:
-    """Return a connection to a zygote: one that was started here, or by whoever else wanted one.
+class Starting(NamedTuple):
+    """A wish for a zygote that listens at ``path``.
 
     :param fds: descriptors of this process that a new one would inherit, and the zygote must not.
+    :param connect: returns a connection to the zygote, or None.
     :param pause: waits for a moment.
-    :raises NoZygote: if there is none.
     """
-    try:
-        check_directory(os.path.dirname(path))
-        election = Election(path)
-    except (ConfigurationError, OSError) as error:
-        raise NoZygote(str(error)) from None
-    try:
-        while time.monotonic() < deadline:
-            if election.acquire():
-                connection = connect()
-                if connection is None:
-                    _start(path, settings, environ, fds, election, pause, deadline)
-                    connection = connect()
+
+    path: str
+    settings: ScriptSettings
+    environ: Mapping[str, str]
+    fds: list[int]
+    connect: Callable[[], socket.socket | None]
+    pause: Callable[[], None]
+    deadline: float
+
+    def connection(self) -> socket.socket:
+        """Return a connection to a zygote: one that was started here, or by another process that wanted one.
+
+        :raises NoZygote: if there is none.
+        """
+        try:
+            check_directory(os.path.dirname(self.path))
+            election = Election(self.path)
+        except (ConfigurationError, OSError) as error:
+            raise NoZygote(str(error)) from None
+        try:
+            while time.monotonic() < self.deadline:
+                won = election.acquire()
+                if not won:
+                    self.pause()
+                connection = self.connect()
+                if connection is None and won:
+                    self._start(election)
+                    connection = self.connect()
                 if connection is not None:
                     return connection
-                raise NoZygote(f"the zygote ended at once; see {log_path(path)}")
-            pause()
-            connection = connect()
-            if connection is not None:
-                return connection
-        raise NoZygote(
-            f"another process began to start a zygote at {path}, and it has not come up in time; see {log_path(path)}"
-        )
-    finally:
-        election.close()
+                if won:
+                    raise NoZygote(f"the zygote ended at once; see {log_path(self.path)}")
+            raise NoZygote(
+                f"another process began to start a zygote at {self.path}, and it has not come up in time; see "
+                f"{log_path(self.path)}"
+            )
+        finally:
+            election.close()
 
-
-def _start(
-    path: str,
-    settings: ScriptSettings,
-    environ: Mapping[str, str],
-    fds: list[int],
-    election: Election,
-    pause: Callable[[], None],
-    deadline: float,
-) -> None:
-    if reason := election.failure() or _believed(path):
-        raise NoZygote(reason)
-    reading, writing = os.pipe()
-    try:
-        options = {"path": path, "lock": election.fd, "told": writing, **settings._asdict()}
-        options["stay"] = is_relative(environ.get("PYTHONPATH", ""))
-        _spawn(path, [*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], environ, fds, election.fd, writing)
-    except OSError as error:
-        os.close(reading)
-        raise NoZygote(f"cannot start a zygote: {error}") from None
-    finally:
-        os.close(writing)
-    try:
-        told = _told(reading, pause, deadline)
-    finally:
-        os.close(reading)
-    if told != "listens":
-        reason = told or f"the zygote ended before it listened; see {log_path(path)}"
-        election.record_failure(reason)
-        raise NoZygote(reason)
-
-
-def _spawn(path: str, words: list[str], environ: Mapping[str, str], fds: list[int], lock: int, told: int) -> None:
-    """Start a process that has of this one's descriptors two, and its signals as by default."""
-    log = os.open(log_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    def _start(self, election: Election) -> None:
+        if reason := election.failure() or _believed(self.path):
+            raise NoZygote(reason)
+        reading, writing = os.pipe()
         try:
+            options = {"path": self.path, "lock": election.fd, "told": writing, **self.settings._asdict()}
+            options["stay"] = is_relative(self.environ.get("PYTHONPATH", ""))
+            self._spawn([*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], election.fd, writing)
+        except OSError as error:
+            os.close(reading)
+            raise NoZygote(f"cannot start a zygote: {error}") from None
+        finally:
+            os.close(writing)
+        try:
+            told = self._told(reading)
+        finally:
+            os.close(reading)
+        if told != "listens":
+            reason = told or f"the zygote ended before it listened; see {log_path(self.path)}"
+            election.record_failure(reason)
+            raise NoZygote(reason)
+
+    def _spawn(self, words: list[str], lock: int, told: int) -> None:
+        """Start a process that has of this one's descriptors two, and its signals as by default."""
+        log = os.open(log_path(self.path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        null = -1
+        try:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             os.set_inheritable(lock, True)
             os.set_inheritable(told, True)
-            actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in fds if fd > 2]
+            actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in self.fds if fd > 2]
             actions += [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in ((0, null), (1, log), (2, log))]
             pid = os.posix_spawn(
                 sys.executable,
                 [sys.executable, *words],
-                dict(environ),
+                dict(self.environ),
                 file_actions=actions,
                 # Out of the job of this process: what the terminal sends is not meant for it, from its first moment on.
                 setpgroup=0,
@@ -139,25 +136,24 @@ def _spawn(path: str, words: list[str], environ: Mapping[str, str], fds: list[in
             )
         finally:
             os.set_inheritable(lock, False)
-            os.close(null)
-    finally:
-        os.close(log)
-    os.waitpid(pid, 0)  # it goes on in a child
+            for fd in (null, log):
+                if fd >= 0:
+                    os.close(fd)
+        os.waitpid(pid, 0)  # it goes on in a child
 
-
-def _told(reading: int, pause: Callable[[], None], deadline: float) -> str:
-    """Return what the zygote tells; empty if it ends without a word."""
-    os.set_blocking(reading, False)
-    text = b""
-    while time.monotonic() < deadline:
-        with suppress(BlockingIOError):
-            data = os.read(reading, 4096)
-            if not data:
-                return text.decode(errors="replace")
-            text += data
-            continue
-        pause()
-    return "the zygote has not begun to listen in time"
+    def _told(self, reading: int) -> str:
+        """Return what the zygote tells; empty if it ends without a word."""
+        os.set_blocking(reading, False)
+        text = b""
+        while time.monotonic() < self.deadline:
+            with suppress(BlockingIOError):
+                data = os.read(reading, 4096)
+                if not data:
+                    return text.decode(errors="replace")
+                text += data
+                continue
+            self.pause()
+        return "the zygote has not begun to listen in time"
 
 
 def _believed(path: str) -> str:

@@ -94,10 +94,10 @@ class Stage:
         await turns(lambda: len(self.workers) >= count)
         return self.workers[-1]
 
-    def told(self, *_: object) -> None:
-        """See :class:`Watcher`."""
+    def on_change(self, *_: object) -> None:
+        """See :class:`WorkerObserver`."""
 
-    changed = caught_up = lost = told
+    on_endpoints = on_caught_up = on_lost = on_change
 
 
 @pytest.fixture
