@@ -55,15 +55,16 @@ def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Seg
     """
     sizes, places = pack([view.nbytes for view in buffers.views])
     segments: list[Segment] = []
+    entries: list[BufferEntry] = []
     try:
         for nbytes in sizes:
             segments.append(HOST.create(nbytes))
         for view, (number, offset) in zip(buffers.views, places, strict=True):
             _write(segments[number].fileno(), view, offset)
-        return [_sealed(segment, access) for segment in segments], [
-            BufferEntry(first + number, offset, view.nbytes)
-            for view, (number, offset) in zip(buffers.views, places, strict=True)
-        ]
+            entries.append(BufferEntry(first + number, offset, view.nbytes))
+        for segment in segments:
+            HOST.seal(segment.fileno())  # nobody can write to it any more
+        return [segment.duplicate("read" if access == "read" else "copy") for segment in segments], entries
     finally:
         for segment in segments:
             segment.close()
@@ -77,12 +78,6 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
             done += os.pwrite(fd, view[done:], offset + done)
     except OSError as error:
         raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment: {error}") from error
-
-
-def _sealed(segment: Segment, access: Access) -> Segment:
-    """Return the segment as others get it: nobody can write to it any more."""
-    HOST.seal(segment.fileno())
-    return segment.duplicate("read" if access == "read" else "copy")
 
 
 def buffers_of(table: TensorTable, mappings: Sequence[Mapping]) -> list[memoryview]:

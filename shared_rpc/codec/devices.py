@@ -1,13 +1,31 @@
-"""Rule for the device that memory must be on to be shared."""
+"""Rule for the device that memory must be on to be shared.
+
+A tensor on the host is refused where memory is shared on a GPU, because it was most likely forgotten there. In objects of
+libraries that compute on the host by design it was not: it stays where it is, and is shared as the host memory that it is.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
-from shared_rpc.codec.hosted import host_tensors
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["check_devices", "wrong_device"]
+__all__ = ["check_devices", "host_tensors", "wrong_device"]
+
+#: Classes by the modules that they come from, which are not imported for that, each with the attributes that are on the host;
+#: with none, all of them may be. The noise schedules of diffusers; the step counts of torch's optimizers
+#: (``capturable=False``); how many models averaged weights are the average of, which stays on the host where the model was on
+#: its device before; and the lengths in a packed batch of sequences, which torch takes from the host alone.
+_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("diffusers.schedulers.scheduling_utils", "SchedulerMixin"): (),
+    ("torch.optim.optimizer", "Optimizer"): (),
+    ("torch.optim.swa_utils", "AveragedModel"): ("n_averaged",),
+    ("torch.nn.utils.rnn", "PackedSequence"): ("batch_sizes",),
+}
 
 
 def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
@@ -39,3 +57,20 @@ def wrong_device(path: str, device: torch.device, kind: str) -> str:
         f"{path} is on {device}, and memory is shared on {kind!r} here: move it with .to({kind!r}), or choose another device "
         f"for the Provider (a tensor in a plain attribute does not follow module.to(); register it as a buffer)"
     )
+
+
+def host_tensors(obj: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that such an object keeps on the host; none of any other object."""
+    for (module, name), attributes in _CLASSES.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(obj, kind):
+            yield from _held([getattr(obj, attribute, None) for attribute in attributes] if attributes else vars(obj))
+
+
+def _held(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu" and value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item)

@@ -1,4 +1,4 @@
-"""Modules in a skeleton: which of their attributes travel, and how a module is made of them again.
+"""Modules and their parameters in a skeleton: which of their attributes travel, and how a module is made of them again.
 
 What most modules are is their ``__dict__``, and half of that is as in every new module. A class that says how it is pickled is
 obeyed.
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec.refusals import PickleRefused
 
-__all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module"]
+__all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module", "reduce_parameter"]
 
 #: What a new module has. Most of it is a dozen empty containers for hooks, which few modules ever fill.
 _NEW = torch.nn.Module().__dict__
@@ -156,6 +156,29 @@ def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...],
         parametrize._inject_property(module, name)
     if not plainly:
         module.__setstate__(own)  # type: ignore[no-untyped-call]
+
+
+def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
+    """Return the reduction of a parameter of a class of its own, as of 4-bit layers; NotImplemented for what its class says.
+
+    torch's own makes plain parameters of them, whatever their class, and takes what the class has for ``copy.deepcopy``.
+    """
+    kind = type(parameter)
+    if kind is torch.nn.Parameter or kind.__reduce_ex__ is not torch.nn.Parameter.__reduce_ex__:
+        return NotImplemented
+    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    state = {**parameter.__dict__, **{name: getattr(parameter, name) for name in slots if hasattr(parameter, name)}}
+    return _make_parameter, (kind, parameter.data, parameter.requires_grad), state, None, None, _restore_parameter
+
+
+def _make_parameter(kind: type[torch.nn.Parameter], data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.Tensor._make_subclass(kind, data, requires_grad)
+
+
+def _restore_parameter(parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        # Not setattr(), which a class may have its own of.
+        object.__setattr__(parameter, name, value)
 
 
 def next_hook(module: torch.nn.Module) -> int:

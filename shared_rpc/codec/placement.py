@@ -184,7 +184,7 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
                 for mapping, chosen in _segments(rest, device):
                     _fill(placement, mapping, chosen, "read_write")
         for device in {span.device for span in found}:
-            _wait_for_stream(device)
+            backend_for(id_of(device)).wait(current_stream(device))
     except BaseException:
         placement.close()
         if pool is not None:
@@ -286,8 +286,3 @@ def _move(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _wait_for_stream(device: torch.device) -> None:
-    if device.type == "cuda":
-        backend_for(id_of(device)).wait(current_stream(device))

@@ -135,11 +135,7 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
     if device == "cpu" or not initialized or torch.cuda.is_current_stream_capturing():
         return True
     stream = torch.cuda.current_stream(torch_device(device)).cuda_stream
-    backend = backend_for(device)
-    if seconds is not None:
-        return backend.wait_briefly(seconds, stream)
-    backend.wait(stream)
-    return True
+    return backend_for(device).wait(stream, seconds)
 
 
 @without_modes

@@ -59,10 +59,7 @@ class Copied:
         :returns: whether it was done in time.
         """
         try:
-            if seconds is not None:
-                return self._backend.wait_briefly(seconds, self._stream)
-            self._backend.wait(self._stream)
-            return True
+            return self._backend.wait(self._stream, seconds)
         except BaseException:
             self.segment.close()
             self._pool.release((self.chunk.number,))
@@ -144,9 +141,7 @@ def detach_argument(
     stream, offset = current_stream(device), storage.data_ptr() - hold.mapping.address
     if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
         return None  # torch has moved the storage meanwhile, into shared memory of its own
-    if seconds is None:
-        reference.backend.wait(stream)
-    elif not reference.backend.wait_briefly(seconds, stream):
+    if not reference.backend.wait(stream, seconds):
         return None
     entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
     # What keeps the chunk goes with its last user: if this is not the last, there is something left.

@@ -19,10 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec import by_value
 from shared_rpc.codec.buffers import PickledBuffers
-from shared_rpc.codec.devices import wrong_device
-from shared_rpc.codec.hosted import host_tensors
-from shared_rpc.codec.modules import next_hook, raise_next_hook, reduce_compiled, reduce_handle, reduce_module
-from shared_rpc.codec.parameters import reduce_parameter
+from shared_rpc.codec.devices import host_tensors, wrong_device
+from shared_rpc.codec.modules import (
+    next_hook,
+    raise_next_hook,
+    reduce_compiled,
+    reduce_handle,
+    reduce_module,
+    reduce_parameter,
+)
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.refusals import PickleRefused, refuse_kind, refuse_tensor
 from shared_rpc.codec.remote_code import reduce_remote_class

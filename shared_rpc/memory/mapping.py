@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.errors.interrupts import is_of_handler
@@ -31,39 +32,37 @@ __all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
 _LABELS = 4
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Mapping:
-    """One mapped segment.
+    """One mapped segment."""
 
-    ``descriptor`` keeps the segment open, so that the memory can be handed to another process; it ends with the mapping, which
-    needs none to stay alive. ``publishes`` tells whether this process may publish the memory again. ``sealed`` tells that
-    consumers may only map it for reading. ``owner`` is the id of the server that keeps the segment, and knows it by its id;
-    ``""`` where there is none. ``pooled`` tells that its bytes are used again when their reader has done with them, so that
-    nobody else may be told of them. ``fresh`` tells that this process made it, and nobody else has had it so far. ``hidden``
-    tells that :meth:`MappingTable.find` does not know it, ``gone`` that it was unmapped. ``number`` tells those of one segment
-    that are copy-on-write from each other. ``labels`` say for people what lies in it.
-    """
+    info: SegmentInfo
+    address: int
+    backend: Backend
+    #: Keeps the segment open, so that the memory can be handed to another process; the mapping itself needs none.
+    descriptor: Segment | None
+    #: Tells those of one segment that are copy-on-write from each other.
+    number: int = 0
+    #: Whether :meth:`MappingTable.find` does not know it, and whether it was unmapped.
+    hidden: bool = False
+    gone: bool = False
+    #: The id of the server that keeps the segment, and knows it by its id; ``""`` where there is none.
+    owner: str = ""
+    #: Whether its bytes are used again when their reader has done with them, so that nobody else may be told of them.
+    pooled: bool = False
+    #: Whether this process made it, and nobody else has had it so far.
+    fresh: bool = False
+    #: Whether this process may publish the memory again, and whether consumers may only map it for reading.
+    publishes: bool = field(init=False)
+    sealed: bool = field(init=False)
+    pins: int = 0
+    uses: set[_Use] = field(default_factory=set)
+    #: What lies in it, for people.
+    labels: list[str] = field(default_factory=list)
 
-    __slots__ = (
-        *("address", "backend", "descriptor", "fresh", "gone", "hidden", "info", "labels", "uses"),
-        *("number", "owner", "pins", "pooled", "publishes", "sealed"),
-    )
-
-    def __init__(self, info: SegmentInfo, address: int, backend: Backend, segment: Segment | None, number: int = 0) -> None:
-        self.info = info
-        self.number = number
-        self.hidden = False
-        self.gone = False
-        self.address = address
-        self.backend = backend
-        self.descriptor = segment
-        self.publishes = segment is not None
-        self.owner = ""
-        self.pooled = False
-        self.fresh = False
-        self.sealed = info.access != "read_write"
-        self.pins = 0
-        self.uses: set[_Use] = set()
-        self.labels: list[str] = []
+    def __post_init__(self) -> None:
+        self.publishes = self.descriptor is not None
+        self.sealed = self.info.access != "read_write"
 
     def label(self, text: str) -> None:
         """Add what lies in it, for people. The first few are kept."""

@@ -21,6 +21,7 @@ class ChunkSink(Protocol):
         """Take back chunks that nothing has used."""
 
 
+@dataclass(eq=False, slots=True)
 class Record:
     """Value taken apart.
 
@@ -35,29 +36,22 @@ class Record:
     :param private_nbytes: bytes that everyone who rebuilds it has a copy of; by default those of the skeleton.
     """
 
-    __slots__ = ("arenas", "chunks", "device", "nbytes", "own", "private_nbytes", "segments", "skeleton", "table")
+    skeleton: bytes
+    table: bytes
+    segments: Sequence[Segment]
+    nbytes: int
+    device: str = ""
+    chunks: Sequence[int] = ()
+    arenas: Collection[int] = ()
+    own: Sequence[int] = ()
+    private_nbytes: int = -1
 
-    def __init__(
-        self,
-        skeleton: bytes,
-        table: bytes,
-        segments: Iterable[Segment],
-        nbytes: int,
-        device: str | None = None,
-        chunks: Sequence[int] = (),
-        arenas: Collection[int] = (),
-        own: Sequence[int] = (),
-        private_nbytes: int | None = None,
-    ) -> None:
-        self.skeleton = skeleton
-        self.table = table
-        self.segments = tuple(segments)
-        self.nbytes = nbytes
-        self.chunks = chunks
-        self.arenas = arenas
-        self.own = own
-        self.private_nbytes = private_nbytes if private_nbytes is not None else len(skeleton)
-        self.device = device if device is not None else self.segments[0].info.device if self.segments else "cpu"
+    def __post_init__(self) -> None:
+        self.segments = tuple(self.segments)
+        if not self.device:
+            self.device = self.segments[0].info.device if self.segments else "cpu"
+        if self.private_nbytes < 0:
+            self.private_nbytes = len(self.skeleton)
 
     def close(self) -> None:
         """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""

@@ -178,11 +178,8 @@ class Backend(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         """Copy bytes between two addresses on the device, in the order of a stream's work (a handle of CUDA's)."""
 
-    def wait(self, stream: int = 0) -> None:
-        """Wait for a stream's work."""
-
-    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
-        """Wait for so many seconds at most; return whether the work was done in time."""
+    def wait(self, stream: int = 0, seconds: float | None = None) -> bool:
+        """Wait for a stream's work, for ``seconds`` at most; return whether it was done in time."""
 
     def fence(self) -> Callable[[], bool] | None:
         """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.

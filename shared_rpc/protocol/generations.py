@@ -11,20 +11,6 @@ from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = [
-    "AwaitRefreshes",
-    "Generation",
-    "GetLatest",
-    "GetObject",
-    "GetRevision",
-    "Refresh",
-    "Refreshed",
-    "Refreshes",
-    "Retire",
-    "RetireReply",
-    "RevisionPage",
-]
-
 
 class Generation(msgspec.Struct, frozen=True, gc=False):
     """An object that became the current one of its cache key.

@@ -8,16 +8,6 @@ from __future__ import annotations
 from shared_rpc.protocol.infos import EndpointStatistics, RunInfo, SessionInfo
 from shared_rpc.protocol.messages import Message
 
-__all__ = [
-    "GetStatistics",
-    "InvalidateObject",
-    "ListRuns",
-    "ListSessions",
-    "RunsReply",
-    "SessionsReply",
-    "StatisticsReply",
-]
-
 
 class ListSessions(Message):
     """Request for :class:`SessionsReply`."""

@@ -70,6 +70,10 @@ class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
 Leaf = Callable[[Any, str], Any]
 
 
+#: Characters of a path that is told to people: nobody reads more.
+_PATH = 120
+
+
 class _TooDeep(Exception):
     """Containers are nested deeper than :data:`_DEPTH` levels."""
 
@@ -94,19 +98,11 @@ def _nesting(value: Any, path: str) -> CapabilityError:
         inside = {**around, id(item): where}
         parts = item.items() if type(item) is dict else enumerate(item)
         todo.extend((part, f"{where}[{name!r}]", inside) for name, part in parts)
+    where = deep if len(deep) <= _PATH else f"{deep[:_PATH]}…"
     return CapabilityError(
-        f"{_shortened(deep)} is nested deeper than {_DEPTH} levels, which are as many as an argument may have: "
+        f"{where} is nested deeper than {_DEPTH} levels, which are as many as an argument may have: "
         f"pass a flat list, or a module"
     )
-
-
-#: Characters of a path that is told to people.
-_PATH = 120
-
-
-def _shortened(path: str) -> str:
-    """Return a path whose end is left out if it is longer than anybody reads."""
-    return path if len(path) <= _PATH else f"{path[:_PATH]}…"
 
 
 def lower(value: Any, path: str, leaf: Leaf) -> Any:

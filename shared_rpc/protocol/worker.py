@@ -13,33 +13,6 @@ from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import DeviceSpec, EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = [
-    "Allocate",
-    "Allocated",
-    "AwaitChunks",
-    "AwaitingMemory",
-    "ChunksReturned",
-    "Drop",
-    "FreeBytes",
-    "Imports",
-    "Loaded",
-    "Reclaim",
-    "Refused",
-    "ReleaseChunks",
-    "RunFailed",
-    "RunFinished",
-    "RunProgress",
-    "RunStarted",
-    "RunWithdrawn",
-    "Serve",
-    "SessionEnded",
-    "Shared",
-    "StartRun",
-    "Stop",
-    "Withdraw",
-]
-
-
 # From the worker.
 
 

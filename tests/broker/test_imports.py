@@ -79,7 +79,7 @@ BROKER = """
         def cancel(self, run):
             pass
 
-        def facts(self):
+        def info(self):
             return {}
 
         def abandon(self, run):

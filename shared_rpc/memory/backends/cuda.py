@@ -277,19 +277,15 @@ class CudaBackend:
         finally:
             check(driver.cuCtxPopCurrent())
 
-    def wait(self, stream: int = 0) -> None:
+    def wait(self, stream: int = 0, seconds: float | None = None) -> bool:
         """Wait for this stream's work only; for stream 0 also that of the streams that wait for one another with it."""
+        handle = driver.CUstream(stream)
         check(driver.cuCtxPushCurrent(self._context))
         try:
-            check(driver.cuStreamSynchronize(driver.CUstream(stream)))
-        finally:
-            check(driver.cuCtxPopCurrent())
-
-    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
-        """Wait for so many seconds at most; return whether the work was done in time."""
-        handle, until = driver.CUstream(stream), time.perf_counter() + seconds
-        check(driver.cuCtxPushCurrent(self._context))
-        try:
+            if seconds is None:
+                check(driver.cuStreamSynchronize(handle))
+                return True
+            until = time.perf_counter() + seconds
             with relaxed_captures():  # asking would invalidate the captures of other threads
                 while (result := driver.cuStreamQuery(handle))[0] == _NOT_READY:
                     if time.perf_counter() > until:

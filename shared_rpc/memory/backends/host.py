@@ -108,10 +108,7 @@ class MemfdBackend:
         """Copy by memmove(3)."""
         ctypes.memmove(target, source, nbytes)
 
-    def wait(self, stream: int = 0) -> None:
-        """Return at once: nothing is queued on the host."""
-
-    def wait_briefly(self, seconds: float, stream: int = 0) -> bool:
+    def wait(self, stream: int = 0, seconds: float | None = None) -> bool:
         """Return True: nothing is queued on the host."""
         return True
 
