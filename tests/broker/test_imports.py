@@ -80,7 +80,7 @@ BROKER = """
             pass
 
         def info(self):
-            return {}
+            return {"workers": []}
 
         def abandon(self, run):
             return False
