@@ -6,7 +6,7 @@ import os
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -32,6 +32,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
+from tests.kit.apps import Connect
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw
 
@@ -74,13 +75,13 @@ def server(shared: Provider) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server, device: str, connect: Callable[..., Client]) -> Client:
+def client(server: Server, device: str, connect: Connect) -> Client:
     """A client in the server's own process."""
     return connect(device=device)
 
 
 @pytest.fixture
-def limited(shared: Provider, device: str, connect: Callable[..., Client]) -> Iterator[Callable[..., Client]]:
+def limited(shared: Provider, device: str, connect: Connect) -> Iterator[Connect]:
     """``limited(quota)`` is a client of a server with that quota on its device."""
     servers = []
 
@@ -255,17 +256,6 @@ def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
     assert used(client, device) == 0
 
 
-def test_so_many_accesses(client: Client, peer: Child) -> None:
-    """Its maker's does not count."""
-    with client.create_buffer((2,), "int32", zero=True, max_accesses=2) as buffer:
-        ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got it')", "got it")
-        assert client.get_object_info(buffer)["accesses_left"] == 1
-        client.get_buffer(buffer.object_id).release()
-        assert reason(client, buffer.object_id) == "exhausted"
-        assert ask(peer, "b.value.add_(5); print('now', b.value.tolist())", "now") == "[5, 5]"
-        assert buffer.value.tolist() == [5, 5]
-
-
 def test_a_freed_buffer(client: Client, peer: Child, device: str) -> None:
     """It is not to be had at once; the memory goes with the last who holds it."""
     buffer = client.create_buffer((2,), "int32", zero=True)
@@ -310,14 +300,6 @@ def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -
     assert client.get_server_info()["buffers"] == 0
 
 
-def test_a_freed_buffer_goes_with_a_killed_holder(client: Client, peer: Child) -> None:
-    """The last lease ends as any other does."""
-    made = ask(peer, "b = client.create_buffer(100); print('made', b.object_id)", "made")
-    assert client.free_buffer(made) and client.get_server_info()["buffers"] == 1
-    peer.kill()
-    eventually(lambda: client.get_server_info()["objects"] == 0)
-
-
 @on_the_host
 def test_a_result_is_no_buffer(client: Client) -> None:
     """It is got by a call, and let go of by invalidation."""
@@ -330,7 +312,7 @@ def test_a_result_is_no_buffer(client: Client) -> None:
 # How much.
 
 
-def test_a_quota_in_bytes(limited: Callable[..., Client], device: str, children: list[Child]) -> None:
+def test_a_quota_in_bytes(limited: Connect, device: str, children: list[Child]) -> None:
     """Results and buffers together; the refusal names the device, the sizes, and the process that holds the most."""
     step = size(device)
     client = limited(4 * step)
@@ -347,7 +329,7 @@ def test_a_quota_in_bytes(limited: Callable[..., Client], device: str, children:
     client.create_buffer(2 * step).release()
 
 
-def test_a_quota_as_a_fraction(limited: Callable[..., Client], device: str) -> None:
+def test_a_quota_as_a_fraction(limited: Connect, device: str) -> None:
     """Of all that the device has."""
     client = limited(0.25)
     (entry,) = [entry for entry in client.list_devices() if entry["id"] == device_id(device)]
@@ -356,7 +338,7 @@ def test_a_quota_as_a_fraction(limited: Callable[..., Client], device: str) -> N
         client.create_buffer(entry["limit"] + 1)
 
 
-def test_a_buffer_pushes_out_what_nobody_holds(limited: Callable[..., Client], device: str) -> None:
+def test_a_buffer_pushes_out_what_nobody_holds(limited: Connect, device: str) -> None:
     """Cached results make room, where that is enough."""
     step = size(device)
     client = limited(2 * step)
@@ -370,7 +352,7 @@ def test_a_buffer_pushes_out_what_nobody_holds(limited: Callable[..., Client], d
     held.release()
 
 
-def test_a_result_over_the_quota_is_not_kept(limited: Callable[..., Client], device: str) -> None:
+def test_a_result_over_the_quota_is_not_kept(limited: Connect, device: str) -> None:
     """Its caller is told why, the next one that fits is kept, and nothing is left of the first."""
     step = size(device)
     client = limited(2 * step)
@@ -543,23 +525,7 @@ def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> 
 
 
 @on_the_host
-def test_a_flood_of_buffers_without_memory(
-    server: Server, client: Client, slow: list[int], go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No quota bounds these; their number is bounded, and those count that are being made."""
-    client.list_devices()
-    monkeypatch.setattr(server.engine.core.buffers.table, "_capacity", 5)
-    with Raw(client.socket_path) as raw:
-        for number in range(1, 21):
-            raw.say(m.CreateBuffer(number % 2), number)
-        go.set()
-        answers = [raw.hear() for _ in range(20)]
-    assert sum(isinstance(answer, m.Result) for answer in answers) == 5
-    assert {answer.code for answer in answers if isinstance(answer, m.Error)} == {"server-busy"}
-
-
-@on_the_host
-def test_a_flood_of_buffers_stays_within_the_quota(limited: Callable[..., Client]) -> None:
+def test_a_flood_of_buffers_stays_within_the_quota(limited: Connect) -> None:
     """However many are asked for at once, of one connection that then goes away."""
     client = limited(10 * HOST.granularity)
     client.list_devices()
@@ -580,7 +546,7 @@ def test_a_flood_of_buffers_stays_within_the_quota(limited: Callable[..., Client
 
 
 @on_the_host
-def test_a_caller_that_gives_up(client: Client, connect: Callable[..., Client], slow: list[int], go: threading.Event) -> None:
+def test_a_caller_that_gives_up(client: Client, connect: Connect, slow: list[int], go: threading.Event) -> None:
     """What is made for it then is thrown away: nobody would know of it."""
     hasty = connect(timeout=0.1)
     with pytest.raises(DeadlineExceeded):

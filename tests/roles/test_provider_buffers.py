@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc import Handle, Provider, Server
 from shared_rpc.codec import results
-from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ConnectionClosed, ServerBusy
-from shared_rpc.memory.backends.host import MemfdBackend
+from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ServerBusy
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
-from shared_rpc.memory.segments import Segment
-from tests.kit.apps import ROLES
+from tests.kit.apps import ROLES, Connect
 from tests.kit.processes import eventually
 
 
@@ -123,9 +119,7 @@ def server(device: str, no_leaks: None, base_path: str) -> Iterator[tuple[Provid
         yield provider, server
 
 
-def test_a_server_s_own_buffer_is_its_clients_too(
-    server: tuple[Provider, Server], device: str, connect: Callable[..., Client]
-) -> None:
+def test_a_server_s_own_buffer_is_its_clients_too(server: tuple[Provider, Server], device: str, connect: Connect) -> None:
     """Both sides have the same memory, whoever made it."""
     provider, _ = server
     client = connect(device=device)
@@ -145,9 +139,7 @@ def test_a_server_s_own_buffer_is_its_clients_too(
     eventually(lambda: client.get_server_info()["objects"] == 0)
 
 
-def test_an_endpoint_uses_its_server_s_buffers(
-    server: tuple[Provider, Server], device: str, connect: Callable[..., Client]
-) -> None:
+def test_an_endpoint_uses_its_server_s_buffers(server: tuple[Provider, Server], device: str, connect: Connect) -> None:
     """It gets one by its id, and may return the memory itself: what a client writes there is seen by all."""
     provider, _ = server
     client = connect(device=device)
@@ -194,35 +186,6 @@ class TestOnTheHost:
                 provider.create_buffer(100)
         eventually(lambda: running.info()["buffers"] == 0)
         assert used(provider, device) == 0
-
-    def test_a_server_that_stops_meanwhile(
-        self, server: tuple[Provider, Server], monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event
-    ) -> None:
-        """Who waits for memory is told, and what is made after that goes at once."""
-        provider, running = server
-        create = MemfdBackend.create
-
-        def wait(backend: MemfdBackend, nbytes: int) -> Segment:
-            begun.set()
-            go.wait(30)
-            return create(backend, nbytes)
-
-        monkeypatch.setattr(MemfdBackend, "create", wait)
-        outcome: list[Any] = []
-
-        def ask() -> None:
-            try:
-                outcome.append(provider.create_buffer(100))
-            except ConnectionClosed as error:
-                outcome.append(error)
-
-        asker = threading.Thread(target=ask)
-        asker.start()
-        assert begun.wait(10)
-        running.stop()
-        asker.join(10)
-        go.set()
-        assert isinstance(outcome[0], ConnectionClosed) and "was stopped" in str(outcome[0])
 
     @pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
     def test_on_the_event_loop_of_endpoints(self, provider: Provider) -> None:
