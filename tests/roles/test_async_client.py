@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import inspect
 import socket
 import threading
@@ -37,22 +36,14 @@ from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.socket import FrameSocket
+from tests.kit.apps import Serve
 from tests.kit.processes import eventually, open_fds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
 
 
-NO_TRIO = importlib.util.find_spec("trio") is None
-
-
-@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.skipif(NO_TRIO, reason="trio is not installed"))])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Every test runs on both."""
-    return str(request.param)
-
-
 @pytest.fixture
-def server(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """The endpoints of these tests."""
 
     @provider.share(managed=True)
@@ -326,11 +317,11 @@ async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) ->
 
     async with anyio.create_task_group() as group:
         group.start_soon(tick)
-        model = await client.call("deep", 3000)
+        model = await client.call("deep", 1500)
         during = ticks
         group.cancel_scope.cancel()
     assert during > 5
-    assert await client.call("deep", 3000) is model
+    assert await client.call("deep", 1500) is model
 
 
 async def test_tasks(client: AsyncClient, go: threading.Event) -> None:

@@ -53,13 +53,6 @@ def make_async(server: Server, base_path: str, device: str) -> Callable[[], Asyn
     return lambda: AsyncClient(base_path, device=device, timeout=30.0)
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Each event loop."""
-    name: str = request.param
-    return name
-
-
 def await_end(server: Server) -> None:
     """Wait until the server has no session, and nothing that belonged to one."""
     eventually(lambda: not server.info()["sessions"], what="the session's end")

@@ -27,7 +27,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.server import generations as generations_module
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter
-from tests.kit.apps import App, at_once, shares_memory
+from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
 from tests.kit.processes import Child, eventually, python
 
 #: Sizes of the tensors of a model, each of which holds the number of its build everywhere.
@@ -287,11 +287,7 @@ def test_a_refresh_of_a_task_endpoint(app: App, builds: Builds) -> None:
 
 
 def test_a_refresh_holds_up_no_short_call(
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    go: threading.Event,
-    begun: threading.Event,
+    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
     """Though there is but one thread for these: it runs where tasks do."""
 
@@ -335,11 +331,7 @@ def test_an_endpoint_that_refreshes_itself(app: App) -> None:
 
 
 def test_a_refresh_outlives_who_asked_for_it(
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    builds: Builds,
-    go: threading.Event,
+    provider: Provider, serve: Serve, connect: Connect, builds: Builds, go: threading.Event
 ) -> None:
     """Its asker's time is over, and the build goes on to become current."""
 
@@ -359,9 +351,7 @@ def test_a_refresh_outlives_who_asked_for_it(
     assert (handle.latest().generation, builds.count) == (2, 2)
 
 
-def test_a_handle_of_an_earlier_server(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
-) -> None:
+def test_a_handle_of_an_earlier_server(provider: Provider, serve: Serve, connect: Connect) -> None:
     """Nothing of it is current, and its revision was the object's alone."""
     provider.share("load", managed=True)(Builds().build)
     server = serve()
@@ -383,7 +373,7 @@ def test_a_handle_of_an_earlier_server(
 # Memory.
 
 
-def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Callable[..., Server], builds: Builds) -> None:
+def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, builds: Builds) -> None:
     """The server lets go of it at once; two processes' sessions keep it until the second one lets go."""
     provider.share("load", managed=True)(builds.build)
     server = serve()
@@ -406,7 +396,7 @@ def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Callabl
 
 
 def test_nothing_is_left_of_many_generations(
-    no_leaks: None, provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], builds: Builds
+    no_leaks: None, provider: Provider, serve: Serve, connect: Connect, builds: Builds
 ) -> None:
     """Of an endpoint without handles nobody holds the old ones, so memory, descriptors and mappings stay as they were."""
     provider.share("load")(builds.build)
@@ -470,7 +460,7 @@ READERS = """
 
 
 def test_ten_readers_see_either_generation_whole(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], builds: Builds, children: list[Child]
+    provider: Provider, serve: Serve, connect: Connect, builds: Builds, children: list[Child]
 ) -> None:
     """Clients that attach in a loop while it is refreshed: never a mix, never an earlier one again, nothing left behind."""
     provider.share("load", managed=True)(builds.build)
@@ -492,7 +482,7 @@ def test_ten_readers_see_either_generation_whole(
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Callable[..., Server], builds: Builds) -> Server:
+def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
     """An endpoint that says which build it is of."""
 
     @provider.share(managed=True)
@@ -504,7 +494,7 @@ def server(provider: Provider, serve: Callable[..., Server], builds: Builds) -> 
 
 
 @pytest.fixture
-def client(server: Server, connect: Callable[..., Client]) -> Client:
+def client(server: Server, connect: Connect) -> Client:
     """One of its clients."""
     return connect()
 
@@ -559,7 +549,7 @@ def test_a_callback_that_fails_loses_nothing(client: Client, caplog: pytest.LogC
     assert "ValueError: a callback of the test" in caplog.text
 
 
-def test_a_slow_reader_gets_the_latest_of_each(server: Server, client: Client, connect: Callable[..., Client]) -> None:
+def test_a_slow_reader_gets_the_latest_of_each(server: Server, client: Client, connect: Connect) -> None:
     """The server keeps nothing for it: what it did not ask for in time was replaced by what came later."""
     told: list[tuple[str, int]] = []
     waits, goes = threading.Event(), threading.Event()
@@ -656,14 +646,6 @@ def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.Log
 
 
 # In coroutines.
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Both."""
-    if request.param == "trio":
-        pytest.importorskip("trio")
-    return str(request.param)
 
 
 @pytest.mark.anyio

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.interpreter import Interpreter
-from tests.kit.processes import Child, python
+from tests.kit.processes import python
 
 pytest.importorskip("transformers")
 
@@ -63,31 +63,51 @@ SERVER = """
     """
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A model of remote code, as it lies on the hub."""
-    folder = tmp_path / "repository"
-    folder.mkdir()
-    (folder / "configuration_remote.py").write_text(CONFIGURATION)
-    (folder / "modeling_remote.py").write_text(MODEL)
-    auto = {"AutoConfig": "configuration_remote.RemoteConfig", "AutoModel": "modeling_remote.RemoteModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "remote-of-a-test", "size": 4, "auto_map": auto}))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a server of these tests has its socket, and what it has loaded."""
+    folder = tmp_path_factory.mktemp("remote")
+    folder.chmod(0o700)
     return folder
 
 
-@pytest.fixture
-def client(base_path: str, tmp_path: Path, repository: Path, children: list[Child]) -> Iterator[Interpreter]:
-    """A process that has not loaded that code, beside a server that has."""
-    environ = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules of the server")}
-    server = python(SERVER.format(repository=str(repository)), environ=environ)
-    children.append(server)
+@pytest.fixture(scope="module")
+def environ(folder: Path) -> dict[str, str]:
+    """Of all processes here."""
+    return {"HF_HUB_OFFLINE": "1", "SHARED_TENSOR_BASE_PATH": str(folder / "s")}
+
+
+@pytest.fixture(scope="module")
+def repository(folder: Path) -> Path:
+    """A model of remote code, as it lies on the hub."""
+    repository = folder / "repository"
+    repository.mkdir()
+    (repository / "configuration_remote.py").write_text(CONFIGURATION)
+    (repository / "modeling_remote.py").write_text(MODEL)
+    auto = {"AutoConfig": "configuration_remote.RemoteConfig", "AutoModel": "modeling_remote.RemoteModel"}
+    (repository / "config.json").write_text(json.dumps({"model_type": "remote-of-a-test", "size": 4, "auto_map": auto}))
+    return repository
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(folder: Path, repository: Path, environ: dict[str, str]) -> Iterator[None]:
+    """A process that has loaded that code."""
+    modules = {"HF_MODULES_CACHE": str(folder / "modules of the server")}
+    server = python(SERVER.format(repository=str(repository)), environ=environ | modules)
     server.expect("serving")
-    interpreter = Interpreter({**environ, "HF_MODULES_CACHE": str(tmp_path / "modules of the client")})
+    yield
+    server.kill()
+
+
+@pytest.fixture
+def client(environ: dict[str, str], tmp_path: Path) -> Iterator[Interpreter]:
+    """A process that has not."""
+    interpreter = Interpreter(environ | {"HF_MODULES_CACHE": str(tmp_path / "modules of the client")})
     yield interpreter
     interpreter.kill()
 
 
-def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, base_path: str, repository: Path, tmp_path: Path) -> None:
+def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, folder: Path, tmp_path: Path) -> None:
     """``save_pretrained`` writes weights, configuration and code, which that process can load."""
     answer = client.run(
         """
@@ -101,16 +121,14 @@ def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, base_path:
         used = client.call("use", model, x)
         answer = [files, torch.equal(again(x), model(x)), torch.equal(used, model(x)), type(again).__name__]
         """,
-        base_path=base_path,
+        base_path=str(folder / "s"),
         device="cpu",
         folder=str(tmp_path / "saved"),
     )
     assert answer == [["config.json", "configuration_remote.py", "modeling_remote.py"], True, True, "RemoteModel"]
 
 
-def test_code_that_a_client_loads_itself_is_its_own(
-    client: Interpreter, base_path: str, repository: Path, tmp_path: Path
-) -> None:
+def test_code_that_a_client_loads_itself_is_its_own(client: Interpreter, folder: Path, repository: Path) -> None:
     """A class that came does not stand in the way of the same code, loaded before or after it."""
     answer = client.run(
         """
@@ -124,7 +142,7 @@ def test_code_that_a_client_loads_itself_is_its_own(
         first = own()
         answer = [came.__module__ == first.__module__, came is first, own() is first, type(client.call("load")) is first]
         """,
-        base_path=base_path,
+        base_path=str(folder / "s"),
         device="cpu",
         repository=str(repository),
     )

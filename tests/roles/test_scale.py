@@ -6,13 +6,14 @@ import os
 import resource
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Provider, Server
+from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, open_fds
 from tests.kit.raw import Raw
 
@@ -102,9 +103,7 @@ def account(server: Server) -> dict[str, int]:
     return {**held, "fds": open_fds(), "threads": threading.active_count(), **segments()}
 
 
-def test_idle_connections(
-    no_leaks: None, many_files: None, provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
-) -> None:
+def test_idle_connections(no_leaks: None, many_files: None, provider: Provider, serve: Serve, connect: Connect) -> None:
     """With a thousand of them the server answers those who ask, and lets new ones in."""
     provider.share("ones")(lambda: torch.ones(4))
     server, client = serve(), connect()
@@ -121,12 +120,12 @@ def test_idle_connections(
     eventually(lambda: server.info()["connections"] == 2)
 
 
-@pytest.mark.parametrize(("kind", "batches", "size"), [("light", 5, 100), ("torch", 2, 10)])
+@pytest.mark.parametrize(("kind", "batches", "size"), [("light", 3, 100), ("torch", 2, 10)])
 def test_clients_that_are_killed(
     no_leaks: None,
     provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
+    serve: Serve,
+    connect: Connect,
     children: list[Child],
     kind: str,
     batches: int,

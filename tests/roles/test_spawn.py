@@ -447,8 +447,7 @@ def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
     assert len(scripts.loads) == 1
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("name", ["app.py", "models.py"])
+@pytest.mark.parametrize(("method", "name"), [("fork", "app.py"), ("spawn", "models.py")])
 def test_children_start_a_server(scripts: Scripts, method: str, name: str) -> None:
     """One for all of them, where their parent needs none: so do the workers of a web server that starts them in this way."""
     scripts.write(WORK, name=name)
@@ -474,12 +473,12 @@ def test_children_start_a_server(scripts: Scripts, method: str, name: str) -> No
 
 
 def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
-    """It waits until that is gone, and starts another: five times in a row none is lost, and no two run at once."""
+    """It waits until that is gone, and starts another: three times in a row none is lost, and no two run at once."""
     scripts.write("""
         if __name__ == "__main__":
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
             pids = []
-            for _ in range(5):
+            for _ in range(3):
                 runtime = SpawnRuntime(provider.client_settings, lambda: target_of(provider), 0.2, preload=False)
                 found = runtime.info()
                 runtime.close()
@@ -488,8 +487,8 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
                     pass
             print("found", *pids)
     """)
-    assert len(set(scripts.run().expect("found").split()[1:])) == 5
-    assert scripts.log.count("shared-rpc: nobody has used it for 0.2 s: ends") >= 4
+    assert len(set(scripts.run().expect("found").split()[1:])) == 3
+    assert scripts.log.count("shared-rpc: nobody has used it for 0.2 s: ends") >= 2
 
 
 def test_calls_go_on_with_the_next_server(scripts: Scripts) -> None:

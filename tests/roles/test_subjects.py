@@ -56,7 +56,7 @@ class Served:
         self.names = {"base_path": str(directory / "s"), "device": device}
         environ = {"SHARED_TENSOR_BASE_PATH": self.names["base_path"]}
         self.client = Interpreter()
-        self.server = Child("-m", "shared_rpc.cli", "serve", str(path), cwd=directory, environ=environ)
+        self.server = Child("-m", "shared_rpc.cli", "serve", str(path), cwd=directory, environ=environ, has_workers=True)
         self.client.run(
             """
             from shared_rpc import Client

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
 from shared_rpc.protocol.records import SegmentInfo
-from tests.kit.apps import App, at_once
+from tests.kit.apps import App, Connect, Serve, at_once
 from tests.kit.processes import Child, python
 
 #: A process that takes orders; it holds what ``load`` gives.
@@ -64,7 +64,7 @@ def ask(peer: Child, order: str, answer: str) -> str:
 
 
 @pytest.fixture
-def server(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Server:
+def server(no_leaks: None, provider: Provider, serve: Serve) -> Server:
     """Weights to write to, and some that clients only read."""
     provider.share("load", managed=True)(weights)
     provider.share("sealed", managed=True, access="read")(weights)
@@ -72,7 +72,7 @@ def server(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> 
 
 
 @pytest.fixture
-def client(server: Server, connect: Callable[..., Client]) -> Client:
+def client(server: Server, connect: Connect) -> Client:
     """A client in the server's process."""
     return connect()
 
@@ -373,14 +373,6 @@ def test_buffers_have_revisions_too(client: Client, peer: Child) -> None:
 # In coroutines.
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Both."""
-    if request.param == "trio":
-        pytest.importorskip("trio")
-    return str(request.param)
-
-
 @pytest.mark.anyio
 async def test_updating_in_coroutines(server: Server, client: Client) -> None:
     """The same names; the loop goes on while a coroutine waits, and one that is cancelled waits no more."""
@@ -537,9 +529,7 @@ def on_gpu(base_path: str, children: list[Child]) -> Iterator[tuple[Server, Prov
 
 
 @pytest.mark.gpu
-def test_queued_work_is_done_when_the_revision_is_seen(
-    on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child],
-) -> None:
+def test_queued_work_is_done_when_the_revision_is_seen(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
     """Also that of a side stream, which the writer did not wait for; the reader waits for nothing but the number."""
     _, provider, handle, peer = on_gpu
     for number in range(1, 21):
