@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Provider
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.errors import CapabilityError, CodecError, SharedRPCError
 from shared_rpc.memory.backends.host import HOST
@@ -24,7 +24,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import BufferEntry, TensorTable
-from tests.kit.apps import App
+from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import State
@@ -249,12 +249,7 @@ def own_pages(array):
 
 @pytest.mark.parametrize("managed", [False, True], ids=["plain", "managed"])
 def test_pages_exist_once_until_they_are_written_to(
-    device: str,
-    base_path: str,
-    provider: Provider,
-    serve: Callable[..., Server],
-    interpreters: list[Interpreter],
-    managed: bool,
+    device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter], managed: bool
 ) -> None:
     """Who reads an array takes no memory for it; who writes to it takes a page, which nobody else sees."""
     value = beside_a_tensor(device, numpy.arange(LARGE))
@@ -278,7 +273,7 @@ def test_pages_exist_once_until_they_are_written_to(
 
 
 def test_an_array_of_an_object_as_an_argument(
-    device: str, base_path: str, provider: Provider, serve: Callable[..., Server], interpreters: list[Interpreter]
+    device: str, base_path: str, provider: Provider, serve: Serve, interpreters: list[Interpreter]
 ) -> None:
     """What a client has written to its copy is what it sends: the memory that others have of it is not named instead."""
     provider.share("get")(lambda: beside_a_tensor(device, numpy.zeros(LARGE)))
@@ -320,9 +315,7 @@ def test_arrays_in_every_role(every_app: list[App]) -> None:
     assert sizes == {LARGE * 8 + 12}
 
 
-def test_a_quota_counts_arrays(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], device: str
-) -> None:
+def test_a_quota_counts_arrays(provider: Provider, serve: Serve, connect: Connect, device: str) -> None:
     """Memory of arrays is host memory, whatever the server's device is."""
     provider.share("get")(lambda: beside_a_tensor(device, numpy.arange(LARGE)))
     serve(quotas={"cpu": 1 << 20})

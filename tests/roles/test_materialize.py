@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 from shared_rpc import Client, Provider, Server, materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StaleHandleError, StateMismatchError
+from tests.kit.apps import Connect, Serve
 from tests.kit.models import Tied
 from tests.kit.processes import eventually, python
 
@@ -670,7 +671,7 @@ def test_torchs_random_numbers_are_left_alone() -> None:
 
 
 @pytest.fixture
-def shared(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> Client:
+def shared(provider: Provider, serve: Serve, connect: Connect) -> Client:
     """A client of a server that has a module and a dict of tensors, each with a lease, read-only."""
     provider.share("net", managed=True, access="read")(Net)
     provider.share("state", managed=True)(lambda: dict(Net().state_dict()))

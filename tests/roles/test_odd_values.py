@@ -12,7 +12,7 @@ import torch
 
 from shared_rpc import Client
 from shared_rpc.errors import CapabilityError, CodecError, RemoteError
-from tests.kit.apps import App
+from tests.kit.apps import App, Connect
 
 #: Levels that neither pickle nor a message can follow: from Python 3.14 on the size of the stack is what ends them.
 DEEP = 200_000
@@ -148,7 +148,7 @@ def stop() -> NoReturn:
 
 
 @pytest.mark.parametrize("kind", [EndsWhoeverLoadsIt, StopsWhoeverLoadsIt])
-def test_an_exception_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client], kind: type[Exception]) -> None:
+def test_an_exception_that_ends_whoever_rebuilds_it(client_of: Connect, kind: type[Exception]) -> None:
     """It is one that cannot be rebuilt, and arrives as a RemoteError with its type's name, message and traceback."""
 
     def fails() -> None:
@@ -166,7 +166,7 @@ class EndsItsReader(torch.nn.Linear):
         return sys.exit, ("unpickled",)
 
 
-def test_a_result_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client]) -> None:
+def test_a_result_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
     """It is one that cannot be rebuilt, as with any other error."""
 
     def made() -> torch.nn.Module:
@@ -176,7 +176,7 @@ def test_a_result_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client]
         client_of(made).call("made")
 
 
-def test_an_argument_that_ends_whoever_rebuilds_it(client_of: Callable[..., Client]) -> None:
+def test_an_argument_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
     """The server says so, and serves on."""
 
     def take(x: torch.nn.Module) -> None:
@@ -212,7 +212,7 @@ def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseExcep
 
 
 def test_a_handler_that_raises_while_an_exception_is_rebuilt(
-    client_of: Callable[..., Client], raised_by_handler: type[BaseException]
+    client_of: Connect, raised_by_handler: type[BaseException]
 ) -> None:
     """The handler's exception comes out: it is no part of what is rebuilt."""
 
@@ -224,9 +224,7 @@ def test_a_handler_that_raises_while_an_exception_is_rebuilt(
 
 
 @pytest.fixture
-def client_of(
-    provider: Any, serve: Callable[..., Any], connect: Callable[..., Client]
-) -> Callable[[Callable[..., Any]], Client]:
+def client_of(provider: Any, serve: Callable[..., Any], connect: Connect) -> Callable[[Callable[..., Any]], Client]:
     """Make a client of a server with one endpoint."""
 
     def make(function: Callable[..., Any]) -> Client:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Provider, Server
+from tests.kit.apps import Serve
 from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -115,7 +116,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Callable[..., Server]) -> Server:
+def server(provider: Provider, serve: Serve) -> Server:
     """A server of small models that clients may only read."""
 
     @provider.share(access="read")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import Provider, Server
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
+from tests.kit.apps import Connect
 from tests.kit.models import Tied
 from tests.kit.processes import Child, python
 from tests.kit.raw import Raw
@@ -272,9 +273,7 @@ def encoded(table: TensorTable) -> msgspec.Raw:
     ],
     ids=["unknown", "long", "empty", "beyond", "negative", "twice", "more", "none"],
 )
-def test_names_that_mean_nothing(
-    shared: Provider, connect: Callable[..., Client], message: m.Call, code: str, text: str
-) -> None:
+def test_names_that_mean_nothing(shared: Provider, connect: Connect, message: m.Call, code: str, text: str) -> None:
     """The call fails, and the connection goes on."""
     with connect() as good, Raw(good.socket_path) as raw:
         error = raw.ask(message)
@@ -285,7 +284,7 @@ def test_names_that_mean_nothing(
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_tensor_that_leaves_the_named_segment(shared: Provider, connect: Callable[..., Client]) -> None:
+def test_a_tensor_that_leaves_the_named_segment(shared: Provider, connect: Connect) -> None:
     """The sizes are the server's own, whatever the client says."""
     with connect() as good, Raw(good.socket_path) as raw, good.call("weights", 4):
         result = raw.ask(m.Call("weights", [4]))

@@ -17,7 +17,7 @@ from shared_rpc import Client, Handle, Provider, Server, materialize
 from shared_rpc.codec.arguments import encode_arguments, lower_arguments
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from tests.kit.apps import App
+from tests.kit.apps import App, Connect, Serve
 from tests.kit.models import Slotted, State
 
 # Objects of every kind, in every role.
@@ -86,7 +86,7 @@ def test_objects_in_every_role(every_app: list[App], kind: str) -> None:
     assert len(sizes) == 1
 
 
-def test_an_object_is_rebuilt_once(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+def test_an_object_is_rebuilt_once(provider: Provider, serve: Serve, connect: Connect) -> None:
     """Where a weak reference to it can be had, each call of a client gives the same object while it lives."""
     provider.share("get")(lambda: State(1, {"m": torch.ones(1)}))
     serve()
@@ -116,7 +116,7 @@ def test_generations_of_any_object(app: App, make: Callable[[], Any]) -> None:
             assert tensor_of(handle.value).item() == 2
 
 
-def test_a_ticket_of_an_object(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+def test_a_ticket_of_an_object(provider: Provider, serve: Serve, connect: Connect) -> None:
     """It names the tensors by the way to them, and opens to the same memory."""
     value = State(1, {"m": torch.ones(3)})
     value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_a_ticket_of_an_object(provider: Provider, serve: Callable[..., Server],
         assert value.moments["m"].tolist() == [5, 5, 5]
 
 
-def test_materialize_wants_the_module(provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
     """Of an object that has a module the model can be built, and of the object itself the error says how."""
     provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))  # type: ignore[dict-item]
     serve()

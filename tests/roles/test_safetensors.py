@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Progress, Provider, Server
+from shared_rpc import Progress, Provider
 from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
 from shared_rpc.extras.safetensors import filling, find, load
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
+from tests.kit.apps import Connect, Serve
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -232,11 +233,7 @@ def shared(provider: Provider, file: Path) -> None:
 
 
 def test_who_waits_sees_bytes(
-    file: Path,
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    monkeypatch: pytest.MonkeyPatch,
+    file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From nothing to all, and never back; the message is the file."""
     monkeypatch.setattr(filling, "_PIECE", 1000)
@@ -255,12 +252,7 @@ def test_who_waits_sees_bytes(
 
 
 def test_a_cancelled_task_stops_reading(
-    no_leaks: None,
-    file: Path,
-    provider: Provider,
-    serve: Callable[..., Server],
-    connect: Callable[..., Client],
-    monkeypatch: pytest.MonkeyPatch,
+    no_leaks: None, file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is given back, and nobody reads on."""
     monkeypatch.setattr(filling, "_PIECE", 100)
@@ -287,9 +279,7 @@ def test_a_cancelled_task_stops_reading(
     assert len(pieces) <= 10  # of 280: those that were handed to the threads
 
 
-def test_a_damaged_file_is_told_to_the_caller(
-    file: Path, provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
-) -> None:
+def test_a_damaged_file_is_told_to_the_caller(file: Path, provider: Provider, serve: Serve, connect: Connect) -> None:
     """With its own type, and as the ValueError that it is."""
     os.truncate(file, file.stat().st_size - 1)
     shared(provider, file)

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -19,6 +18,7 @@ from shared_rpc.errors import ConnectionClosed, TaskError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, number_of
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw
 
@@ -68,13 +68,13 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran:
 
 
 @pytest.fixture
-def server(shared: Provider, serve: Callable[..., Server]) -> Server:
+def server(shared: Provider, serve: Serve) -> Server:
     """Serves them."""
     return serve()
 
 
 @pytest.fixture
-def client(server: Server, connect: Callable[..., Client]) -> Client:
+def client(server: Server, connect: Connect) -> Client:
     """Its client."""
     return connect()
 
@@ -302,9 +302,7 @@ def test_tasks_of_an_earlier_server(server: Server, client: Client, shared: Prov
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_a_server_process_with_tasks_is_asked_to_end(
-    connect: Callable[..., Client], children: list[Child], is_async: bool
-) -> None:
+def test_a_server_process_with_tasks_is_asked_to_end(connect: Connect, children: list[Child], is_async: bool) -> None:
     """It exits with 0 in the middle of one, and its clients know why."""
     child = python(
         f"""
@@ -423,9 +421,7 @@ def test_a_crowd_that_goes_away(server: Server, client: Client, go: threading.Ev
     assert client.wait_for_task(task_id, 10).tolist() == [7] * 4
 
 
-def test_one_who_does_not_read(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], begun: threading.Event
-) -> None:
+def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
     """Those who do are told everything meanwhile; it misses reports, not the end, and what waits for it is bounded."""
     count, waits, heard = 60, 200, threading.Semaphore(0)
 
@@ -470,7 +466,7 @@ def test_one_who_does_not_read(
 
 
 @pytest.mark.parametrize("endpoint", ["direct", "task"])
-def test_a_result_that_is_read_late(provider: Provider, serve: Callable[..., Server], endpoint: str) -> None:
+def test_a_result_that_is_read_late(provider: Provider, serve: Serve, endpoint: str) -> None:
     """What the kernel does not take at once is written when it does, and the connection goes on."""
     size = 4 << 20
 
@@ -496,7 +492,7 @@ def test_a_result_that_is_read_late(provider: Provider, serve: Callable[..., Ser
         assert late.ask(m.Ping(), 4) == m.Pong()
 
 
-def test_many_waits_over_one_connection(shared: Provider, serve: Callable[..., Server], go: threading.Event) -> None:
+def test_many_waits_over_one_connection(shared: Provider, serve: Serve, go: threading.Event) -> None:
     """Other requests are answered meanwhile, and every one of them has its own answer."""
     server = serve(max_workers=4)
     with Raw(server.socket_path) as raw:
@@ -532,9 +528,7 @@ def test_many_waits_over_one_connection(shared: Provider, serve: Callable[..., S
         assert isinstance(last, m.Error) and last.code == "task-cancelled"
 
 
-def test_a_cancelled_task_of_another_client(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], begun: threading.Event
-) -> None:
+def test_a_cancelled_task_of_another_client(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
     """Whoever knows the id may cancel it; all who wait are told."""
 
     @provider.share(cache=False)

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from shared_rpc.errors import (
     StaleHandleError,
     TicketError,
 )
+from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.models import Tied
 from tests.kit.processes import Child, eventually, python
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(provider: Provider, serve: Callable[..., Server]) -> Server:
+def server(provider: Provider, serve: Serve) -> Server:
     """A server in this process."""
     provider.share("tied", managed=True, access="read")(Tied)
     provider.share("made", managed=True)(lambda value=1.0: {"layers": [torch.full((2, 3), value)], "text": "kept"})
@@ -45,7 +45,7 @@ def server(provider: Provider, serve: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture
-def client(server: Server, connect: Callable[..., Client]) -> Client:
+def client(server: Server, connect: Connect) -> Client:
     """A client of it."""
     return connect()
 
@@ -62,7 +62,7 @@ def rewritten(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path, connect: Callable[..., Client]) -> None:
+def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path, connect: Connect) -> None:
     """Another client gets the same object and memory, with a lease of its own."""
     handle = client.call("tied")
     handle.ticket(path)
@@ -234,7 +234,7 @@ def test_a_stale_handle_makes_no_ticket(client: Client, path: Path) -> None:
 # Buffers.
 
 
-def test_buffers_have_tickets(client: Client, connect: Callable[..., Client], path: Path) -> None:
+def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> None:
     """Both sides write to one memory; the buffer's own terms count."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
     ticket = buffer.ticket(path)
@@ -247,7 +247,7 @@ def test_buffers_have_tickets(client: Client, connect: Callable[..., Client], pa
     assert caught.value.reason == "exhausted"
 
 
-def test_a_ticket_that_calls_a_buffer_a_result(client: Client, connect: Callable[..., Client], path: Path) -> None:
+def test_a_ticket_that_calls_a_buffer_a_result(client: Client, connect: Connect, path: Path) -> None:
     """The buffer's own terms count all the same."""
     buffer = client.create_buffer((4,), "float32", max_accesses=1)
     ticket = msgspec.structs.replace(buffer.ticket(path), kind="result")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shared_rpc import Provider, Server
+from tests.kit.apps import Serve
 from tests.kit.family import settle
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import Tied
@@ -82,7 +83,7 @@ def _run(process: Interpreter, code: str, **names: Any) -> Any:
 
 
 @pytest.fixture
-def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+def get(no_leaks: None, provider: Provider, serve: Serve) -> Iterator[Serve]:
     """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
     held: list[Any] = []
 
@@ -104,9 +105,7 @@ def matrix(device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_the_arguments_of_a_process_stay_shared(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, method: str
-) -> None:
+def test_the_arguments_of_a_process_stay_shared(device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
     """The sender's weights stay where they are; a child writes to what the server and its parent read, and the reverse."""
     model = Tied(device)
     get(model)
@@ -130,7 +129,7 @@ def test_the_arguments_of_a_process_stay_shared(
     assert model.embed.weight.unique().tolist() == [6]
 
 
-def test_a_module_is_the_same_in_a_child(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """It is sent whole, ties, flags and buffers included, and computes the same."""
     model = nn.Sequential(Tied(device), nn.LayerNorm(7, device=device)).eval()
     model.register_buffer("steps", torch.tensor(3, device=device))
@@ -158,7 +157,7 @@ def test_a_module_is_the_same_in_a_child(device: str, get: Callable[..., Server]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_nobody_pays_for_what_is_sent(get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_nobody_pays_for_what_is_sent(get: Serve, elsewhere: Elsewhere) -> None:
     """Neither the sender nor the receiver has private memory for 64 MiB of weights."""
     get(torch.ones(16 << 20))
     answer = elsewhere(
@@ -174,7 +173,7 @@ def test_nobody_pays_for_what_is_sent(get: Callable[..., Server], elsewhere: Els
     assert max(answer) < 16 << 20
 
 
-def test_a_view_comes_back_as_the_senders_own(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Sent to a child and back, in messages of their own, views are views of the storage that is there already."""
     get(matrix(device))
     answer = elsewhere(
@@ -192,7 +191,7 @@ def test_a_view_comes_back_as_the_senders_own(device: str, get: Callable[..., Se
     assert answer == [[0, 40, 80, 120], True]
 
 
-def test_messages_of_one_storage_are_one_storage(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_messages_of_one_storage_are_one_storage(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Rows that come one by one share a storage in the child, and a mapping, also where it had dropped the first."""
     get(matrix(device))
     answer = elsewhere(
@@ -209,7 +208,7 @@ def test_messages_of_one_storage_are_one_storage(device: str, get: Callable[...,
     assert answer == [[1, 1], [0, 10, 20, 30]]
 
 
-def test_a_child_sends_it_to_its_sibling(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_child_sends_it_to_its_sibling(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """What was received can be sent on, by another method, though its first sender is not asked."""
     get(matrix(device))
     answer = elsewhere(
@@ -228,7 +227,7 @@ def test_a_child_sends_it_to_its_sibling(device: str, get: Callable[..., Server]
 
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_every_sharing_strategy(device: str, get: Callable[..., Server], elsewhere: Elsewhere, strategy: str) -> None:
+def test_every_sharing_strategy(device: str, get: Serve, elsewhere: Elsewhere, strategy: str) -> None:
     """How torch shares its own memory is not how this is shared."""
     get(matrix(device))
     answer = elsewhere(
@@ -250,7 +249,7 @@ def test_every_sharing_strategy(device: str, get: Callable[..., Server], elsewhe
 
 
 @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "JoinableQueue"])
-def test_queues(device: str, get: Callable[..., Server], elsewhere: Elsewhere, kind: str) -> None:
+def test_queues(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None:
     """A child puts what it has written to, and its parent gets its own memory back; torch.multiprocessing starts it."""
     get(matrix(device))
     answer = elsewhere(
@@ -272,7 +271,7 @@ def test_queues(device: str, get: Callable[..., Server], elsewhere: Elsewhere, k
 
 
 @pytest.mark.parametrize("kind", ["Pool", "torch.Pool", "ProcessPoolExecutor"])
-def test_pools(device: str, get: Callable[..., Server], elsewhere: Elsewhere, kind: str) -> None:
+def test_pools(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None:
     """Arguments and results of a pool are the memory itself, which its workers write to."""
     get(matrix(device))
     answer = elsewhere(
@@ -296,7 +295,7 @@ def test_pools(device: str, get: Callable[..., Server], elsewhere: Elsewhere, ki
     assert answer == [0, 40, [0, 10, 20, 7]]
 
 
-def test_managers(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_managers(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A manager's process keeps the memory, and gives it back as what it is."""
     get(matrix(device))
     answer = elsewhere(
@@ -313,13 +312,7 @@ def test_managers(device: str, get: Callable[..., Server], elsewhere: Elsewhere)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_data_loaders(
-    request: pytest.FixtureRequest,
-    device: str,
-    get: Callable[..., Server],
-    elsewhere: Elsewhere,
-    method: str,
-) -> None:
+def test_data_loaders(request: pytest.FixtureRequest, device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
     """Workers have the data set's tensors in place; rows come back as views, and batches as new tensors."""
     if device == "cuda" and method == "fork":
         pytest.skip("CUDA does not work in a forked child")
@@ -346,7 +339,7 @@ def test_data_loaders(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """It has the mapping and its descriptor, and what its parent gets is its own."""
     get(matrix(device))
     answer = elsewhere(
@@ -365,9 +358,7 @@ def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Callable[.
     assert answer == [40, [3], 0, [3, 4, 3, 3]]
 
 
-def test_more_segments_than_a_child_inherits(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_more_segments_than_a_child_inherits(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """260 objects of their own arrive in one child; a fork server takes fewer than 256 descriptors."""
     provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
     serve()
@@ -397,7 +388,7 @@ def test_more_segments_than_a_child_inherits(
     ids=["parameter", "sparse", "buffer"],
 )
 def test_tensors_of_every_layout(
-    device: str, get: Callable[..., Server], elsewhere: Elsewhere, make: Callable[[str], torch.Tensor], part: str
+    device: str, get: Serve, elsewhere: Elsewhere, make: Callable[[str], torch.Tensor], part: str
 ) -> None:
     """What torch's multiprocessing takes apart is shared in its parts."""
     get(make(device))
@@ -422,7 +413,7 @@ def test_tensors_of_every_layout(
     assert answer == [True] * 5
 
 
-def test_subclasses(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_subclasses(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A subclass that pickles itself keeps its class, its attributes and its memory."""
     from tests.kit.models import Marked
 
@@ -441,7 +432,7 @@ def test_subclasses(device: str, get: Callable[..., Server], elsewhere: Elsewher
     assert answer == ["Marked", "box", True]
 
 
-def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Tensors of the process's own beside shared ones are torch's: shared with the child, empty ones included."""
     get(matrix(device))
     answer = elsewhere(
@@ -455,7 +446,7 @@ def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Callable[..., Ser
     assert answer == [[5, 5, 5], True, [5, 5, 5]]
 
 
-def test_a_graph_is_refused_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_graph_is_refused_as_ever(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A tensor with an autograd history cannot leave its process."""
     get(nn.Parameter(torch.ones(3, device=device)))
     problem = elsewhere(
@@ -473,7 +464,7 @@ def test_a_graph_is_refused_as_ever(device: str, get: Callable[..., Server], els
 # What is shared already.
 
 
-def test_sharing_what_is_shared_leaves_it(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_sharing_what_is_shared_leaves_it(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """``share_memory_()`` of a tensor, a storage and a module moves nothing, and all say that they are shared."""
     get(nn.ParameterDict({"matrix": matrix(device)}))
     answer = elsewhere(
@@ -494,7 +485,7 @@ def test_sharing_what_is_shared_leaves_it(device: str, get: Callable[..., Server
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_sharing_ones_own_moves_it_as_ever(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_sharing_ones_own_moves_it_as_ever(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """What does not lie in a segment is not shared until torch has moved it."""
     get(matrix(device))
     answer = elsewhere(
@@ -509,7 +500,7 @@ def test_sharing_ones_own_moves_it_as_ever(device: str, get: Callable[..., Serve
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """A result in a pool is its caller's own: it is moved, and later calls, which use the chunk again, do not change it."""
     provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value)))
     serve()
@@ -530,9 +521,7 @@ def test_results_of_one_call_are_torchs_to_move(provider: Provider, serve: Calla
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_results_of_one_call_stay_with_their_caller(
-    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_results_of_one_call_stay_with_their_caller(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """On a GPU torch cannot move them, and the error says what to do."""
     provider.share("new", cache=False)(lambda value: torch.full((1000,), float(value), device="cuda"))
     serve()
@@ -548,9 +537,7 @@ def test_results_of_one_call_stay_with_their_caller(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_an_argument_that_an_endpoint_shares_and_returns(
-    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_an_argument_that_an_endpoint_shares_and_returns(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """Torch moves it out of the caller's pool, and the result is what lies in the new place."""
 
     @provider.share(cache=False)
@@ -564,7 +551,7 @@ def test_an_argument_that_an_endpoint_shares_and_returns(
 
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save", "joblib"])
-def test_copies_leave_the_sender_alone(device: str, get: Callable[..., Server], elsewhere: Elsewhere, way: str) -> None:
+def test_copies_leave_the_sender_alone(device: str, get: Serve, elsewhere: Elsewhere, way: str) -> None:
     """Whatever copies by value makes a copy, and the original stays shared."""
     get(matrix(device))
     answer = elsewhere(
@@ -599,7 +586,7 @@ def test_copies_leave_the_sender_alone(device: str, get: Callable[..., Server], 
 # Read-only.
 
 
-def test_read_only_memory_stays_read_only(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_read_only_memory_stays_read_only(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A child that writes ends, and nothing was written; a child that reads sees what the server writes."""
     get(matrix(device), access="read")
     answer = elsewhere(
@@ -622,7 +609,7 @@ def test_read_only_memory_stays_read_only(device: str, get: Callable[..., Server
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_the_seal_holds_in_a_child(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_the_seal_holds_in_a_child(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """The descriptor that it was sent maps for reading only."""
     get(matrix(device), access="read")
     answer = elsewhere(
@@ -667,7 +654,7 @@ def test_a_maker_gets_its_own_read_only_memory_back(device: str, base_path: str,
 # Lifetimes.
 
 
-def test_nothing_is_left_when_all_is_gone(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_nothing_is_left_when_all_is_gone(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Mappings and descriptors go with the last tensor, in the child and in the sender."""
     get(matrix(device))
     answer = elsewhere(
@@ -695,7 +682,7 @@ def test_nothing_is_left_when_all_is_gone(device: str, get: Callable[..., Server
     assert answer == [[[1, descriptors], 1, descriptors], [0, True, [0, 0], 0]]
 
 
-def test_a_killed_child_leaves_nothing(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_killed_child_leaves_nothing(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """SIGKILL ends its mapping, and nobody else's."""
     get(matrix(device))
     answer = elsewhere(
@@ -747,7 +734,7 @@ def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None,
 
 
 def test_a_child_hands_it_to_the_server_by_name(
-    device: str, provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere, base_path: str
+    device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere, base_path: str
 ) -> None:
     """As an argument of a call it is named, not copied; no lease is the child's."""
     provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
@@ -813,7 +800,7 @@ def test_every_mechanism(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_a_child_that_names_gpus_in_another_way(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_child_that_names_gpus_in_another_way(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A GPU is known by its UUID, whatever the child's own number for it."""
     get(matrix(device))
     answer = elsewhere(
@@ -842,9 +829,7 @@ def test_a_child_that_names_gpus_in_another_way(device: str, get: Callable[..., 
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_without_a_descriptor_sending_is_refused(
-    provider: Provider, serve: Callable[..., Server], elsewhere: Elsewhere
-) -> None:
+def test_without_a_descriptor_sending_is_refused(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """Mappings keep a part of the descriptors that a process may have; for the others the error says what to do."""
     provider.share("number")(lambda number: torch.full((2,), float(number)))
     serve()
@@ -878,7 +863,7 @@ def test_without_a_descriptor_sending_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_sender_that_is_gone_is_named(device: str, get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_sender_that_is_gone_is_named(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """As with torch's own tensors it must live until its message was received; the error says so."""
     get(matrix(device))
     answer = elsewhere(
@@ -899,7 +884,7 @@ def test_a_sender_that_is_gone_is_named(device: str, get: Callable[..., Server],
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_receiver_that_cannot_map_says_why(get: Callable[..., Server], elsewhere: Elsewhere) -> None:
+def test_a_receiver_that_cannot_map_says_why(get: Serve, elsewhere: Elsewhere) -> None:
     """The memory is refused with the reason, and no descriptor is left."""
     get(torch.ones(64 << 20))
     answer = elsewhere(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server, TaskInfo, TaskStatus, progress
+from shared_rpc import AsyncClient, Provider, TaskInfo, TaskStatus, progress
 from shared_rpc.errors import DeadlineExceeded, TaskError
+from tests.kit.apps import Connect, Serve
 from tests.kit.processes import python
 
 
 @pytest.fixture
-def go(provider: Provider, serve: Callable[..., Server]) -> threading.Event:
+def go(provider: Provider, serve: Serve) -> threading.Event:
     """What the endpoint waits for."""
     event = threading.Event()
 
@@ -31,7 +31,7 @@ def go(provider: Provider, serve: Callable[..., Server]) -> threading.Event:
     return event
 
 
-def test_a_watched_task_is_left_to_others(go: threading.Event, connect: Callable[..., Client]) -> None:
+def test_a_watched_task_is_left_to_others(go: threading.Event, connect: Connect) -> None:
     """Its end is told, with every change before it; this process has no lease, and the result is there for who wants it."""
     client, seen = connect(), []
     task_id = client.submit("build", 7)
@@ -66,7 +66,7 @@ def test_a_watcher_needs_no_torch(go: threading.Event, base_path: str) -> None:
     assert child.close() == (0, "")
 
 
-def test_a_failed_task_is_told_and_not_raised(go: threading.Event, connect: Callable[..., Client]) -> None:
+def test_a_failed_task_is_told_and_not_raised(go: threading.Event, connect: Connect) -> None:
     """Whoever wants its exception asks for the result."""
     go.set()
     client = connect()
@@ -77,7 +77,7 @@ def test_a_failed_task_is_told_and_not_raised(go: threading.Event, connect: Call
         client.get_task_result(task_id)
 
 
-def test_the_watch_ends_in_time(go: threading.Event, connect: Callable[..., Client]) -> None:
+def test_the_watch_ends_in_time(go: threading.Event, connect: Connect) -> None:
     """The task goes on; and one that is not known is told at once."""
     client = connect()
     task_id = client.submit("build", 7)
