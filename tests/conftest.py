@@ -136,6 +136,20 @@ def connect(base_path: str) -> Iterator[Callable[..., Client]]:
         yield make
 
 
+@pytest.fixture
+def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
+    held: list[Any] = []
+
+    def share(value: Any, **options: Any) -> Server:
+        held.append(value)
+        provider.share("get", **options)(lambda: held[0])
+        return serve()
+
+    yield share
+    held.clear()
+
+
 @pytest.fixture(params=ROLES)
 def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
     """An app in each role."""

@@ -50,20 +50,6 @@ def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Elsewher
 
 
 @pytest.fixture
-def get(no_leaks: None, provider: Provider, serve: Serve) -> Iterator[Serve]:
-    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
-    held: list[Any] = []
-
-    def share(value: Any, **options: Any) -> Server:
-        held.append(value)
-        provider.share("get", **options)(lambda: held[0])
-        return serve()
-
-    yield share
-    held.clear()
-
-
-@pytest.fixture
 def process() -> Iterator[Callable[[], Interpreter]]:
     """``process()`` starts a process that may come to harm."""
     started: list[Interpreter] = []

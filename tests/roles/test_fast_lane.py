@@ -28,23 +28,15 @@ MIB = 1 << 20
 SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
 
 
-class Kept:
-    """What the endpoints keep of their arguments."""
-
-    tensors: list[torch.Tensor]
-
-
 @pytest.fixture
-def kept() -> Kept:
-    """Nothing yet."""
-    found = Kept()
-    found.tensors = []
-    return found
+def kept() -> list[torch.Tensor]:
+    """What the endpoints keep of their arguments: nothing yet."""
+    return []
 
 
 @pytest.fixture
 def server(
-    device: str, no_leaks: None, base_path: str, kept: Kept, go: threading.Event, begun: threading.Event
+    device: str, no_leaks: None, base_path: str, kept: list[torch.Tensor], go: threading.Event, begun: threading.Event
 ) -> Iterator[Server]:
     """Endpoints that take and return memory, with small pools."""
     provider = Provider(base_path, device=device)
@@ -64,7 +56,7 @@ def server(
 
     @share()
     def keep(x: torch.Tensor) -> None:
-        kept.tensors.append(x)
+        kept.append(x)
 
     @share()
     def slow(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +74,7 @@ def server(
 
     with Server(provider, pool=SMALL) as server:
         yield server
-    kept.tensors.clear()
+    kept.clear()
 
 
 @pytest.fixture
@@ -168,12 +160,14 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     assert transfer.arguments.nbytes == 0
 
 
-def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Client, kept: Kept, server: Server) -> None:
+def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(
+    client: Client, kept: list[torch.Tensor], server: Server
+) -> None:
     """The endpoint keeps it, the client does not: its bytes stay as long as either does."""
     client.call("keep", client.call("full", 5.0, 1000))
     for value in range(500):
         client.call("full", float(value), 1000)
-    assert kept.tensors[0].unique().tolist() == [5.0]
+    assert kept[0].unique().tolist() == [5.0]
 
 
 @pytest.mark.asyncio

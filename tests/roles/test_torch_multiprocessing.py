@@ -82,20 +82,6 @@ def _run(process: Interpreter, code: str, **names: Any) -> Any:
     return process.run(BEGIN + textwrap.dedent(code), **names)
 
 
-@pytest.fixture
-def get(no_leaks: None, provider: Provider, serve: Serve) -> Iterator[Serve]:
-    """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
-    held: list[Any] = []
-
-    def share(value: Any, **options: Any) -> Server:
-        held.append(value)
-        provider.share("get", **options)(lambda: held[0])
-        return serve()
-
-    yield share
-    held.clear()
-
-
 def matrix(device: str) -> torch.Tensor:
     """Four rows, which begin with 0, 10, 20 and 30."""
     return torch.arange(40.0, device=device).reshape(4, 10)
