@@ -15,7 +15,6 @@ import torch
 
 from shared_rpc import Client, Handle, Provider, Server
 from shared_rpc.client import connection as connection_module
-from shared_rpc.client import results
 from shared_rpc.client.exchange import TooLate
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.protocol import messages as m
@@ -125,21 +124,6 @@ def test_closing_the_client(server: Server, client: Client) -> None:
     with pytest.raises(ConnectionClosed, match="this client is closed"):
         client.ping()
     client.close()
-
-
-def test_a_result_that_cannot_be_rebuilt_leaves_no_lease(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A caller that is interrupted while its result is rebuilt never gets a handle, so the client gives the lease back."""
-
-    def interrupted(result: results.Result, values: object) -> None:
-        result.close()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results, "_rebuild", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        client.call("own", 3)
-    assert leases(server) == 0
 
 
 # The end of a process.
@@ -305,40 +289,6 @@ def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
     assert not held.is_stale()
     assert client.release(held)
     eventually(lambda: server.info()["connections"] == 2)
-
-
-class Interrupt(BaseException):
-    """What a signal handler raises, as Ctrl-C does."""
-
-
-def test_an_interrupted_call_keeps_the_session(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event
-) -> None:
-    """An exception out of nowhere, in the middle of a call, costs the session and not the leases, which the next one takes."""
-
-    def raise_interrupt(*_: object) -> None:
-        raise Interrupt
-
-    def interrupt() -> None:
-        begun.wait(10)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    held = client.call("own", 3)
-    earlier = signal.signal(signal.SIGUSR1, raise_interrupt)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(Interrupt):
-            client.call("slow", 3)
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, earlier)
-    assert not held.is_stale()
-    eventually(lambda: server.info()["sessions"] == 1)
-    assert not held.is_stale()
-    go.set()
-    assert client.call("slow", 3).value.sum() == 3
-    eventually(lambda: server.info()["connections"] == 1)
 
 
 # Forks.
