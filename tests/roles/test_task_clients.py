@@ -132,19 +132,22 @@ def test_the_submitter_is_killed(
     eventually(lambda: kept(server) == (0, 0))
 
 
+@pytest.mark.parametrize("status", ["running", "pending"])
 def test_a_process_is_killed_while_it_waits(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, status: str
 ) -> None:
-    """Its wait is taken back, and the task goes on for others."""
-    task_id = client.submit("held", 7)
-    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', print, False))")
+    """Its wait is taken back, and the task goes on for others; one that has not begun is not dropped."""
+    ids = {"running": client.submit("task", 1), "pending": client.submit("task", 2)}
+    assert begun.wait(10)
+    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids[status]}', print, False))")
     children.append(waiter)
-    waiter.expect("running")
+    waiter.expect(status)
     assert watchers(server) == 1
     waiter.kill()
     eventually(lambda: watchers(server) == 0, seconds=1)
+    assert statuses(client) == ["running", "pending"]
     go.set()
-    assert client.wait_for_task(task_id, 10).tolist() == [7] * 4
+    assert [client.wait_for_task(task_id, 10).tolist() for task_id in ids.values()] == [[1] * 4, [2] * 4]
 
 
 def test_a_process_is_killed_in_a_call_that_has_not_begun(
@@ -162,23 +165,6 @@ def test_a_process_is_killed_in_a_call_that_has_not_begun(
     client.wait_for_task(first, 10)
     assert client.call("task", 3).tolist() == [3] * 4
     assert ran == [1, 3]
-
-
-def test_a_task_that_was_submitted_is_not_dropped(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, ran: list[int]
-) -> None:
-    """However many wait for it in vain before it begins."""
-    client.submit("task", 1)
-    assert begun.wait(10)
-    task_id = client.submit("task", 2)
-    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', print, False))")
-    children.append(waiter)
-    waiter.expect("pending")
-    waiter.kill()
-    eventually(lambda: watchers(server) == 0, seconds=1)
-    assert statuses(client) == ["running", "pending"]
-    go.set()
-    assert client.wait_for_task(task_id, 10).tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("endpoint", ["task", "managed_task"])
