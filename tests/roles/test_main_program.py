@@ -9,6 +9,7 @@ import platform
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,35 +257,26 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     served.close()
 
 
+@contextmanager
+def serving(folder: Path, host: str) -> Iterator[Callable[..., Served]]:
+    """The same for a test alone: a function that has the app served, with more code in it."""
+    folder.chmod(0o700)
+    with ExitStack() as stack:
+        yield lambda more="": stack.enter_context(closing(Served(folder, host, more)))
+
+
 @pytest.fixture(params=HOSTS)
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """``serve(more)``: the same for a test alone, with more code in the app."""
-    tmp_path.chmod(0o700)
-    started: list[Served] = []
-
-    def start(more: str = "") -> Served:
-        started.append(Served(tmp_path, request.param, more))
-        started[-1].client.ping()
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    """``serve(more)``: in each way."""
+    with serving(tmp_path, request.param) as start:
+        yield start
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[[str], Served]]:
+def script(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """``script(more)``: as ``python app.py`` in the server role."""
-    tmp_path.chmod(0o700)
-    started: list[Served] = []
-
-    def start(more: str) -> Served:
-        started.append(Served(tmp_path, "script", more))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    with serving(tmp_path, "script") as start:
+        yield start
 
 
 def test_modules_can_be_imported(serve: Callable[..., Served]) -> None:
@@ -382,7 +374,7 @@ def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], 
 # What only a script in the server role can meet.
 
 
-def test_threads_of_the_app_that_still_run(script: Callable[[str], Served]) -> None:
+def test_threads_of_the_app_that_still_run(script: Callable[..., Served]) -> None:
     """They do not keep the process from serving, and are waited for when it ends."""
     served = script(
         """
@@ -435,14 +427,14 @@ def test_an_interactive_session_serves_when_it_ends(tmp_path: Path, base_path: s
     assert child.close()[0] == 0
 
 
-def test_a_script_that_ends_with_a_code_serves(script: Callable[[str], Served]) -> None:
+def test_a_script_that_ends_with_a_code_serves(script: Callable[..., Served]) -> None:
     """Python does not tell it, so the process serves; the code is the process's own when that has ended."""
     served = script("sys.exit(3)\n")
     served.child.expect_error("serving at")
     assert served.end() == (3, [], "")
 
 
-def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[[str], Served]) -> None:
+def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[..., Served]) -> None:
     """What the main code registered is still there for endpoints, a temporary folder for one."""
     served = script("import atexit\natexit.register(told, 'cleaned up')\nprint('told: main code', flush=True)\n")
     served.child.expect_error("serving at")
@@ -457,7 +449,7 @@ def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[[
     ]
 
 
-def test_a_forked_child_of_an_endpoint_ends_with_its_work(script: Callable[[str], Served]) -> None:
+def test_a_forked_child_of_an_endpoint_ends_with_its_work(script: Callable[..., Served]) -> None:
     """With ``sys.exit()``, which ends no more than the child, and does not serve."""
     served = script(
         """
@@ -475,7 +467,7 @@ def child():
     assert served.end()[0] == 0
 
 
-def test_a_spawned_child_of_a_script_without_a_main_guard(script: Callable[[str], Served]) -> None:
+def test_a_spawned_child_of_a_script_without_a_main_guard(script: Callable[..., Served]) -> None:
     """It runs the main code again, whose calls go to the server that its parent is."""
     served = script(
         """
@@ -495,7 +487,7 @@ weights()
     assert set(told[1:]) == {"client"}
 
 
-def test_a_fork_server_does_not_serve(script: Callable[[str], Served]) -> None:
+def test_a_fork_server_does_not_serve(script: Callable[..., Served]) -> None:
     """It has imported the app, and ends when the process that served has ended: it does not take its place."""
     served = script('import multiprocessing\n\nmultiprocessing.set_forkserver_preload(["app"])\n')
     served.child.expect_error("serving at")
@@ -505,7 +497,7 @@ def test_a_fork_server_does_not_serve(script: Callable[[str], Served]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before it serves", "while it stops"])
-def test_an_interrupt_beside_the_wait(script: Callable[[str], Served], moment: str) -> None:
+def test_an_interrupt_beside_the_wait(script: Callable[..., Served], moment: str) -> None:
     """Ctrl-C just before signals are waited for, or a second one: the process ends as with one, exit callbacks included."""
     patch = {
         "before it serves": """
@@ -555,7 +547,7 @@ def test_processes_of_an_endpoint_that_does_not_end(serve: Callable[..., Served]
     eventually(lambda: not is_running(pid), what=f"the end of {pid}")
 
 
-def test_an_interpreter_that_starts_no_threads_any_more(script: Callable[[str], Served]) -> None:
+def test_an_interpreter_that_starts_no_threads_any_more(script: Callable[..., Served]) -> None:
     """Python 3.12.0 to 3.12.2: the process cannot serve, and says what can be done."""
     served = script(
         """
