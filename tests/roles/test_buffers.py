@@ -300,15 +300,6 @@ def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -
     assert client.get_server_info()["buffers"] == 0
 
 
-@on_the_host
-def test_a_result_is_no_buffer(client: Client) -> None:
-    """It is got by a call, and let go of by invalidation."""
-    with client.call("weights", 10) as handle:
-        assert reason(client, handle.object_id) == "unknown"
-        assert not client.free_buffer(handle)
-        assert not handle.is_stale()
-
-
 # How much.
 
 

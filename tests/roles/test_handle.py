@@ -90,24 +90,6 @@ def test_object_goes_with_its_last_handle(app: App, way: str) -> None:
     eventually(gone)
 
 
-def test_cached_object_outlives_its_handles(app: App) -> None:
-    """A cached object stays when nobody holds it: the next call gets the same memory."""
-    built = []
-
-    @app.share(managed=True)
-    def load() -> torch.Tensor:
-        built.append(1)
-        return torch.ones(4)
-
-    with load() as handle:
-        handle.value.fill_(5.0)
-        first = handle.object_id
-    with load() as handle:
-        assert torch.equal(handle.value, torch.full((4,), 5.0))
-        assert handle.object_id == first
-    assert built == [1]
-
-
 def test_invalidated_object_stays_with_its_holders(app: App) -> None:
     """Invalidation gives later callers a new object, of the next generation; earlier handles stay as they are."""
 

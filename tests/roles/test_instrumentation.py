@@ -141,23 +141,6 @@ def test_objects_and_leases(client: Client, listener: Listener) -> None:
     assert (freed.object_id, freed.endpoint) == (handle.object_id, "held")
 
 
-def test_a_buffer_is_an_object_too(client: Client, listener: Listener) -> None:
-    """It says of which kind it is."""
-    client.create_buffer(4096).release()
-    assert [event.kind for event in listener.of(i.ObjectPublished)] == ["buffer"]
-
-
-def test_a_client_that_closes_is_no_crash(client: Client, listener: Listener, connect: Connect) -> None:
-    """Its leases end with it, and are not told as reclaimed."""
-    other = connect()
-    handle = other.call("held", 6)
-    other.close()
-    (closed,) = listener.next(i.SessionClosed)
-    assert (closed.clean, closed.leases) == (True, 1)
-    assert [event.reclaimed for event in listener.of(i.LeaseEnded)] == [False]
-    assert handle.is_stale()
-
-
 def test_a_client_that_is_killed_is_one(client: Client, listener: Listener, base_path: str, children: list[Child]) -> None:
     """Its leases are told as reclaimed, and its session as one that was lost."""
     child = python(f"""

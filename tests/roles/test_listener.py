@@ -211,14 +211,6 @@ def test_many_races(path: str) -> None:
 # The end.
 
 
-def test_stop_removes_the_socket(path: str, serve: Serve) -> None:
-    """After a clean end nothing looks like a server."""
-    server = serve()
-    assert stat.S_ISSOCK(os.lstat(path).st_mode)
-    server.stop()
-    assert not os.path.lexists(path)
-
-
 def test_stopping_again_leaves_the_next_server_alone(path: str, serve: Serve, connect: Connect) -> None:
     """A server removes its own socket, once, whatever inode number the next one's has."""
     for _ in range(5):
@@ -237,14 +229,6 @@ def test_stop_leaves_what_is_not_its_own(path: str, serve: Serve) -> None:
     Path(path).write_text("precious")
     server.stop()
     assert Path(path).read_text() == "precious"
-
-
-def test_a_server_starts_again(serve: Serve, connect: Connect) -> None:
-    """Stopping is not for ever."""
-    server = serve()
-    server.stop()
-    server.start()
-    connect().ping()
 
 
 def test_a_start_that_fails_leaves_nothing(path: str, serve: Serve) -> None:

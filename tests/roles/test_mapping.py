@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 
 import pytest
@@ -102,22 +102,17 @@ def mapped() -> list[str]:
 # One mapping for each segment.
 
 
-def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: MappingTable) -> None:
-    """Memory that nobody took is unmapped and closed at the end of the block that made it."""
-    with table.create(1, "cpu") as mapping:
+@pytest.mark.parametrize("fails", [False, True])
+def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: MappingTable, fails: bool) -> None:
+    """Memory that nobody took is unmapped and closed at the end of the block that made it, however that ends."""
+    with suppress(ZeroDivisionError), table.create(1, "cpu") as mapping:
         mapping.view()[:3] = b"abc"
         assert mapped().count(mapping.info.id) == 1
+        if fails:
+            raise ZeroDivisionError
     assert mapping.info.id not in mapped()
     assert mapping.segment.closed
     assert len(table) == 0
-
-
-def test_created_memory_is_given_up_when_the_block_fails(no_leaks: None, table: MappingTable) -> None:
-    """An error in the block leaves neither mapping nor descriptor."""
-    with pytest.raises(ZeroDivisionError), table.create(1, "cpu") as mapping:
-        raise ZeroDivisionError
-    assert mapping.info.id not in mapped()
-    assert mapping.segment.closed
 
 
 def test_creating_what_cannot_be_mapped_leaves_nothing(no_leaks: None, table: MappingTable) -> None:
@@ -292,18 +287,30 @@ def test_no_descriptor_to_be_had(no_leaks: None, children: list[Child]) -> None:
 # Who uses a mapping, and its end.
 
 
-def test_a_mapping_stays_for_its_last_user(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
-    """It goes with the last object that it was lent to, not before."""
+class Equal(User):
+    """A user that compares equal to others and has no hash, as storages do."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [User, Equal])
+def test_a_mapping_stays_for_its_last_user(
+    table: MappingTable, segments: Callable[[int], list[Segment]], kind: type[User]
+) -> None:
+    """It goes with the last object that it was lent to, not before; they count one by one."""
     (segment,) = segments(1)
-    users = [User(), User()]
+    users = [kind(), kind()]
     with table.attach([segment]) as [mapping]:
         table.keep_for((mapping, user) for user in users)
     users.pop()
     table.drain()
-    assert mapped().count(segment.info.id) == 1
+    assert mapped().count(segment.info.id) == len(table) == 1
     users.pop()
     table.drain()
-    assert mapped().count(segment.info.id) == 0
+    assert mapped().count(segment.info.id) == len(table) == 0
 
 
 def test_one_object_may_use_many_mappings(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
@@ -314,27 +321,6 @@ def test_one_object_may_use_many_mappings(table: MappingTable, segments: Callabl
         table.keep_for((mapping, user) for mapping in mappings)
     assert len(table) == 3
     del user
-    table.drain()
-    assert len(table) == 0
-
-
-def test_equal_users_are_told_apart(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
-    """Objects that compare equal and have no hash, as storages do, count one by one."""
-
-    class Equal:
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None
-
-    (segment,) = segments(1)
-    users = [Equal(), Equal()]
-    with table.attach([segment]) as [mapping]:
-        table.keep_for((mapping, user) for user in users)
-    users.pop()
-    table.drain()
-    assert len(table) == 1
-    users.pop()
     table.drain()
     assert len(table) == 0
 

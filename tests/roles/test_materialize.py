@@ -502,7 +502,7 @@ def test_an_own_parameter_that_is_made_of_a_shared_one() -> None:
             super().__init__()
             self.base = nn.Linear(2, 2)
             self.mean = nn.Parameter(torch.empty(2, 2))
-            self.mean.data.copy_(self.base.weight * self.base.bias)
+            self.mean.data.copy_(self.base.weight @ self.base.weight)
 
     source = nn.Linear(2, 2)
     with pytest.raises(CapabilityError, match=r"mean is in own=, .* from other parameters \(mean of"):

@@ -429,19 +429,6 @@ def test_several_providers_at_one_path(base_path: str, script: Callable[..., Pat
     assert not Path(f"{base_path}-cpu.sock").exists()
 
 
-@pytest.mark.parametrize("main", ["", "provider.get_runtime_info()"], ids=["at its end", "at its first use"])
-def test_a_second_server_fails(
-    base_path: str, script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
-) -> None:
-    """A live server keeps its socket: the second process ends with an error that names the pid of the first."""
-    first = start(script(), "server")
-    first.expect_error("serving at")
-    code, errors = start(script(main), "server").close()
-    assert code == 1
-    assert f"{base_path}-cpu.sock is served by pid {first.pid}: stop that server first" in errors.splitlines()[-1]
-    assert connect().get_server_info()["pid"] == first.pid
-
-
 def test_a_closed_provider_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], base_path: str) -> None:
     """After ``provider.close()`` the process ends with its main code, and leaves no socket."""
     code, errors = start(script("provider.get_runtime_info(); provider.close()"), "server").close()
