@@ -69,11 +69,19 @@ def clients() -> dict[str, Any]:
     return result("clients", rows)
 
 
-def drawn(tmp_path: Path, content: Any) -> dict[str, str]:
+def drawn(folder: Path, content: Any) -> dict[str, str]:
     """The pictures of a result, by what ends their names."""
-    path = tmp_path / "gpu.json"
+    path = folder / "gpu.json"
     path.write_text(document(content))
-    return {target.stem.removeprefix("gpu-"): target.read_text() for target in plot(path, tmp_path / "plots")}
+    return {target.stem.removeprefix("gpu-"): target.read_text() for target in plot(path, folder / "plots")}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Those of one result of each benchmark."""
+    return {
+        str(content["benchmark"]): drawn(tmp_path_factory.mktemp("drawn"), content) for content in (attach(), rpc(), clients())
+    }
 
 
 def texts(svg: str) -> str:
@@ -96,23 +104,23 @@ def lines(svg: str, colour: str) -> list[list[tuple[float, float]]]:
 BLUE, ORANGE = "#1b84c6", "#d55e00"
 
 
-def test_attach_is_drawn_over_tensors_and_over_bytes(tmp_path: Path) -> None:
+def test_attach_is_drawn_over_tensors_and_over_bytes(pictures: dict[str, dict[str, str]]) -> None:
     """Every side that took part, its points in order; one that could not do a module has a point less."""
-    pictures = drawn(tmp_path, attach())
+    shown = pictures["attach"]
 
-    assert pictures.keys() == {"tensors", "bytes"}
+    assert shown.keys() == {"tensors", "bytes"}
     for name, ours, theirs in (("tensors", 4, 4), ("bytes", 2, 1)):
-        written = texts(pictures[name])
+        written = texts(shown[name])
         assert all(side in written for side in SIDES)
         assert "(ms)" in written
-        assert [len(lines(pictures[name], colour)[0]) for colour in (BLUE, ORANGE)] == [ours, theirs]
-    xs = [x for x, _ in lines(pictures["tensors"], BLUE)[0]]
+        assert [len(lines(shown[name], colour)[0]) for colour in (BLUE, ORANGE)] == [ours, theirs]
+    xs = [x for x, _ in lines(shown["tensors"], BLUE)[0]]
     assert xs == sorted(xs)
 
 
-def test_latencies_are_drawn_as_distributions(tmp_path: Path) -> None:
+def test_latencies_are_drawn_as_distributions(pictures: dict[str, dict[str, str]]) -> None:
     """A panel for each call; calls done against time, which both only rise."""
-    svg = drawn(tmp_path, rpc())["latency"]
+    svg = pictures["rpc"]["latency"]
 
     written = texts(svg)
     assert "ping" in written and "attach and release" in written and "import" not in written
@@ -123,9 +131,9 @@ def test_latencies_are_drawn_as_distributions(tmp_path: Path) -> None:
         assert curve == sorted(curve, key=lambda point: (point[0], -point[1]))
 
 
-def test_calls_a_second_are_drawn_against_clients(tmp_path: Path) -> None:
+def test_calls_a_second_are_drawn_against_clients(pictures: dict[str, dict[str, str]]) -> None:
     """In the order of their number, both sides in one panel, from zero."""
-    svg = drawn(tmp_path, clients())["throughput"]
+    svg = pictures["clients"]["throughput"]
 
     written = texts(svg)
     assert "client processes" in written and "calls a second" in written and PEER in written
@@ -134,9 +142,9 @@ def test_calls_a_second_are_drawn_against_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [attach(), rpc(), clients()], ids=lambda content: str(content["benchmark"]))
-def test_a_picture_says_where_its_numbers_come_from(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_a_picture_says_where_its_numbers_come_from(pictures: dict[str, dict[str, str]], content: dict[str, Any]) -> None:
     """Device, versions, day and command are those of the JSON, and nothing else is told of this machine or day."""
-    for svg in drawn(tmp_path, content).values():
+    for svg in pictures[content["benchmark"]].values():
         written = texts(svg).replace(" | ", " ")
         for fact in ("NVIDIA H100 80GB HBM3", "16 cores", "Python 3.12.3", "torch 2.11.0", "driver 580.1", "2026-11-21"):
             assert fact in written
@@ -144,15 +152,15 @@ def test_a_picture_says_where_its_numbers_come_from(tmp_path: Path, content: dic
         assert "<dc:date>" not in svg and "Matplotlib" not in svg
 
 
-def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_result_gives_the_same_bytes(pictures: dict[str, dict[str, str]], tmp_path: Path) -> None:
     """So that a picture in the repository changes with its numbers only."""
     for content in (attach(), rpc(), clients()):
-        assert drawn(tmp_path, content) == drawn(tmp_path, content)
+        assert drawn(tmp_path, content) == pictures[str(content["benchmark"])]
 
 
-def test_a_picture_has_no_ground_of_its_own(tmp_path: Path) -> None:
+def test_a_picture_has_no_ground_of_its_own(pictures: dict[str, dict[str, str]]) -> None:
     """Pages are light or dark."""
-    for svg in drawn(tmp_path, rpc()).values():
+    for svg in pictures["rpc"].values():
         assert not re.search(r"fill: (#ffffff|white)", svg)
         assert "#000000" not in svg.replace("fill: #000000; stroke: none", "")
 
