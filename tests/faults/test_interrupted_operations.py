@@ -5,6 +5,7 @@ Nothing is left over, and what comes out is the handler's exception.
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import threading
@@ -28,8 +29,9 @@ from tests.kit.repetitions import repetitions
 # What was about to be handed on, and is dropped with the operation's frames, is closed by its owner's finaliser, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
-#: How many points of an operation are tried: all of them in long runs.
-POINTS = repetitions(25, 10_000)
+#: How many points of an operation are tried, each with one of the exceptions: all of them with all of these in long runs.
+POINTS = repetitions(40, 30_000)
+KINDS = (Interrupted, KeyboardInterrupt, TimeoutError)
 
 SERVER = """
 import os, torch
@@ -179,26 +181,24 @@ def more(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {name: after[name] - before[name] for name in after if after[name] > before[name]}
 
 
-def chosen(points: int) -> list[int]:
-    """The points that are tried: all, or a sample with a seed that is printed."""
-    if points <= POINTS:
-        return list(range(1, points + 1))
+def chosen(points: int) -> list[tuple[int, type[BaseException]]]:
+    """The points that are tried, and what is raised there: all, or a sample with a seed that is printed."""
+    pairs = list(itertools.product(range(1, points + 1), KINDS))
+    if len(pairs) <= POINTS:
+        return pairs
     seed = random.randrange(1 << 30)
     print(f"points chosen with the seed {seed}")
-    return sorted(random.Random(seed).sample(range(1, points + 1), POINTS))
+    return random.Random(seed).sample(pairs, POINTS)
 
 
-@pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_that_is_interrupted(
-    client: Client, watcher: Client, operation: Callable[[Client], object], kind: type[BaseException]
-) -> None:
+def test_an_operation_that_is_interrupted(client: Client, watcher: Client, operation: Callable[[Client], object]) -> None:
     """At any point at which a handler may run: what comes out is its exception, and there is nothing more than before."""
     for _ in range(3):
         operation(client)
     points = points_of(lambda: operation(client))
     before = held(watcher, client)
-    for point in chosen(points):
+    for point, kind in chosen(points):
         with raising_handler(kind):
             place, raised = interrupted_at(point, lambda: operation(client))
         assert not place or raised == f"{kind.__name__}: from the handler", f"at {place}"
@@ -209,11 +209,8 @@ def test_an_operation_that_is_interrupted(
             pytest.fail(f"interrupted in {place}: {more(held(watcher, client), before)} more than before")
 
 
-@pytest.mark.parametrize("kind", [Interrupted, TimeoutError])
 @pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
-def test_a_client_that_is_interrupted_as_it_begins(
-    server: Child, watcher: Client, base_path: str, name: str, kind: type[BaseException]
-) -> None:
+def test_a_client_that_is_interrupted_as_it_begins(server: Child, watcher: Client, base_path: str, name: str) -> None:
     """While it connects, in its first operation, or as it is closed."""
     operation = OPERATIONS[name]
 
@@ -229,7 +226,7 @@ def test_a_client_that_is_interrupted_as_it_begins(
     points = points_of(whole)
     idle = new()
     before = held(watcher, idle)
-    for point in chosen(points):
+    for point, kind in chosen(points):
         clients[-1] = new()
         with raising_handler(kind):
             place, raised = interrupted_at(point, whole)
@@ -276,8 +273,8 @@ def test_an_interruption_of_one_thread_leaves_others_alone(client: Client, watch
     for thread in threads:
         thread.start()
     points = points_of(lambda: OPERATIONS["a tensor there and back"](client))
-    for point in chosen(points):
-        with raising_handler(Interrupted):
+    for point, kind in chosen(points):
+        with raising_handler(kind):
             interrupted_at(point, lambda: OPERATIONS["a tensor there and back"](client))
     ended.set()
     for thread in threads:
@@ -408,11 +405,8 @@ IN_PROCESS: dict[str, Callable[[Provider], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Interrupted, TimeoutError])
 @pytest.mark.parametrize("operation", IN_PROCESS.values(), ids=IN_PROCESS)
-def test_an_operation_of_the_process_that_runs_the_endpoints(
-    operation: Callable[[Provider], object], kind: type[BaseException]
-) -> None:
+def test_an_operation_of_the_process_that_runs_the_endpoints(operation: Callable[[Provider], object]) -> None:
     """At any point: what comes out is the handler's exception, and no lease, no buffer and no run is left."""
     provider = Provider(execution_mode="local", device="cpu")
     provider.share("own", managed=True, cache=False)(lambda: torch.ones(4))
@@ -426,7 +420,7 @@ def test_an_operation_of_the_process_that_runs_the_endpoints(
     for _ in range(3):
         operation(provider)
     points = points_of(lambda: operation(provider))
-    for point in chosen(points):
+    for point, kind in chosen(points):
         with raising_handler(kind):
             place, raised = interrupted_at(point, lambda: operation(provider))
         assert not place or raised == f"{kind.__name__}: from the handler", f"at {place}"
