@@ -24,7 +24,7 @@ HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Han
 #: Members that are public in the code, for other modules of the package, and no business of its users.
 INTERNAL = {
     "client_settings", "detail", "ensure_live", "engine", "in_session", "mechanism_info", "move_to",
-    "registry", "restore", "revision_page", "run_with", "serve_with", "tell",
+    "registry", "restore", "revision_page", "run_with", "serve_with", "notify",
 }  # fmt: skip
 
 

@@ -50,14 +50,14 @@ _QUICK = 2048
 
 
 class CoroutineDriver(BaseClient, CoroutineMethods):
-    """Drives operations over one connection, all at once. See :class:`shared_rpc.AsyncClient`."""
+    """The driver of :class:`shared_rpc.AsyncClient`: all operations go over one connection, at once."""
 
     def _begin(self) -> None:
         self._closed = False
         self._new_transfer = self._transfers()
         self._disconnected()
 
-    def _leaves(self) -> Job | None:
+    def _end_job(self) -> Job | None:
         # No coroutine waits any more: it would have the client. So the loop has nothing to do with the channel's end.
         channel, session = getattr(self, "_channel", None), getattr(self, "_session", None)
         return functools.partial(_leave, channel, session) if session is not None else None
@@ -164,7 +164,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Reach():
                 return await self._server()
             case Tell() if self._channel is not None:
-                self._channel.tell(step.message)
+                self._channel.notify(step.message)
         return None
 
     async def _exchange(self, request: Request, deadline: float) -> Reply:
@@ -221,13 +221,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             ended, self._session = self._session, takeover.begin(self._new_transfer())
             unwanted = takeover.move(self._session)
             if unwanted:
-                channel.tell(m.Release(unwanted))
+                channel.notify(m.Release(unwanted))
             if ended is not None:
                 await anyio.to_thread.run_sync(ended.transfer.close)
         return channel
 
     async def _join(self, path: str) -> tuple[Channel, Takeover]:
-        """Have a channel join the session, or begin another one, which has its leases then.
+        """Open a channel that joins the session, or begins another one, which has its leases then.
 
         :raises ConnectError: if there is no server, or it goes away at once.
         """

@@ -64,12 +64,12 @@ class Address:
 
 
 class BaseClient(Driver):
-    """A client that is not connected yet. For the parameters see :class:`shared_rpc.Client`.
+    """The base of a client. For the parameters see :class:`shared_rpc.Client`.
 
-    Nothing that it is made of refers to it, so that it ends with the last of its users: see :meth:`__del__`.
+    None of its parts refers to it, so that it ends with the last of its users: see :meth:`__del__`.
     """
 
-    #: What calls the callbacks of on_refresh, once there is one.
+    #: The callbacks of on_refresh, once there is one.
     _watch: Subscriptions | None = None
 
     def __init__(
@@ -108,11 +108,11 @@ class BaseClient(Driver):
         """Get ready to connect."""
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
-        """Return what makes the pools of a new session."""
+        """Return a function that makes the pools of a new session."""
         options, flush = self._pool_options, weakly(self._return_chunks)
 
         def new_transfer() -> ClientTransfer:
-            FINALIZER.start()  # it ends what a client leaves that is dropped
+            FINALIZER.start()  # it ends the session of a client that is dropped
             return ClientTransfer(options, flush)
 
         return new_transfer
@@ -122,7 +122,7 @@ class BaseClient(Driver):
         """Return chunks of the server's pool to it; from another thread."""
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: what was there is its parent's, but for having been closed.
+        """Begin anew in a forked child: the session is the parent's.
 
         The copies of connections are closed here. Those that another thread was just making are closed by their modules.
         """
@@ -131,15 +131,15 @@ class BaseClient(Driver):
         self._leases = LeaseBook()
 
     @abstractmethod
-    def _leaves(self) -> Job | None:
-        """Return what ends the session of a client that nobody has any more, and does not refer to it; None if there is none.
+    def _end_job(self) -> Job | None:
+        """Return a job that ends the session and does not refer to the client; None if there is no session.
 
         Called in a finaliser: it may neither wait nor lock.
         """
 
     def __del__(self) -> None:
         """End the session: the last reference to the client is gone, and it was not closed."""
-        job, watch = self._leaves(), self._watch
+        job, watch = self._end_job(), self._watch
         if job is None or sys.is_finalizing():
             return  # at the end of the process the kernel hangs up
         FINALIZER.submit(job)
@@ -148,7 +148,7 @@ class BaseClient(Driver):
 
     @property
     def socket_path(self) -> str:
-        """The server's socket."""
+        """The path of the server's socket."""
         return self._address.path()
 
     @abstractmethod
@@ -176,7 +176,7 @@ class BaseClient(Driver):
         return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, transfers))
 
     def _watch_in(self, server: ClientSession) -> Subscriptions:
-        """Return what the subscriptions belong to; its connection is in this session."""
+        """Return the subscriptions, whose connection is in this session."""
         self._watched = server
         if self._watch is None:
             self._watch = Subscriptions(weakly(self._news_source))

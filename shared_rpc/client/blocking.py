@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 class BlockingDriver(BaseClient, BlockingMethods):
-    """Drives operations over connections of which every thread that waits has its own. See :class:`shared_rpc.Client`."""
+    """The driver of :class:`shared_rpc.Client`: every thread that waits has a connection of its own."""
 
     def _begin(self) -> None:
         self._pool = ConnectionPool(self._address.path, self._transfers(), self._leases, weakly(self._moved))
 
-    def _leaves(self) -> Job | None:
+    def _end_job(self) -> Job | None:
         # There is no pool where the client could not be made.
         pool = getattr(self, "_pool", None)
         return pool.close if pool is not None and pool.has_sessions else None
@@ -103,7 +103,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
             raise
         finally:
             turn.ended = True
-            self._pool.leave(turn)
+            self._pool.exit(turn)
 
     def _perform(self, turn: Turn, step: Step) -> Any:
         match step:

@@ -21,7 +21,7 @@ __all__ = ["Channel"]
 
 
 class Channel(ExchangeSocket):
-    """A connection on a non-blocking socket. Make a welcomed one with :meth:`open`.
+    """A connection on a non-blocking socket, made with :meth:`open`.
 
     There is no task in the background: of the coroutines that wait for replies one reads, and wakes the others for theirs;
     when it has its own, another one reads.
@@ -33,7 +33,7 @@ class Channel(ExchangeSocket):
         self._reading = False
         self._gathering = False
         self._writing = anyio.Lock()
-        #: What wakes the coroutines that wait while another one reads.
+        #: The events that wake the coroutines that wait while another one reads.
         self._waiting: dict[Exchange, anyio.Event] = {}
 
     @classmethod
@@ -58,7 +58,7 @@ class Channel(ExchangeSocket):
         return channel
 
     async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
-        """Send a request and wait for its reply. One that is cancelled is taken back, and leaves the channel in order.
+        """Send a request and wait for its reply. A request that is cancelled is withdrawn, and leaves the channel in order.
 
         :param deadline: when to give up, in terms of anyio.current_time().
         :raises DeadlineExceeded: if there is no reply by then; one that came just in time is taken.
@@ -80,13 +80,13 @@ class Channel(ExchangeSocket):
         return self._exchanges.reply(exchange)
 
     async def _await(self, exchange: Exchange) -> None:
-        """Send what is queued, and pass on what is told of an exchange, until its answer is there."""
+        """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
         exchanges, request = self._exchanges, exchange.request
         await self._flush()
-        request.meanwhile()
+        request.poll()
         while True:
-            while exchange.told:
-                info = exchange.told.popleft()
+            while exchange.updates:
+                info = exchange.updates.popleft()
                 if request.on_event is not None:
                     result = request.on_event(info)
                     if inspect.isawaitable(result):
@@ -98,7 +98,7 @@ class Channel(ExchangeSocket):
             if exchanges.broken is not None:
                 raise exchanges.ended()
             await self._news(exchange)
-            if self._socket.unsent:  # as what a server is told that needs memory
+            if self._socket.unsent:  # such as the reply to a server that needs memory
                 await self._flush()
 
     async def _withdraw(self, exchange: Exchange) -> None:
@@ -106,10 +106,10 @@ class Channel(ExchangeSocket):
             if self._exchanges.withdraw(exchange):
                 await self._await(exchange)
 
-    def tell(self, message: m.Message) -> None:
-        """Send a request whose reply nobody needs, as far as that goes without waiting; the next request sends the rest."""
+    def notify(self, message: m.Message) -> None:
+        """Send a request whose reply is not needed, as far as possible without waiting; the next request sends the rest."""
         with suppress(ProtocolError, OSError):
-            self._exchanges.tell(message)
+            self._exchanges.notify(message)
             self._send()
 
     def _send(self) -> None:
@@ -138,7 +138,7 @@ class Channel(ExchangeSocket):
             self._break(ConnectionClosed(f"the connection was closed: {error}"))
 
     async def _news(self, exchange: Exchange) -> None:
-        """Wait until something has come for an exchange, or may have: one of those who wait reads for all."""
+        """Wait until a frame may have come for an exchange: one of the waiting coroutines reads for all."""
         if self._reading:
             waiting = self._waiting[exchange] = anyio.Event()
             try:
@@ -152,14 +152,14 @@ class Channel(ExchangeSocket):
         self._reading = True
         try:
             await self._read()
-            while not (exchange.told or exchange.answer is not None or self._exchanges.broken or self._socket.unsent):
+            while not (exchange.updates or exchange.answer is not None or self._exchanges.broken or self._socket.unsent):
                 await self._read()
         finally:
             self._reading = False
             self._pass_on()
 
     async def _read(self) -> None:
-        """Take in what arrived, and wait if nothing has."""
+        """Receive and deliver what has arrived, and wait if nothing has."""
         try:
             try:
                 self._socket.receive()
@@ -181,7 +181,7 @@ class Channel(ExchangeSocket):
             waiting.set()
 
     def _pass_on(self) -> None:
-        """Have another one read, where nobody does."""
+        """Wake another coroutine, to read, if none reads."""
         if not self._reading and self._waiting:
             self._wake(next(iter(self._waiting)))
 
@@ -190,21 +190,21 @@ class Channel(ExchangeSocket):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Close the socket, and wake all who wait: nothing comes any more."""
+        """Close the socket, and wake all waiting coroutines: nothing comes any more."""
         for exchange in list(self._waiting):
             self._wake(exchange)
         if self._socket.fileno() >= 0:
-            with suppress(Exception):  # outside of an event loop nobody is to be told
+            with suppress(Exception):  # outside of an event loop nobody waits
                 anyio.notify_closing(self._socket.sock)
             self._socket.close()
 
     def say_goodbye(self) -> None:
-        """Tell the server that the session ends on purpose, as far as that goes at once, and hang up."""
+        """Notify the server that the session ends on purpose, as far as possible at once, and hang up."""
         with suppress(ProtocolError, OSError):
             self._exchanges.goodbye()
             self._send()
         self.close()
 
     def close(self, reason: str = "this client was closed") -> None:
-        """Hang up. Whoever waits is told why."""
+        """Hang up. All waiting coroutines get the reason."""
         self._break(ConnectionClosed(reason))

@@ -29,13 +29,13 @@ _LONG = 3600.0
 
 
 class Stranger(ConnectError):
-    """Somebody else's server. Waiting for another one does not help: nobody but its user can take it away."""
+    """The server of another user. To wait does not help: only that user can end it."""
 
 
 def connect(sock: socket.socket, path: str) -> None:
     """Connect a socket to the server that listens at ``path``.
 
-    :raises ConnectError: if nobody does, or somebody else's process.
+    :raises ConnectError: if no process listens, or another user's.
     """
     try:
         sock.connect(path)
@@ -47,7 +47,7 @@ def connect(sock: socket.socket, path: str) -> None:
 
 
 def _connect_error(error: OSError, path: str) -> ConnectError:
-    """Why connect(2) failed, for people."""
+    """Return the error for a connect(2) that failed."""
     why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
     owner = _foreign_owner(path)
     if owner is not None:
@@ -59,7 +59,7 @@ def _connect_error(error: OSError, path: str) -> ConnectError:
 
 
 def _foreign_owner(path: str) -> int | None:
-    """Whose file it is, if neither this user's nor root's."""
+    """Return the uid that a file belongs to, if it is neither this user nor root."""
     try:
         uid = os.lstat(path).st_uid
     except OSError as error:
@@ -70,13 +70,13 @@ def _foreign_owner(path: str) -> int | None:
 
 
 def nobody_listens(error: ConnectError) -> bool:
-    """Whether that is why: neither a server that does not answer, nor somebody else's."""
+    """Return whether an error means that no process listens, not one that does not answer or is another user's."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
 def _refuse_stranger(sock: socket.socket, path: str) -> None:
-    """Before anything is read or sent.
+    """Check whose server it is, before anything is read or sent.
 
     :raises Stranger: if the server is neither this user's nor root's, or another user's link led to it.
     """
@@ -120,14 +120,14 @@ class ExchangeSocket:
 
     @property
     def alive(self) -> bool:
-        """Whether the server still holds the other end, as far as this one can tell without asking."""
+        """Whether the server still holds the other end, as far as is known without asking."""
         if self._socket.fileno() < 0:
             return False
         try:
             while self._exchanges.broken is None and self._socket.sock.recv(1, _PEEK):
                 if self._exchanges.under_way:
                     return True
-                # It is nobody's answer, and perhaps the server's last word.
+                # It answers no request, and is perhaps the server's reason to hang up.
                 self._socket.receive()
                 self._exchanges.deliver()
         except BlockingIOError:
@@ -155,7 +155,7 @@ class Connection(ExchangeSocket):
     def open(self, token: str, timeout: float) -> Self:
         """Connect and shake hands.
 
-        :raises ConnectError: if nobody answers there, or somebody else's process does.
+        :raises ConnectError: if no process answers, or another user's does.
         """
         try:
             # Made and stored in one expression of C: whenever a signal handler raises, close() finds it.
@@ -176,7 +176,7 @@ class Connection(ExchangeSocket):
     def exchange(self, request: Request, deadline: float) -> Reply:
         """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
 
-        :raises DeadlineExceeded: if there is none by then; the connection stays good if the server says that it knows.
+        :raises DeadlineExceeded: if there is none by then; the connection stays in order if the server confirms the withdrawal.
         :raises ConnectionClosed: if the server goes away.
         """
         self.usable = False
@@ -190,22 +190,22 @@ class Connection(ExchangeSocket):
         except TooLate:
             self._withdraw(exchange, PROMPT)
         except BaseException as error:
-            if not is_interrupt(error):  # whose session is retired, see ConnectionPool
+            if not is_interrupt(error):  # after which the session is retired, see ConnectionPool
                 self._withdraw(exchange, BRIEFLY)
                 self._exchanges.abandon(exchange)
-                self._settle()
+                self._send_pending()
             raise
         self.usable = exchange.answer is not None
         return self._exchanges.reply(exchange)
 
     def _await(self, exchange: Exchange, deadline: float) -> None:
-        """Send what is queued, and pass on what is told of an exchange, until its answer is there."""
+        """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
         exchanges, request = self._exchanges, exchange.request
         self._send(deadline)
-        request.meanwhile()
+        request.poll()
         while True:
-            while exchange.told:
-                info = exchange.told.popleft()
+            while exchange.updates:
+                info = exchange.updates.popleft()
                 if request.on_event is not None:
                     request.on_event(info)
                 _seconds_until(deadline)
@@ -239,7 +239,7 @@ class Connection(ExchangeSocket):
                 raise
 
     def _wait(self, events: int, deadline: float) -> None:
-        """For what is not there at once. poll(2) begins anew after a signal too, but with the time that is left."""
+        """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left."""
         left = _seconds_until(deadline)
         poll = select.poll()
         poll.register(self._socket.fileno(), events)
@@ -250,19 +250,19 @@ class Connection(ExchangeSocket):
             if self._exchanges.withdraw(exchange):
                 self._await(exchange, time.monotonic() + seconds)
 
-    def _settle(self) -> None:
-        """Send what gives back an answer that nobody took. The connection is in order again if none is owed."""
+    def _send_pending(self) -> None:
+        """Send the release of an abandoned answer. The connection is in order again if no answer is owed."""
         with passed_over(TooLate):
             self._send(time.monotonic() + BRIEFLY)
             self.usable = not self._exchanges.owed and self._exchanges.broken is None
 
     @property
     def owed(self) -> bool:
-        """Whether an answer may still come that was given up, and with it memory and leases to give back."""
+        """Whether an abandoned answer may still come, and with it memory and leases to give back."""
         return bool(self._exchanges.owed)
 
     def catch_up(self) -> bool:
-        """Read answers that are owed, as far as they have come; return whether the connection is in order again.
+        """Read owed answers, as far as they have come; return whether the connection is in order again.
 
         :raises SharedRPCError: if the connection is of no use any more.
         """
@@ -276,16 +276,16 @@ class Connection(ExchangeSocket):
             return False
         if self._exchanges.broken is not None:
             raise self._exchanges.ended()
-        self._settle()
+        self._send_pending()
         return self.usable
 
     def hang_up(self) -> None:
-        """End the connection under a thread that waits on it, whose it is to :meth:`close` it."""
+        """End the connection under a thread that waits on it, and that will :meth:`close` it."""
         with passed_over(OSError):  # the server was first
             self._socket.sock.shutdown(socket.SHUT_RDWR)
 
     def say_goodbye(self) -> None:
-        """Tell the server that the session ends on purpose, as far as that goes at once and the connection is in order."""
+        """Notify the server that the session ends on purpose, as far as possible at once, if the connection is in order."""
         if not self.usable:
             return
         with passed_over(SharedRPCError, OSError, ValueError):
@@ -293,7 +293,7 @@ class Connection(ExchangeSocket):
             self._socket.flush()
 
     def close(self) -> None:
-        """Hang up, and give up the descriptor."""
+        """Hang up, and close the descriptor."""
         for sock in self._sock:
             sock.close()
         if hasattr(self, "_socket"):

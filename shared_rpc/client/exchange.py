@@ -1,9 +1,9 @@
 """The exchanges of one connection: frames in, events out, and no I/O.
 
-Everything that a connection has to remember is here; a driver only waits, sends what is queued and takes in what arrives. It
+All state of a connection is here; a driver only waits, sends what is queued and receives what arrives. It
 works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are tried without a socket::
 
-    begin ──► under way ──deliver──► answered ──reply──► the caller has it
+    begin ──► under way ──deliver──► answered ──reply──► returned to the caller
                   │                     ▲ │
                withdraw (Cancel)        │ └──abandon──► what it granted goes back
                   ▼                     │
@@ -32,11 +32,11 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "giving_back", "to_give_back"]
+__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "discard", "release_for"]
 
 #: Seconds a server has for the handshake, and for answering a cancellation.
 PROMPT = 5.0
-#: Seconds it has to answer one that is interrupted, before another connection takes the place of this one.
+#: Seconds it has to answer a request that was interrupted, before another connection takes the place of this one.
 BRIEFLY = 1.0
 #: Request ids have 32 bits, begin again after the last one, and 0 is the handshake's and the server's own.
 LAST_ID = (1 << 32) - 1
@@ -50,15 +50,15 @@ class TooLate(TimeoutError):
 
 
 class Exchange:
-    """A request under way: what was told of it and nobody has taken yet, and its answer."""
+    """A request under way: the updates that were not passed on yet, and its answer."""
 
-    __slots__ = ("answer", "number", "request", "told", "withdrawn")
+    __slots__ = ("answer", "number", "request", "updates", "withdrawn")
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
         self.request = request
-        self.told: deque[TaskInfo] = deque()
-        #: Whether the server knows, or is about to be told, that nobody waits.
+        self.updates: deque[TaskInfo] = deque()
+        #: Whether a cancellation was queued: nobody waits.
         self.withdrawn = False
         #: The message of :attr:`Request.frame`, or why it cannot be read.
         self.answer: m.Message | str | None = None
@@ -75,10 +75,10 @@ class Exchanges:
         self.path = path
         self._buffers = buffers
         self._ids = itertools.count()
-        #: Requests that have no answer and whose askers wait, and those that were given up and have none, by number.
+        #: Requests without an answer, by number: those that a caller waits for, and those that were abandoned.
         self.under_way: dict[int, Exchange] = {}
         self.owed: dict[int, Request] = {}
-        #: Arenas whose descriptors the server has had over this connection.
+        #: Ids of arenas whose descriptors have gone over this connection.
         self._sent: set[str] = set()
         #: Why nothing comes any more, as :func:`to_wire` has it: an exception would keep the frames that it went through.
         self.broken: tuple[str, str, dict[str, str]] | None = None
@@ -130,12 +130,12 @@ class Exchanges:
         self.under_way[number] = exchange
         return exchange
 
-    def tell(self, message: m.Message) -> None:
-        """Queue a request whose answer nobody needs."""
+    def notify(self, message: m.Message) -> None:
+        """Queue a request whose answer is not needed."""
         self._buffers.queue(message, next(self._ids) % LAST_ID + 1)
 
     def withdraw(self, exchange: Exchange) -> bool:
-        """Have the server know that nobody waits; its answer is that it knows, or the reply, which came just before.
+        """Queue a cancellation; the server answers that it knows, or with the reply, which was sent just before.
 
         :returns: whether that answer is to be waited for: it has not come, and still may.
         """
@@ -143,16 +143,16 @@ class Exchanges:
             return False
         if not exchange.withdrawn:
             exchange.withdrawn = True
-            exchange.told.clear()
+            exchange.updates.clear()
             self._buffers.queue(m.Cancel(), exchange.number)
         return True
 
     def reply(self, exchange: Exchange) -> Reply:
         """End an exchange: the reply, whose frame owns its descriptors.
 
-        :raises DeadlineExceeded: if it was withdrawn, and no reply came before that. An answer that still may come is owed.
+        :raises DeadlineExceeded: if it was withdrawn before a reply came. An answer that still may come is owed.
         :raises ConnectionClosed: if the connection has ended.
-        :raises Exception: what an error reply stands for.
+        :raises Exception: the error that an error reply stands for.
         """
         message, frame = exchange.answer, exchange.request.frame
         if message is None or frame is None:
@@ -171,20 +171,20 @@ class Exchanges:
         return Reply(message, frame)
 
     def abandon(self, exchange: Exchange) -> None:
-        """End an exchange whose reply nobody takes: what it grants goes back, now or when it comes."""
+        """End an exchange whose reply is not wanted: its lease and memory go back, now or when the reply comes."""
         if exchange.answer is None:
             if self.under_way.pop(exchange.number, None) is not None:
-                self.owed[exchange.number] = exchange.request.forgotten()
+                self.owed[exchange.number] = exchange.request.owed()
         elif exchange.request.frame is not None:
-            self._give_back(exchange.request.frame, exchange.request)
+            self._discard(exchange.request.frame, exchange.request)
 
     # What arrives.
 
     def deliver(self) -> list[Exchange]:
-        """Have every frame that has arrived whole go where it belongs.
+        """Deliver every frame that has arrived whole to its exchange.
 
-        :returns: the exchanges of which something is new: they were told something, were answered, or have something to send.
-            The server's last word to the connection is :attr:`broken` then.
+        :returns: the exchanges that have an update, an answer, or something to send. Where the server ended the connection, its
+            reason is :attr:`broken`.
 
         :raises ProtocolError: on a violation, after which nothing can be trusted.
         """
@@ -224,34 +224,34 @@ class Exchanges:
         message = decode_message(frame)
         if isinstance(message, m.TaskUpdate):
             if not exchange.withdrawn:
-                exchange.told.append(message.info)
+                exchange.updates.append(message.info)
         else:
             self._buffers.queue(exchange.request.when_out_of_memory(), 0)
         frame.close()
 
     def _stray(self, frame: Frame) -> None:
-        """See to a frame that nobody waits for."""
+        """Process a frame that no exchange waits for."""
         if frame.request_id == 0:
             message = decode_message(frame)
             if isinstance(message, m.Error):
                 self.fail(from_wire(message.code, message.text, message.detail))
         elif frame.kind not in _EVENTS:
-            self._give_back(frame, self.owed.pop(frame.request_id, None))
+            self._discard(frame, self.owed.pop(frame.request_id, None))
         frame.close()
 
-    def _give_back(self, frame: Frame, request: Request | None) -> None:
-        release = to_give_back(frame, request)
+    def _discard(self, frame: Frame, request: Request | None) -> None:
+        release = discard(frame, request)
         if release is not None and self.broken is None:
-            self.tell(release)
+            self.notify(release)
 
     # The end.
 
     def goodbye(self) -> None:
-        """Queue word that the session ends on purpose."""
+        """Queue the notice that the session ends on purpose."""
         self._buffers.queue(m.Goodbye(), 0)
 
     def fail(self, error: Exception) -> None:
-        """Note why nothing comes any more; only the first reason counts."""
+        """Note why nothing comes any more; the first reason counts."""
         if self.broken is None:
             self.broken = to_wire(error)
         for exchange in self.under_way.values():
@@ -260,12 +260,12 @@ class Exchanges:
         self.owed.clear()
 
     def ended(self) -> Exception:
-        """Return the error for an exchange that gets no answer any more, one for each."""
+        """Return a new error for an exchange that gets no answer any more."""
         return from_wire(*self.broken) if self.broken is not None else ConnectionClosed("the connection was closed")
 
 
-def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
-    """Close a reply that nobody waits for any more; return what gives back the lease which came with it, if one did."""
+def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
+    """Close a reply that nobody waits for any more; return the message that releases its lease, if it has one."""
     try:
         message = decode_message(frame)
         if request is not None and request.transfer is not None:
@@ -274,13 +274,13 @@ def to_give_back(frame: Frame, request: Request | None = None) -> m.Release | m.
         return None
     finally:
         frame.close()
-    return giving_back(message, request)
+    return release_for(message, request)
 
 
-def giving_back(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:
-    """Return what gives back the lease which came with a reply, if one did."""
+def release_for(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:
+    """Return the message that releases the lease which came with a reply, if one did."""
     if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
-        return m.FreeBuffer(message.object_id, release=True)  # nobody else knows of it
+        return m.FreeBuffer(message.object_id, release=True)  # no other process knows of it
     if isinstance(message, m.Result) and message.managed:
         return m.Release([message.object_id])
     claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim

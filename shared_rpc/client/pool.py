@@ -34,24 +34,23 @@ class Turn:
         self.patience = patience
         self.deadline = math.inf
         self.ended = False
-        #: What it uses now: being opened, or taken from the idle ones.
+        #: The connection that it uses now, being opened or taken from the idle ones.
         self.connection: Connection | None = None
-        #: What it asked last, which has the answer.
+        #: Its latest request, which has the answer.
         self.request: Request | None = None
-        #: The session of its latest request: what came with the reply is there.
+        #: The session of its latest request, and so of the lease that came with the reply.
         self.session: ClientSession | None = None
 
 
 class ConnectionPool:
-    """Gives every thread that waits a connection of its own, all of them in one session. Thread-safe.
+    """Connections of a client in one session, one for each thread that waits. Thread-safe.
 
-    A signal handler may raise between any two instructions of an operation, and so between taking something and noting that
-    it was taken: a reply, a lease, a chunk of a pool. The lines of an operation are not made proof against that. Its session is
-    retired instead (:meth:`retire`): another one takes the leases of the handles that there are, and all that the old one had,
-    noted or not, ends with it.
+    A signal handler may raise between any two instructions of an operation, and so between getting a reply, a lease or a chunk
+    of a pool, and noting it. Operations are not made proof against that. Their session is retired instead (:meth:`retire`):
+    another one takes over the leases of the existing handles, and all that the old one had, noted or not, ends with it.
 
     :param path: the server's socket, looked up when the first connection is made.
-    :param new_transfer: makes what a new session uses for short-lived memory.
+    :param new_transfer: makes the pools of a new session.
     :param leases: the handles whose leases a new session takes over.
     :param moved: called in another thread, before a session that was retired ends.
     """
@@ -68,12 +67,12 @@ class ConnectionPool:
         self._leases = leases
         self._moved = moved
         self.closed = False
-        #: Has a server listen where none does: called with the socket, the seconds it has for that, and the deadline.
+        #: Starts a server where none listens: called with the socket, the seconds it has for that, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
 
     def abandon(self, leases: LeaseBook) -> None:
-        """In a forked child: close the copies of the parent's connections, which does not end them, and begin anew."""
+        """Begin anew in a forked child; closing the copies of the parent's connections does not end them."""
         self._leases = leases
         for session in self._sessions():
             for connection in session.connections:
@@ -83,8 +82,8 @@ class ConnectionPool:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        #: Whether the finaliser thread looks for answers that are owed to connections that are parked.
-        self._looked_after = False
+        #: Whether the finaliser thread polls parked connections for owed answers.
+        self._polling = False
         #: Operations that run.
         self._turns: set[Turn] = set()
         #: Sessions in which an operation was interrupted, with the operations that may still be in them.
@@ -103,17 +102,17 @@ class ConnectionPool:
     # Operations.
 
     def enter(self, turn: Turn) -> None:
-        """Note that an operation begins. Its end is noted in :attr:`Turn.ended`, and told by :meth:`leave`."""
+        """Note that an operation begins. :attr:`Turn.ended` notes its end, after which :meth:`exit` is called."""
         self._turns.add(turn)
 
-    def leave(self, turn: Turn) -> None:
-        """See to it that sessions end which waited for an operation that has ended."""
+    def exit(self, turn: Turn) -> None:
+        """End retired sessions that waited for an operation that has ended."""
         self._turns.discard(turn)
         if self._retired:
-            FINALIZER.submit(functools.partial(_settle, weakref.ref(self)))
+            FINALIZER.submit(functools.partial(_end_retired, weakref.ref(self)))
 
     def retire(self, turn: Turn) -> None:
-        """Have another session take over from that of an operation which was interrupted at a place that is not known."""
+        """Retire the session of an operation that was interrupted at a place that is not known."""
         turn.ended = True
         session = turn.session if turn.session is not None else self.session
         if turn.request is not None and turn.request.frame is not None:
@@ -130,19 +129,19 @@ class ConnectionPool:
             self.retire_session(session)
 
     def retire_session(self, session: ClientSession) -> None:
-        """Have another session take over; see :meth:`retire`."""
+        """Have another session take over the leases of this one, which ends."""
         with self._lock:
             if session is not self.session:
                 return  # it was retired before, or has ended
             self.session = None
             self._retired[session] = set(self._turns)
         FINALIZER.start()
-        FINALIZER.submit(functools.partial(_settle, weakref.ref(self)))
+        FINALIZER.submit(functools.partial(_end_retired, weakref.ref(self)))
 
     def end_retired(self) -> bool:
-        """End the sessions that were retired, and that no operation is in any more; False if one is to be tried again.
+        """End the retired sessions that no operation is in any more; return False if one is to be tried again.
 
-        In a thread that no signal handler runs in.
+        It is called in a thread that no signal handler runs in.
         """
         done = True
         for session, turns in tuple(self._retired.items()):
@@ -165,7 +164,7 @@ class ConnectionPool:
             self._moved()
         except (DeadlineExceeded, ConnectError) as error:
             if not self.closed and not (isinstance(error, ConnectError) and nobody_listens(error)):
-                return False  # the server is stuck, and holds for now what the handles need
+                return False  # the server is stuck, and the handles need the old session for now
         except SharedRPCError:
             pass  # it has ended, and everything with it
         self._hang_up(session)
@@ -180,9 +179,9 @@ class ConnectionPool:
             self._drop(session, surplus)
 
     def exchange(self, request: Request, deadline: float, patience: float, turn: Turn | None = None) -> Reply:
-        """One round trip on a connection that nobody else uses meanwhile.
+        """Send a request over a connection that no other thread uses meanwhile; return the reply.
 
-        Where the server went away and the request can be repeated, it goes to the one that comes.
+        Where the server went away and the request can be repeated, it goes to the next server.
 
         :param deadline: when to give up, in terms of time.monotonic().
         :param patience: seconds to wait for a server that is not there yet.
@@ -259,7 +258,7 @@ class ConnectionPool:
             self._retired.pop(session, None)
 
     def _hang_up(self, session: ClientSession) -> None:
-        """End a session, and go on with that where it was interrupted before."""
+        """End a session, also one whose end was interrupted before."""
         with self._lock:
             session.ended = True
             unused = {*session.idle, *session.parked}
@@ -268,7 +267,7 @@ class ConnectionPool:
                 connection.say_goodbye()
                 connection.close()
             else:
-                connection.hang_up()  # whoever waits on it closes it
+                connection.hang_up()  # the thread that waits on it closes it
         session.transfer.close()
 
     # Connections.
@@ -308,13 +307,13 @@ class ConnectionPool:
 
     def _replace(self, session: ClientSession, connection: Connection) -> None:
         if connection.owed:
-            # The answer may bring memory, which nobody else would give back; and until then the session goes on.
+            # The answer may bring memory that is to be given back; and until then the session goes on.
             with self._lock:
                 session.parked.append(connection)
-                looked_after, self._looked_after = self._looked_after, True
-            if not looked_after:
+                polled, self._polling = self._polling, True
+            if not polled:
                 FINALIZER.start()
-                FINALIZER.submit(functools.partial(_look, weakref.ref(self)), after=_LOOK)
+                FINALIZER.submit(functools.partial(_poll, weakref.ref(self)), after=_LOOK)
             return
         try:
             self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()))
@@ -325,8 +324,8 @@ class ConnectionPool:
             return
         self._drop(session, connection)
 
-    def look_after(self) -> bool:
-        """See whether answers have come that were given up; False if there are none left to wait for."""
+    def poll_parked(self) -> bool:
+        """Read owed answers of parked connections; return whether there are more to wait for."""
         for session in self._sessions():
             with self._lock:
                 owing = [connection for connection in session.parked if connection.owed]
@@ -344,13 +343,13 @@ class ConnectionPool:
                 if not kept:
                     self._drop(session, connection)
         with self._lock:
-            self._looked_after = any(connection.owed for session in self._sessions() for connection in session.parked)
-            return self._looked_after
+            self._polling = any(connection.owed for session in self._sessions() for connection in session.parked)
+            return self._polling
 
     def _join(self, session: ClientSession, deadline: float, turn: Turn) -> Connection:
-        """One more connection of a session that there is.
+        """Open one more connection of a session.
 
-        :raises ConnectionClosed: if it has ended.
+        :raises ConnectionClosed: if the session has ended.
         """
         connection = Connection(self._path())
         turn.session, turn.connection = session, connection
@@ -364,7 +363,7 @@ class ConnectionPool:
         raise ConnectionClosed("the session has ended")
 
     def _reach(self, deadline: float, patience: float, turn: Turn) -> tuple[Connection, Takeover]:
-        """Wait for a server, and have a connection join the session, or begin another one, which has its leases then."""
+        """Wait for a server, and open a connection that joins the session, or begins another one, which has its leases then."""
         search = Search(self._path(), patience, deadline, self.summon)
         while True:
             session = self.session
@@ -421,15 +420,14 @@ class ConnectionPool:
         return current, connection
 
 
-def _look(pool: weakref.ref[ConnectionPool]) -> None:
-    """In the finaliser thread, which must not keep a client that nobody has any more."""
+def _poll(pool: weakref.ref[ConnectionPool]) -> None:
+    """Poll parked connections in the finaliser thread, which must not keep a client alive."""
     found = pool()
-    if found is not None and found.look_after():
-        FINALIZER.submit(functools.partial(_look, pool), after=_LOOK)
+    if found is not None and found.poll_parked():
+        FINALIZER.submit(functools.partial(_poll, pool), after=_LOOK)
 
 
-def _settle(pool: weakref.ref[ConnectionPool]) -> None:
-    """In the finaliser thread, as :func:`_look`."""
+def _end_retired(pool: weakref.ref[ConnectionPool]) -> None:
     found = pool()
     if found is not None and not found.end_retired():
-        FINALIZER.submit(functools.partial(_settle, pool), after=_LOOK)
+        FINALIZER.submit(functools.partial(_end_retired, pool), after=_LOOK)

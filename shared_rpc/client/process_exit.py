@@ -19,9 +19,9 @@ _LOOK = 0.05
 
 
 class ProcessExit:
-    """The end of the server that listens at ``path`` when this is made: the next one there is not waited for.
+    """The end of the server that listens at ``path`` when this is made; the next server there does not count.
 
-    Where it lives in another pid namespace, it is gone when nobody listens.
+    A server in another pid namespace is gone when no process listens.
     """
 
     def __init__(self, path: str) -> None:

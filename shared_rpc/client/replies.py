@@ -17,7 +17,7 @@ __all__ = ["raise_error", "too_late"]
 
 
 def too_late(what: str) -> DeadlineExceeded:
-    """The error for an operation that ran out of time."""
+    """Return the error for an operation that ran out of time."""
     return DeadlineExceeded(
         f"{what} took longer than its timeout; what has begun goes on in the server, and asking again joins it or finds its "
         f"result"
@@ -25,7 +25,7 @@ def too_late(what: str) -> DeadlineExceeded:
 
 
 def _native(error: Any, type_name: str) -> Any:
-    """The exception with this process's own class of that name, where the script that defines it runs here as well.
+    """Return an exception with this process's own class of that name, where the script that defines it runs here as well.
 
     Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
     """
@@ -42,9 +42,9 @@ def _native(error: Any, type_name: str) -> Any:
 
 
 def raise_error(message: m.Error, frame: Frame) -> NoReturn:
-    """Raise what an error reply stands for, and close its frame.
+    """Raise the error that an error reply stands for, and close its frame.
 
-    That is an endpoint's own exception where it can be rebuilt, with the remote traceback as its cause; else the library's.
+    It is the endpoint's own exception where it can be rebuilt, with the remote traceback as its cause; else the library's.
     """
     error = from_wire(message.code, message.text, message.detail)
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
@@ -64,8 +64,8 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
 def _own_error(message: m.Error, frame: Frame) -> Exception | None:
     """Rebuild an endpoint's own exception.
 
-    :returns: None where its class is not here, or making it fails in whatever way: RemoteError tells all of it then. An
-        exception that ends the process which makes it was meant for the server's.
+    :returns: None where its class is not here, or making it fails in whatever way: RemoteError has all of it then. An
+        exception that is not an Exception was meant for the server's process.
     """
     try:
         own = _native(pickle.loads(frame.payload), message.detail["type_name"])
@@ -77,10 +77,10 @@ def _own_error(message: m.Error, frame: Frame) -> Exception | None:
 
 
 def _marked(error: Exception, message: m.Error) -> Exception:
-    """The error with the id by which the server's log knows its request."""
+    """Add the id by which the server's log names the request to an error."""
     request_id = message.detail.get("request_id", "")
     if request_id:
-        # An exception of somebody else's may refuse further attributes.
+        # A foreign exception may refuse further attributes.
         with passed_over(Exception):
             error.request_id = request_id  # type: ignore[attr-defined]
             error.add_note(f"request {request_id} of the server's log")

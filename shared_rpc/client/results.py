@@ -1,4 +1,4 @@
-"""Taking a result: what the server answered, and the value around its memory."""
+"""Results: from a reply of the server to the value around its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ReceivedResult", "result_of", "valued"]
 
 @dataclass(slots=True)
 class ReceivedResult:
-    """A result that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`. ``what`` it is the result of."""
+    """A result of ``what`` that is not rebuilt yet. It owns its segments' descriptors, see :meth:`close`."""
 
     what: str
     message: m.Result
@@ -47,12 +47,12 @@ class ReceivedResult:
 
 
 def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()) -> ReceivedResult:
-    """The result in a reply, whose descriptors it owns.
+    """Take the result from a reply; it owns the descriptors.
 
-    :param held: chunks of the client's pool that went with the call and were held for it: it has that hold of the one that it
+    :param held: chunks of the client's pool that went with the call and were held for it: the result keeps the one that it
         lies in, and the others are given back.
     :raises ProtocolError: if there is none.
-    :raises ConnectionClosed: if its memory went with the session, because another request has met the next server meanwhile.
+    :raises ConnectionClosed: if its memory went with the session, which another request has found ended.
     """
     message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
@@ -83,7 +83,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
 
 
 def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
-    """Rebuild a result: ``(message, value)``. Where that fails, the lease that came with it is given back.
+    """Rebuild a result; return ``(message, value)``. Where that fails, the lease that came with it is given back.
 
     :param values: the values that live in this process, by object id.
     """
@@ -102,7 +102,7 @@ def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operatio
         result.close()
         if result.message.managed and not is_interrupt(error):
             yield from ask(Request(m.Release([object_id]), "release"), m.Count)
-        elif result.message.managed:  # cancelled or interrupted, and not to wait for anything
+        elif result.message.managed:  # cancelled or interrupted, so it must not wait
             yield Tell(m.Release([object_id]))
         raise
     return result.message, value
@@ -118,7 +118,7 @@ def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
         if result.chunk is not None:
             return rebuild_argument(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
-        # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
+        # In a list that is emptied: an error that the object's own code caught and kept keeps this frame.
         value = [decode_result(result.skeleton, message.table, result.segments, message.owner, pooled, message.arenas, label)]
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew

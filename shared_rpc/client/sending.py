@@ -1,4 +1,4 @@
-"""Sending a call: its arguments as they travel, and where their memory goes."""
+"""Sending of calls: their arguments as they travel, and where their memory goes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from shared_rpc.protocol.values import encode_call, lower_call
 
 __all__ = ["Transfers", "lower", "no_transfer", "send"]
 
-#: The pools of the session that a client has now.
+#: A function that returns the pools of a client's present session.
 Transfers = Callable[[], ClientTransfer | None]
 
 
 def no_transfer() -> None:
-    """For a client that does without pools."""
-    return
+    """Return None, for a client without pools."""
 
 
 def send(
@@ -40,11 +39,10 @@ def send(
     what: str,
     transfers: Transfers,
 ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
-    """Send a call of a kind: the reply, the pools that were used for it, and the chunks of its own that its result lies in, or
-    one of them, for :func:`~shared_rpc.client.results.result_of`.
+    """Send a call of a kind; return the reply, the pools that it used, and the chunks of its own that its result may lie in:
+    the arguments of :func:`~shared_rpc.client.results.result_of`.
 
     :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
-    :param transfers: where the current pools are.
     :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
@@ -56,7 +54,7 @@ def send(
         except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
-            # An object was dropped meanwhile, or another server has come.
+            # An object was dropped meanwhile, or this is another server.
             if not MAPPINGS.disown(error.segments):
                 raise
         except PoolFull as full:
@@ -70,7 +68,7 @@ def _send_lowered(
     kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, transfer: ClientTransfer | None
 ) -> Operation[tuple[Reply, list[int]]]:
     held: list[int] = []
-    freed = transfer.to_give_back() if transfer is not None else []
+    freed = transfer.returned() if transfer is not None else []
     request: Request | None = None
     try:
         if not arguments.segments and not arguments.skeletons:
@@ -145,9 +143,9 @@ def _with_memory(
 
 
 def _await_room(transfer: ClientTransfer, what: str, why: str) -> Operation[None]:
-    """Until the server gives chunks of this client's pool back.
+    """Wait until the server gives chunks of this client's pool back.
 
-    :raises ServerBusy: if it does not in time.
+    :raises ServerBusy: if it has not when the call's time is over.
     """
     try:
         free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer), m.Free)
@@ -157,7 +155,7 @@ def _await_room(transfer: ClientTransfer, what: str, why: str) -> Operation[None
 
 
 class _HasMemory(Exception):
-    """An argument needs the codec."""
+    """The error for an argument that needs the codec."""
 
 
 def lower(
@@ -168,7 +166,7 @@ def lower(
     transfer: ClientTransfer | None = None,
     what: str = "",
 ) -> Operation[Arguments]:
-    """The arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec."""
+    """Encode arguments as they travel: plain data without torch; tensors, modules and dtypes by the codec."""
     try:
         return Arguments(*encode_call(*lower_call(args, kwargs, _no_memory)))
     except _HasMemory:

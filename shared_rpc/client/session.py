@@ -1,4 +1,4 @@
-"""A client's session with a server: how it begins, and what it takes over from the one before it.
+"""Sessions of a client with a server: the search for it, and the leases that a session takes over from the one before.
 
 The rules are here, without I/O, for the blocking client and for the one of coroutines.
 """
@@ -26,16 +26,16 @@ __all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of
 
 #: Seconds between two tries to reach a server that is not there yet.
 RETRY = 0.05
-#: How often one that connects has a server started: one that ends at once every time is not to be started for ever.
+#: How often a server is started for one connection: one that ends at once every time is not to be started for ever.
 _SUMMONS = 3
 
 
 @dataclass(eq=False)
 class ClientSession:
-    """The server's account of this process: its identity is what handles remember.
+    """A session, whose identity handles remember.
 
-    A blocking client has its connections here: all of them, those that nobody uses, and those that are unusable, and open to
-    keep the session until another connection does.
+    A blocking client has its connections here: all of them, the idle ones, and those that are unusable, but open to keep the
+    session until another connection does.
     """
 
     server_id: str
@@ -52,8 +52,8 @@ class LeaseBook:
     """Handles by the session that their leases are in. Thread-safe.
 
     A lease ends with its session. Where the same server, by its id, has a new session for this client, because all
-    connections broke or because the server was restarted with what it kept, the client asks for leases on the same objects
-    before it asks for anything else; a handle of one that is not there any more stays with the session that ended.
+    connections broke or the server was restarted with the objects it kept, the client asks for leases on the same objects
+    first. The handle of an object that is gone stays with the session that ended.
     """
 
     def __init__(self) -> None:
@@ -61,18 +61,18 @@ class LeaseBook:
         self._lock = threading.Lock()
 
     def add(self, handle: Lease[Any]) -> None:
-        """Note a handle that is given out."""
+        """Note a handle."""
         with self._lock:
             self._handles.add(handle)
 
     def of(self, session: object) -> list[Lease[Any]]:
-        """Return those whose leases are in a session."""
+        """Return the handles whose leases are in a session."""
         with self._lock:
             return [handle for handle in self._handles if handle.in_session(session)]
 
     @staticmethod
     def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
-        """Put handles into another session, where it holds as many; return the ids of leases that nobody wants any more."""
+        """Put handles into another session, as far as it has leases for them; return the ids of unwanted leases."""
         left = Counter(held)
         for handle in handles:
             if left[handle.object_id] and handle.move_to(session):
@@ -86,7 +86,7 @@ def to_hold(handles: Sequence[Lease[Any]]) -> Request:
 
 
 def held_of(reply: Reply) -> list[str]:
-    """Return the ids of what is held now, each as often as it was asked for.
+    """Return the ids of the leased objects, each as often as it was asked for.
 
     :raises ProtocolError: if the server answers something else.
     """
@@ -97,7 +97,7 @@ def held_of(reply: Reply) -> list[str]:
 
 
 class Takeover:
-    """What a connection that was welcomed has to do with the session before it: it joins that, or begins another one.
+    """The relation of a new connection to the session before it: it joins that, or begins another one.
 
     :param earlier: the session whose token the handshake had; None if it had none.
     """
@@ -106,7 +106,7 @@ class Takeover:
         self.earlier = earlier
         self.welcome = welcome
         self.joined = earlier is not None and earlier.token == welcome.token
-        #: Handles whose leases another session of the same server has to be asked for, and the ids of those that it holds.
+        #: Handles whose leases the new session is asked for, and the ids of those that it has got.
         self.moving: list[Lease[Any]] = []
         self.held: list[str] = []
         if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:
@@ -127,15 +127,15 @@ class Takeover:
         return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
 
     def move(self, session: ClientSession) -> list[str]:
-        """Have the handles follow into the session that began; return the ids of leases that nobody wants any more."""
+        """Move the handles into the session that began; return the ids of unwanted leases."""
         return LeaseBook.move(self.moving, self.held, session)
 
 
 class Search:
-    """The tries of a client to reach a server that may not be there yet.
+    """The attempts of a client to reach a server that may not listen yet.
 
     :param patience: seconds to wait for it, but not beyond ``deadline`` (time.monotonic()).
-    :param summon: has a server listen where none does: called with the socket, ``patience`` and ``deadline``.
+    :param summon: starts a server where none listens: called with the socket, ``patience`` and ``deadline``.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Search:
         self._until = min(deadline, self._begin + patience)
 
     def failed(self, error: ConnectError) -> float:
-        """Decide what follows a try; return the seconds to wait before the next one.
+        """Decide what follows a failed attempt; return the seconds to wait before the next one.
 
         :raises ConnectError: if there is to be none.
         """

@@ -58,13 +58,12 @@ _TRIES = 3
 class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
 
-    ``again``: it only asks, so that it can be sent once more where nobody knows whether the server has had it.
-
-    ``what`` names the operation in errors. ``on_event`` is called with what is told before the reply; what it raises ends
-    the operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
+    ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; an error of it ends the
+    operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over. ``again``: the
+    request changes nothing, so it can be sent once more where it is not known whether the server had it.
 
     ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
-    of the others. ``transfer`` takes what the server has to say of memory meanwhile.
+    of the others. ``transfer`` is where the server's news of memory goes.
     """
 
     message: m.Message
@@ -80,7 +79,7 @@ class Request:
     #: memory.
     sent: bool = False
     out_of_memory: bool = False
-    #: The answer that has come: where its asker is interrupted, its descriptors are closed.
+    #: The answer that has come: where the caller is interrupted, its descriptors are closed.
     frame: Frame | None = None
     #: How many connections broke under it, and where it ends in what is written to the current one.
     tries: int = 0
@@ -99,26 +98,26 @@ class Request:
             sent.update(segment.info.id for segment in self.arenas.values())
 
     def interrupted(self, connection: FrameBuffers) -> None:
-        """The connection broke. A frame of which the last byte was not written is none, and the server never acts on it."""
+        """Note that the connection broke. A frame whose last byte was not written is none, and the server never acts on it."""
         self.sent = connection.written >= self.end
         self.tries += 1
 
     @property
     def repeatable(self) -> bool:
-        """After :meth:`interrupted`, whether it may be sent over another connection: nothing is done twice by that."""
+        """Whether it may be sent over another connection, after :meth:`interrupted`: nothing is done twice by that."""
         return self.tries < _TRIES and (self.again or not self.sent)
 
-    def forgotten(self) -> Request:
-        """What an answer that comes after all has to be known by."""
+    def owed(self) -> Request:
+        """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def meanwhile(self) -> None:
-        """What there is to do while the server works."""
+    def poll(self) -> None:
+        """Poll for memory to return, while the server works."""
         if self.transfer is not None:
             self.transfer.poll()
 
     def when_out_of_memory(self) -> m.Free:
-        """Return what to tell a server that needs memory for the result."""
+        """Return the message for a server that needs memory for the result."""
         if self.transfer is None:
             return m.Free([])
         if not self.out_of_memory:
@@ -127,7 +126,7 @@ class Request:
         return self.transfer.out_of_memory()
 
     def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
-        """The message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
+        """Return the message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message
         if not isinstance(message, m.Call):
             return message, self.fds
@@ -147,9 +146,9 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back: a message, and the frame that still owns its descriptors.
+    """A message that came back, and the frame that still owns its descriptors.
 
-    ``live``: it came from this very process, and brings the result itself, ``value``, in place of a record.
+    ``live``: it came from this very process, and has the result itself, ``value``, in place of a record.
     """
 
     message: m.Message
@@ -160,10 +159,10 @@ class Reply:
 
 @dataclass(slots=True)
 class Work:
-    """Something that takes time: a shell with an event loop runs it elsewhere.
+    """A function that takes time: a driver with an event loop calls it in a thread.
 
-    ``nbytes`` is what there is to decode, None where nothing is known: it tells whether it takes less than a millisecond.
-    ``undo`` is called with its result where the caller is cancelled meanwhile, and the operation never gets it.
+    ``nbytes`` is the size of what it decodes, if that is known: little takes less than a millisecond. ``undo`` is called with
+    its result where the caller is cancelled meanwhile, and the operation never gets it.
     """
 
     function: Callable[[], Any]
@@ -173,7 +172,7 @@ class Work:
 
 @dataclass(slots=True)
 class Notify:
-    """Something to tell the caller; what its callback raises is thrown into the operation."""
+    """A call of the caller's callback, whose error is thrown into the operation."""
 
     callback: Callable[[TaskInfo], object]
     info: TaskInfo
@@ -181,7 +180,7 @@ class Notify:
 
 @dataclass(slots=True)
 class Tell:
-    """A message whose answer nobody waits for, and which may be lost with the connection."""
+    """A message that is sent without a wait for its answer, and may be lost with the connection."""
 
     message: m.Message
 
@@ -195,12 +194,12 @@ class Known(Protocol):
 
 @dataclass(slots=True)
 class Reach:
-    """A server is needed, of which nothing is known yet."""
+    """A demand for the server, which is not known yet."""
 
 
 @dataclass(slots=True)
 class Within:
-    """From now on, what the operation waits for has this many seconds, None for no limit, in place of the client's timeout."""
+    """The seconds that the operation has from now on, None for no limit, in place of the client's timeout."""
 
     timeout: float | None
 
@@ -211,7 +210,7 @@ class Within:
 
 @dataclass(slots=True)
 class Lend:
-    """The handle of a value that came with a lease is wanted."""
+    """A demand for the handle of a value that came with a lease."""
 
     message: m.Result
     value: Any
@@ -252,9 +251,9 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
 
 
 class Driver(ABC):
-    """Whatever drives operations, and knows none of them."""
+    """The base of all that drives operations, and knows none of them."""
 
-    #: The class of what it hands out for a lease.
+    #: The class of its handles.
     _HANDLE: ClassVar[type[Lease[Any]]]
 
     @classmethod

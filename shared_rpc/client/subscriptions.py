@@ -1,4 +1,4 @@
-"""Callbacks that are told of refreshes, in a thread of their own."""
+"""Subscriptions to refreshes, whose callbacks run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _FOREVER = 10 * 365 * 86400.0
 
 
 class Source(Protocol):
-    """Where the news comes from."""
+    """A source of news."""
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """Wait for what became current after a position; with -1 nothing, at once. And the position after that.
+        """Wait for generations after a position, with -1 for none; return them and the position after them.
 
-        :raises SharedRPCError: when there is nothing more to come.
+        :raises SharedRPCError: when no more news will come.
         """
 
     def hang_up(self) -> None:
-        """Have a :meth:`news` that waits in another thread raise."""
+        """End a :meth:`news` that waits in another thread by an error."""
 
     def close(self) -> None:
-        """Give up what it holds. Nobody waits."""
+        """Close the connection, on which no thread waits."""
 
 
-class ConnectionSource:
+class ConnectionSource(Source):
     """News from a server, over a connection of its own."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """See :class:`Source`."""
+        """Ask the server for news."""
         request = Request(g.AwaitRefreshes(after), "the wait for refreshes")
         reply = self._connection.exchange(request, time.monotonic() + _FOREVER)
         reply.frame.close()
@@ -55,11 +55,11 @@ class ConnectionSource:
         return reply.message.generations, reply.message.after
 
     def hang_up(self) -> None:
-        """See :class:`Source`."""
+        """Hang up under the thread that waits."""
         self._connection.hang_up()
 
     def close(self) -> None:
-        """See :class:`Source`."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -73,11 +73,11 @@ class Subscription:
         self.active = True
 
     def close(self) -> None:
-        """Call it no more; a call that is under way ends by itself. Closing twice is harmless."""
+        """End the calls of the callback; one that is under way ends by itself. Closing twice is harmless."""
         self._subscriptions.end(self)
 
-    def tell(self, generation: Generation) -> None:
-        """Call it. What it raises is logged, and keeps nothing from anybody."""
+    def notify(self, generation: Generation) -> None:
+        """Call the callback. An exception of it is logged, and goes no further."""
         if self.active:
             try:
                 self._callback(generation)
@@ -98,20 +98,20 @@ def _named(generation: Generation) -> tuple[int, str]:
 class Subscriptions:
     """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
 
-    :param connect: makes the source, when the first one subscribes; None once the client is gone.
+    :param connect: makes the source, with the first subscription; None once the client is gone.
     """
 
     def __init__(self, connect: Callable[[], Source | None]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
-        #: None while nobody is subscribed.
+        #: None while there is no subscription.
         self._source: Source | None = None
-        #: What the thread is to go on with, in place of the source that it has.
+        #: The source that the thread is to go on with.
         self._next: Source | None = None
 
     def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
-        """Have a callback told of what becomes current from here on.
+        """Call a callback with each generation that becomes current from here on.
 
         :raises SharedRPCError: if the server cannot be reached.
         """
@@ -133,7 +133,7 @@ class Subscriptions:
         return subscription
 
     def end(self, subscription: Subscription) -> None:
-        """Call one callback no more; the thread ends with the last one."""
+        """End one subscription; the thread ends with the last one."""
         with self._lock:
             subscription.active = False
             if subscription in self._subscriptions:
@@ -146,11 +146,11 @@ class Subscriptions:
 
     @property
     def active(self) -> bool:
-        """Whether somebody is subscribed."""
+        """Whether there is a subscription."""
         return self._source is not None
 
     def move(self) -> None:
-        """Have the news come from another source, with nothing lost in between.
+        """Get the news from another source, with nothing lost in between.
 
         :raises SharedRPCError: if the server cannot be reached.
         """
@@ -165,7 +165,7 @@ class Subscriptions:
         earlier.hang_up()
 
     def close(self) -> None:
-        """Call no callback any more."""
+        """End all subscriptions."""
         for subscription in tuple(self._subscriptions):
             self.end(subscription)
 
@@ -175,7 +175,7 @@ class Subscriptions:
                 generations, after = source.news(after)
                 for generation in generations:
                     for subscription in tuple(self._subscriptions):
-                        subscription.tell(generation)
+                        subscription.notify(generation)
             except SharedRPCError as error:
                 source.close()
                 with self._lock:
@@ -190,7 +190,7 @@ class Subscriptions:
 
     def _ended(self, source: Source, error: SharedRPCError) -> None:
         with self._lock:
-            if self._source is not source:  # nobody is subscribed any more, or others are, anew
+            if self._source is not source:  # all subscriptions have ended, or there are new ones
                 return
             self._source = None
             ended, self._subscriptions = self._subscriptions, []

@@ -1,4 +1,4 @@
-"""A job in a thread whose end is waited for, though its caller gives up meanwhile."""
+"""Jobs in threads whose end is waited for, though the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ShieldedThreadJob"]
 class ShieldedThreadJob:
     """A function that a thread is to run, once.
 
-    asyncio's own cancellation leaves the thread to itself, with memory in its hands that the canceller believes free.
+    asyncio's own cancellation leaves the thread to itself, which then uses memory that its caller believes free.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -38,13 +38,13 @@ class ShieldedThreadJob:
             self._ended.set()
 
     async def stop(self) -> bool:
-        """Keep it from beginning, or wait for its end, however often that is cancelled; return whether there is a result."""
+        """Withdraw the function, or wait for its end, however often that is cancelled; return whether there is a result."""
         with self._lock:
             self._withdrawn = True
         while self._begun and not self._ended.is_set():
             try:
                 with anyio.CancelScope(shield=True):
-                    # A limiter of its own: whoever it waits for may need a thread.
+                    # A limiter of its own: the function may need another thread.
                     await anyio.to_thread.run_sync(self._ended.wait, limiter=anyio.CapacityLimiter(1))
             except anyio.get_cancelled_exc_class():
                 continue

@@ -1,4 +1,4 @@
-"""What a client uses for the short-lived memory of its calls, in one session."""
+"""The short-lived memory of a client's calls, in one session."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["ClientTransfer", "TransferClosed"]
 
-#: Seconds without a request after which chunks are given back that no request has taken along.
+#: Seconds without a request after which chunks are returned by a message of their own.
 _IDLE = 0.05
 #: Seconds without a request after which the GPU is asked for chunks that wait for it alone: the next request would ask, too.
 _SILENCE = 1.0
 
 
 def _nothing() -> None:
-    """A chunk of this process's own is free when somebody looks for room."""
+    """Do nothing: a chunk of this process's own is free when room is looked for."""
 
 
 class TransferClosed(Exception):
-    """The session that a request was made for has ended: it is to be made anew for the one that began."""
+    """The error for a request of a session that has ended: it is to be made anew for the next one."""
 
 
 class ClientTransfer:
     """The pool for arguments, and the chunks of the server's pool that results lie in.
 
-    :param flush: tells the server of chunks, from another thread.
+    :param flush: returns chunks to the server, from another thread.
     """
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
@@ -43,25 +43,25 @@ class ClientTransfer:
         #: Chunks of the pool for arguments that came back as results.
         self.own = ChunkReferences(_nothing)
         self._flush = flush
-        #: The server's arenas. Their descriptors come once, and who takes that reply may be slower than the next one.
+        #: The server's arenas. Their descriptors come once, in a reply that may be taken after the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
         #: Whether the GPU will be asked, after a silence.
         self._listening = False
-        #: When a request last took along what is to be given back (time.monotonic()).
+        #: When a request last returned chunks (time.monotonic()).
         self._asked = 0.0
         #: Calls whose results wait for memory in the server.
         self.waiting = 0
         self.closed = False
 
-    def to_give_back(self) -> list[int]:
-        """The chunks that this process has done with, as far as is known. Who asks must tell the server of them."""
+    def returned(self) -> list[int]:
+        """Return the chunks that this process has done with, as far as is known, for a request that returns them."""
         self._asked = time.monotonic()
         self.poll(look=True)
         return self.references.pop_returned()
 
     def poll(self, *, look: bool = False) -> bool:
-        """See which chunks this process has done with: a safe point, best while there is nothing to do but to wait.
+        """Find the chunks that this process has done with: a safe point, best while there is nothing to do but to wait.
 
         :param look: see :meth:`ChunkReferences.poll`.
         :returns: whether there is more room for arguments.
@@ -74,20 +74,20 @@ class ClientTransfer:
         return bool(returned) and self.arguments.release(returned) > 0
 
     def reclaim(self) -> bool:
-        """Free what came back as results and is not used any more, after waiting for the GPU; whether that was anything."""
+        """Free chunks that came back as results, after waiting for the GPU; return whether there were any."""
         self.own.drain()
         return self.poll(look=True)
 
     @property
     def returnable(self) -> bool:
-        """Whether results may stay in the pool for arguments: a part of it is left to those who wait for the server."""
+        """Whether results may stay in the pool for arguments: a part of it is left for arguments."""
         limit = self.arguments.options.limit
         return self.arguments.taken <= limit - limit // 4
 
     def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
-        """The chunk of its own that a call has its result in.
+        """Return the chunk of the pool for arguments that a result lies in.
 
-        :param held: those that it has held for that. The others are given back.
+        :param held: the chunks that the call held for that. The others are freed.
         :raises ProtocolError: if the server names another.
         """
         if len(message.own) != 1 or message.own[0] not in held:
@@ -100,12 +100,12 @@ class ClientTransfer:
         return chunk
 
     def out_of_memory(self) -> m.Free:
-        """What to tell a server that needs memory; waits for the GPU."""
+        """Return the message for a server that needs memory, after waiting for the GPU."""
         self.references.drain()
         return m.Free(self.references.pop_returned())
 
     def learn(self, message: m.Message, frame: Frame) -> None:
-        """A reply has come, and may be taken later than one that came after it: its arenas are known from here on."""
+        """Note the arenas of a reply that has come, and may be taken later than one that came after it."""
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
         fds = iter(frame.fds)
@@ -117,9 +117,9 @@ class ClientTransfer:
     def segments(
         self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: list[int]
     ) -> list[Segment]:
-        """A reply's segments. They own their descriptors, which are taken out of the list; those that are kept came before.
+        """Make a reply's segments, which own the descriptors of the list, but for kept segments, which came before.
 
-        Without a descriptor is a segment of a session that has ended meanwhile.
+        A segment of a session that has ended meanwhile has no descriptor.
         """
         found: list[Segment] = []
         for number, info in enumerate(infos):
@@ -142,7 +142,7 @@ class ClientTransfer:
             return Segment(info, -1)
 
     def discard(self, message: m.Message, frame: Frame) -> None:
-        """A reply came, and nobody takes it: what it says of memory counts all the same."""
+        """Process what a reply that nobody takes says of memory."""
         if isinstance(message, m.Free):
             self.arguments.release(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
@@ -196,7 +196,7 @@ class ClientTransfer:
                 self.references.requeue(numbers)  # for the next request, if there is one
 
     def close(self) -> None:
-        """The session ended. The memory goes when neither side has a tensor over it."""
+        """End with the session. Memory goes when neither side has a tensor over it."""
         self.closed = True
         self.references.close()
         self.own.close()

@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from shared_rpc.client.exchange import giving_back
+from shared_rpc.client.exchange import release_for
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
 from shared_rpc.client.subscriptions import Subscriptions
@@ -106,7 +106,7 @@ class LocalCaller:
         """Have the request answered. On the loop."""
         answer(self, self.request.message)
 
-    def leave(self) -> bool:
+    def stop_waiting(self) -> bool:
         """Stop waiting, with nothing lost: False if the answer is there. On the loop."""
         if self.answered.done():
             return False
@@ -118,12 +118,12 @@ class LocalCaller:
         self.answered.set_exception(concurrent.futures.CancelledError())  # a thread that waits for it must end
         return True
 
-    def give_up(self) -> None:
+    def withdraw(self) -> None:
         """Stop waiting, and give back what came with the answer. On the loop."""
-        if not self.leave() and self.answered.exception() is None:
+        if not self.stop_waiting() and self.answered.exception() is None:
             reply = self.answered.result()
             reply.frame.close()
-            unwanted = giving_back(reply.message, self.request)
+            unwanted = release_for(reply.message, self.request)
             if unwanted is not None:
                 LocalCaller(self.core, Request(unwanted, "what was given up"), self.server_info).ask()
 
@@ -139,7 +139,7 @@ class LocalCaller:
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """See :class:`Caller`."""
-        return self._settle(Reply(message, Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])))
+        return self._end(Reply(message, Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])))
 
     def fail(self, failure: Failure) -> None:
         """See :class:`Caller`."""
@@ -157,7 +157,7 @@ class LocalCaller:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
             if stored.kind == "buffer":
                 value = stored  # without a live value: its memory is mapped by whoever takes it
-        return self._settle(Reply(message, _NO_FRAME, live=True, value=value))
+        return self._end(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
         """See :class:`Caller`."""
@@ -169,9 +169,9 @@ class LocalCaller:
         """See :class:`Caller`. What a caller in this process gets is in no pool."""
 
     def cancel(self) -> None:
-        """See :class:`Caller`. A caller in this process gives up by :meth:`leave`."""
+        """See :class:`Caller`. A caller in this process gives up by :meth:`stop_waiting`."""
 
-    def _settle(self, reply: Reply) -> bool:
+    def _end(self, reply: Reply) -> bool:
         if self.answered.done():
             reply.frame.close()
             return False
@@ -234,7 +234,7 @@ class LoopbackDriver(BlockingMethods):
         try:
             return drive(operation, functools.partial(self._perform, turn))
         except BaseException:
-            self._give_up(turn.caller)
+            self._withdraw(turn.caller)
             raise
         finally:
             del turn  # it has the value
@@ -273,15 +273,15 @@ class LoopbackDriver(BlockingMethods):
             assert isinstance(reply.message, m.Result), "a call has a result"
             return self._lend(reply.message, reply.value) if reply.message.managed else reply.value
         except BaseException:
-            self._give_up(caller)
+            self._withdraw(caller)
             raise
         finally:
             del caller
 
-    def _give_up(self, caller: LocalCaller | None) -> None:
+    def _withdraw(self, caller: LocalCaller | None) -> None:
         if caller is not None and not (caller.answered.done() and caller.answered.exception() is not None):
             with suppress(ConnectionClosed):
-                self._engine.post(caller.give_up)
+                self._engine.post(caller.withdraw)
 
     def _answer(self, caller: LocalCaller, until: float) -> Reply:
         request = caller.request
@@ -304,7 +304,7 @@ class LoopbackDriver(BlockingMethods):
                 request.on_event(info)
         if until < math.inf and not request.at_once:
             concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
-            if not caller.answered.done() and self._engine.ask(lambda _: caller.leave()):
+            if not caller.answered.done() and self._engine.ask(lambda _: caller.stop_waiting()):
                 raise too_late(request.what)
         return caller.answered.result()
 
@@ -389,7 +389,7 @@ class _LoopbackSource:
         self._over = True
         if self._caller is not None:
             with suppress(ConnectionClosed):
-                self._engine.post(self._caller.leave)
+                self._engine.post(self._caller.stop_waiting)
 
     def close(self) -> None:
         """See :class:`Source`."""

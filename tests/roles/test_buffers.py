@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
-from shared_rpc.client.exchange import to_give_back
+from shared_rpc.client.exchange import discard
 from shared_rpc.client.steps import Request
 from shared_rpc.codec import results
 from shared_rpc.errors import (
@@ -611,14 +611,14 @@ def test_a_reply_that_comes_too_late(client: Client) -> None:
     with Raw(client.socket_path) as raw:
         raw.say(m.CreateBuffer(100))
         frame = raw.hear_frame()
-        returned = to_give_back(frame, Request(m.CreateBuffer(100), "create_buffer"))
+        returned = discard(frame, Request(m.CreateBuffer(100), "create_buffer"))
         assert isinstance(returned, m.FreeBuffer)
         assert client.get_object_info(returned.object_id)["leases"] == 1
         raw.ask(returned, 2)
         assert client.get_server_info()["objects"] == 0
     with client.create_buffer(100) as buffer, Raw(client.socket_path) as raw:
         raw.say(m.GetBuffer(buffer.object_id))
-        returned = to_give_back(raw.hear_frame(), Request(m.GetBuffer(buffer.object_id), "get_buffer"))
+        returned = discard(raw.hear_frame(), Request(m.GetBuffer(buffer.object_id), "get_buffer"))
         assert returned == m.Release([buffer.object_id])
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_rpc.client.exchange import LAST_ID, Exchange, Exchanges, TooLate, to_give_back
+from shared_rpc.client.exchange import LAST_ID, Exchange, Exchanges, TooLate, discard
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.protocol import messages as m
@@ -165,8 +165,8 @@ def go_on(connection: Connection, plan: Plan, moment: int) -> None:
     assert exchange is not None
     if plan.left or plan.reply is not None:
         return
-    plan.heard += [int(info.created_at) for info in exchange.told]
-    exchange.told.clear()
+    plan.heard += [int(info.created_at) for info in exchange.updates]
+    exchange.updates.clear()
     if plan.abandons is not None and moment >= plan.abandons:
         connection.exchanges.abandon(exchange)
         plan.left = True
@@ -335,7 +335,7 @@ def test_a_reply_that_comes_just_in_time(connection: Connection) -> None:
     connection.exchanges.withdraw(exchange)
     connection.come(changed(2), 1)
     connection.come(m.Pong(), 1)
-    assert not exchange.told
+    assert not exchange.updates
     assert connection.exchanges.reply(exchange).message == m.Pong()
 
 
@@ -381,7 +381,7 @@ def test_an_answer_that_cannot_be_read_gives_nothing_back() -> None:
         decoder.feed(b"".join(encode_frame(9, 1, b"garbage", b"", 1)), [new_fd()])
         frame = decoder.next_frame()
         assert frame is not None
-        assert to_give_back(frame) is None
+        assert discard(frame) is None
 
 
 # Answers that do not fit.

@@ -116,7 +116,7 @@ def drop(transfer: ClientTransfer, gpu: Gpu) -> Iterator[Callable[[], list[int]]
 
 def request(transfer: ClientTransfer) -> list[int]:
     """What a request takes along, and what is done while the server works: there the GPU is marked."""
-    chunks = transfer.to_give_back()
+    chunks = transfer.returned()
     transfer.poll()
     return chunks
 
