@@ -15,9 +15,9 @@ _FRACTION = re.compile(r"\d*\.\d+")
 
 
 def in_bytes(option: str, text: str) -> int:
-    """``512``, ``512M`` or ``1.5GiB`` in bytes.
+    """Return ``512``, ``512M`` or ``1.5GiB`` in bytes.
 
-    :param option: and its value, for the error.
+    :param option: the option with its value, for the error.
     :raises ConfigurationError: for what is no size.
     """
     match = _SIZE.fullmatch(text.strip())
@@ -28,7 +28,7 @@ def in_bytes(option: str, text: str) -> int:
 
 
 def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
-    """What a server takes as ``quotas``, of texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
+    """Parse ``quotas`` of a server, from texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
 
     A number with a point and no unit is a fraction of the device's memory; any other is a size, see :func:`in_bytes`.
 
@@ -52,10 +52,10 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
 
 
 def check_quotas(texts: Iterable[str], device: str) -> None:
-    """Whether a server of a device can have these quotas: here the error says which option it is about.
+    """Check that a server of a device can have these quotas.
 
     :param device: the id of the server's device.
-    :raises ConfigurationError: if not.
+    :raises ConfigurationError: if not; it names the option.
     """
     from shared_rpc.server.buffers import resolve_quotas
 

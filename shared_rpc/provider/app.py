@@ -1,4 +1,4 @@
-"""From what the user typed after ``serve`` to providers."""
+"""The app that ``serve`` is to load, and its providers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["load_providers"]
 
 
 def load_providers(target: str) -> list[Provider]:
-    """The providers of ``app.py``, of ``package.module``, or the one named by ``module:name``.
+    """Load the providers of ``app.py``, of ``package.module``, or the one named by ``module:name``.
 
     The classes of a file travel as code: no client can import a module that has no name.
 
-    :raises ConfigurationError: if there is no such file, module or provider. What the file itself raises passes through.
+    :raises ConfigurationError: if there is no such file, module or provider. An error of the file itself passes through.
     """
     place, _, name = target.partition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)

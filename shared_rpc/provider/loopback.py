@@ -1,6 +1,6 @@
-"""Operations within the process that runs the endpoints: what they ask is answered by the handlers that answer clients.
+"""Operations within the process that runs the endpoints: their requests go to the handlers that answer clients.
 
-A request is handed over as a message, without a socket. The reply brings the live value where there is one.
+A request is passed as a message, without a socket. The reply has the live value where there is one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
-from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.subscriptions import Source, Subscriptions
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
 from shared_rpc.handle import Lease
@@ -52,14 +52,14 @@ __all__ = ["LoopbackRuntime"]
 
 T = TypeVar("T")
 
-#: The session of what this process asks itself.
+#: The session of this process's own requests.
 _SESSION = "local"
-#: What is answered when an endpoint has ended: its thread is lent meanwhile, so that the endpoint can run.
+#: Requests that an endpoint's end answers: the thread of an endpoint that waits is lent meanwhile.
 _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh}
-#: What is not answered at once. On the loop, which answers, nobody can wait for it.
+#: Requests that are not answered at once: the loop, which answers, cannot wait for them.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
 _NO_TABLE = msgspec.Raw(b"")
-#: Of a reply that brings a value without a lease, and of those without descriptors.
+#: The message of a reply with a value and no lease, and the frame of one without descriptors.
 _VALUE = m.Result("", 1, False, _NO_TABLE, [])
 _NO_FRAME = Frame(0, 0, b"")
 
@@ -73,17 +73,17 @@ class _LiveRequest(Request):
 
 
 class _Turn:
-    """One operation: its time, and what it asked last until it has the answer."""
+    """One operation: its time, and its request until it has the answer."""
 
     __slots__ = ("caller", "until")
 
     def __init__(self) -> None:
-        self.caller: LocalCaller | None = None
+        self.caller: _LocalCaller | None = None
         self.until = math.inf
 
 
-class LocalCaller:
-    """The asker of one request of this process: see :class:`shared_rpc.server.handlers.Caller`."""
+class _LocalCaller:
+    """The caller of one request of this process: see :class:`shared_rpc.server.handlers.Caller`."""
 
     local = True
     session = _SESSION
@@ -94,20 +94,20 @@ class LocalCaller:
         self.request = request
         self.server_info = server_info
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
-        self.answered.set_running_or_notify_cancel()  # whoever waits for it with asyncio must not cancel it
+        self.answered.set_running_or_notify_cancel()  # a coroutine that waits for it must not cancel it
         self._waiter: Waiter | None = None
-        #: What is told before the answer, and None with it, where somebody listens.
+        #: The updates before the answer, and None with it, if there is a callback for them.
         self.events: queue.SimpleQueue[TaskInfo | None] | None = None
         if request.on_event is not None:
             events = self.events = queue.SimpleQueue()
             self.answered.add_done_callback(lambda _: events.put(None))
 
     def ask(self) -> None:
-        """Have the request answered. On the loop."""
+        """Pass the request to its handler. On the loop."""
         answer(self, self.request.message)
 
     def stop_waiting(self) -> bool:
-        """Stop waiting, with nothing lost: False if the answer is there. On the loop."""
+        """Stop waiting; return False if the answer is there. On the loop."""
         if self.answered.done():
             return False
         waiter, self._waiter = self._waiter, None
@@ -119,36 +119,31 @@ class LocalCaller:
         return True
 
     def withdraw(self) -> None:
-        """Stop waiting, and give back what came with the answer. On the loop."""
+        """Stop waiting, and release the lease that came with the answer. On the loop."""
         if not self.stop_waiting() and self.answered.exception() is None:
             reply = self.answered.result()
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
             if unwanted is not None:
-                LocalCaller(self.core, Request(unwanted, "what was given up"), self.server_info).ask()
+                _LocalCaller(self.core, Request(unwanted, "a lease that is not wanted"), self.server_info).ask()
 
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
-        """See :class:`Caller`."""
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
         return self.request.lowered, self.request.arguments
 
     def wait(self) -> Waiter:
-        """See :class:`Caller`."""
         self._waiter = Waiter(_SESSION, self.deliver, local=True)
         return self._waiter
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        """See :class:`Caller`."""
         return self._end(Reply(message, Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])))
 
     def fail(self, failure: Failure) -> None:
-        """See :class:`Caller`."""
         if not self.answered.done():
             self._waiter = None
             self.answered.set_exception(failure.to_raise())
 
     def deliver(self, outcome: Delivery | Failure) -> bool:
-        """See :class:`Caller`."""
         if isinstance(outcome, Failure):
             self.fail(outcome)
             return True
@@ -160,16 +155,15 @@ class LocalCaller:
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
-        """See :class:`Caller`."""
         assert isinstance(message, m.TaskUpdate), "nothing else is told"
         if self.events is not None:
             self.events.put(message.info)
 
     def out_of_memory(self, why: str) -> None:
-        """See :class:`Caller`. What a caller in this process gets is in no pool."""
+        pass  # results of this process are in no pool
 
     def cancel(self) -> None:
-        """See :class:`Caller`. A caller in this process gives up by :meth:`stop_waiting`."""
+        pass  # a caller in this process gives up by stop_waiting()
 
     def _end(self, reply: Reply) -> bool:
         if self.answered.done():
@@ -181,9 +175,9 @@ class LocalCaller:
 
 
 class LoopbackDriver(BlockingMethods):
-    """Drives operations by handing what they ask to the engine of this process, and blocking until it is answered.
+    """The driver of the local and the server role: requests go to the engine of this process, which answers them.
 
-    There is no timeout but that of an operation itself.
+    There is no timeout but an operation's own.
     """
 
     def __init__(self, engine: Engine, device: str) -> None:
@@ -196,7 +190,7 @@ class LoopbackDriver(BlockingMethods):
 
     @abstractmethod
     def _server_info(self) -> ServerInfo:
-        """Return what there is to know of the server. On the loop."""
+        """Return the facts of the server. On the loop."""
 
     # What an operation may know.
 
@@ -229,7 +223,7 @@ class LoopbackDriver(BlockingMethods):
     # Driving operations.
 
     def _run(self, operation: Operation[T]) -> T:
-        """Drive an operation. One who is interrupted leaves no lease behind."""
+        """Drive an operation, which leaves no lease behind if it is interrupted."""
         turn = _Turn()
         try:
             return drive(operation, functools.partial(self._perform, turn))
@@ -243,7 +237,7 @@ class LoopbackDriver(BlockingMethods):
         caller, turn.caller = turn.caller, None  # the operation has what was answered
         match step:
             case Request():
-                turn.caller = LocalCaller(self._engine.core, step, self._server_info)
+                turn.caller = _LocalCaller(self._engine.core, step, self._server_info)
                 return self._answer(turn.caller, turn.until)
             case Work():
                 return step.function()
@@ -259,13 +253,13 @@ class LoopbackDriver(BlockingMethods):
             case Tell():
                 with suppress(ConnectionClosed):
                     request = Request(step.message, "a message")
-                    self._engine.post(LocalCaller(self._engine.core, request, self._server_info).ask)
+                    self._engine.post(_LocalCaller(self._engine.core, request, self._server_info).ask)
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
         request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
-        caller = LocalCaller(self._engine.core, cast(Request, request), self._server_info)
+        caller = _LocalCaller(self._engine.core, cast(Request, request), self._server_info)
         try:
             self._engine.post(caller.ask)
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
@@ -278,12 +272,12 @@ class LoopbackDriver(BlockingMethods):
         finally:
             del caller
 
-    def _withdraw(self, caller: LocalCaller | None) -> None:
+    def _withdraw(self, caller: _LocalCaller | None) -> None:
         if caller is not None and not (caller.answered.done() and caller.answered.exception() is not None):
             with suppress(ConnectionClosed):
                 self._engine.post(caller.withdraw)
 
-    def _answer(self, caller: LocalCaller, until: float) -> Reply:
+    def _answer(self, caller: _LocalCaller, until: float) -> Reply:
         request = caller.request
         if self._engine.here():
             if type(request.message) in _WAITS:
@@ -293,11 +287,11 @@ class LoopbackDriver(BlockingMethods):
         self._engine.post(caller.ask)
         if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
             return self._awaited(caller, until)
-        # In an endpoint: its wait must not use up the threads that whatever it waits for needs.
+        # In an endpoint: its wait must not use up a thread that it waits for.
         with self._engine.lend_thread():
             return self._awaited(caller, until)
 
-    def _awaited(self, caller: LocalCaller, until: float) -> Reply:
+    def _awaited(self, caller: _LocalCaller, until: float) -> Reply:
         request = caller.request
         if request.on_event is not None and caller.events is not None:
             while (info := _next(caller.events, until)) is not None:
@@ -342,16 +336,19 @@ class LoopbackDriver(BlockingMethods):
 
 @bound
 class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
-    """A role whose operations are carried out by this process, and get the live value."""
+    """A role whose operations this process carries out, on live values."""
 
     @property
     def operations(self) -> LoopbackRuntime:
-        """See :class:`shared_rpc.provider.runtime.Runtime`."""
+        """The runtime itself."""
         return self
 
     @property
     def socket_path(self) -> str:
-        """See :class:`shared_rpc.handle.Giver`."""
+        """The path of the server's socket.
+
+        :raises CapabilityError: in the local role, which has none.
+        """
         raise CapabilityError(
             "this process plays the local role, so nobody else can have what it holds: serve it, with "
             "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
@@ -361,17 +358,16 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
         return self._engine.core.info()
 
 
-class _LoopbackSource:
-    """News of the core of this process: see :class:`shared_rpc.client.subscriptions.Source`."""
+class _LoopbackSource(Source):
+    """News of the core of this process."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._caller: LocalCaller | None = None
+        self._caller: _LocalCaller | None = None
         self._over = False
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """See :class:`Source`."""
-        caller = self._caller = LocalCaller(
+        caller = self._caller = _LocalCaller(
             self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"), self._engine.core.info
         )
         self._engine.post(caller.ask)
@@ -380,19 +376,18 @@ class _LoopbackSource:
         try:
             message = caller.answered.result().message
         except concurrent.futures.CancelledError as error:
-            raise ConnectionClosed("nobody wants to know any more") from error
+            raise ConnectionClosed("all subscriptions have ended") from error
         assert isinstance(message, g.Refreshes), "it is the answer"
         return message.generations, message.after
 
     def hang_up(self) -> None:
-        """See :class:`Source`."""
         self._over = True
         if self._caller is not None:
             with suppress(ConnectionClosed):
                 self._engine.post(self._caller.stop_waiting)
 
     def close(self) -> None:
-        """See :class:`Source`."""
+        pass
 
 
 def _on_the_loop(request: Request) -> str:
@@ -413,7 +408,7 @@ def _duplicates(core: Core, object_id: str) -> list[Segment]:
 
 
 def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:
-    """Return what happened next; None at the end, and when the time is over, whatever else has happened."""
+    """Return the next update; None at the end, and when the time is over."""
     left = until - time.monotonic()
     try:
         return events.get(timeout=left if left < math.inf else None) if left > 0 else None
@@ -424,5 +419,5 @@ def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo 
 async def _waited_for(future: concurrent.futures.Future[T]) -> T:
     if future.done():
         return future.result()
-    # A limiter of its own: those who wait must not use up the threads that whoever they wait for needs.
+    # A limiter of its own: waits must not use up the threads that they wait for.
     return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

@@ -1,4 +1,4 @@
-"""What the broker's command line says of the app's providers."""
+"""Options of ``serve`` that override those of the app's providers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Overrides", "override"]
 
 
 class Overrides:
-    """What the options of ``serve`` say to one of the workers."""
+    """The options of ``serve`` for one worker."""
 
     def __init__(self, options: ServeOptions, number: int) -> None:
         self.options = options
@@ -21,11 +21,11 @@ class Overrides:
         self._device = options.device_of(number)
 
     def apply(self, provider: Provider) -> None:
-        """Have a provider be as the options say."""
+        """Override the options of a provider."""
         override(provider, self.options, self._device)
 
     def socket_of(self, provider: Provider) -> str | None:
-        """Where the broker listens for a provider; None for where its own device says.
+        """Return the path where the broker listens for a provider; None for that of the provider's own device.
 
         With several workers, the socket is named for the device of the first.
 
@@ -39,7 +39,7 @@ class Overrides:
 
 
 def override(provider: Provider, options: ServeOptions, device: str | None) -> None:
-    """Have a provider's base path, device and pools be as ``serve`` was told, as far as it was.
+    """Override the base path, device and pools of a provider, as far as ``serve`` has options for them.
 
     :raises ConfigurationError: for sizes that make no pool.
     """

@@ -1,4 +1,4 @@
-"""``Provider.share``: a function, and the role of the process, become a callable."""
+"""Providers: functions that are shared, and the role of the process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 import msgspec
 
@@ -39,7 +39,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class SharedFunction(Generic[P, R_co]):
-    """An endpoint, called like the function it was made from. Made by :meth:`Provider.share`."""
+    """An endpoint, called like the function that :meth:`Provider.share` made it from."""
 
     def __init__(self, provider: Provider, endpoint: Endpoint) -> None:
         functools.update_wrapper(self, endpoint.function)
@@ -52,9 +52,9 @@ class SharedFunction(Generic[P, R_co]):
         return self._endpoint.spec.name
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """The result, wherever it is made; a :class:`Handle` where the endpoint is managed.
+        """Call the endpoint; return its result, or a :class:`Handle` where it is managed.
 
-        An ``async def`` endpoint gives an awaitable, in every role.
+        An ``async def`` endpoint returns an awaitable, in every role.
         """
         runtime = self._provider._runtime()
         if self._endpoint.spec.is_async:
@@ -62,7 +62,7 @@ class SharedFunction(Generic[P, R_co]):
         return cast(R_co, runtime.operations.call(self.name, *args, **kwargs))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Have the call run as a task: its id. See :meth:`Client.submit`."""
+        """Run the call as a task; return the task's id. See :meth:`Client.submit`."""
         return self._provider.submit(self.name, *args, **kwargs)
 
     def refresh(self, *args: P.args, **kwargs: P.kwargs) -> Generation:
@@ -70,7 +70,7 @@ class SharedFunction(Generic[P, R_co]):
         return self._provider.refresh(self.name, *args, **kwargs)
 
     def invalidate(self, *args: P.args, **kwargs: P.kwargs) -> int:
-        """Drop the cached result of this call; 1 if there was one."""
+        """Drop the cached result of this call; return 1 if there was one."""
         return self._provider.invalidate_call_cache(self.name, *args, **kwargs)
 
     def __repr__(self) -> str:
@@ -78,14 +78,14 @@ class SharedFunction(Generic[P, R_co]):
 
 
 class Decorator(Protocol):
-    """What ``share(...)`` returns."""
+    """The decorator that ``share(...)`` returns."""
 
     def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, R]:
-        """The function as an endpoint."""
+        """Make a function an endpoint."""
 
 
 class ManagedDecorator(Protocol):
-    """What ``share(managed=True)`` returns."""
+    """The decorator that ``share(managed=True)`` returns."""
 
     @overload
     def __call__(  # type: ignore[overload-overlap]
@@ -96,12 +96,24 @@ class ManagedDecorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> SharedFunction[P, Handle[R]]: ...
 
 
+class _Options(TypedDict, total=False):
+    """Options of an endpoint, but for its name and ``managed``; :func:`describe` has the defaults."""
+
+    execution: Literal["direct", "task"]
+    concurrency: Literal["parallel", "serialized"]
+    cache: bool
+    cache_format_key: str | None
+    singleflight: bool
+    access: Literal["read_write", "read"]
+    idle_ttl: float | None
+
+
 class RoleDriver(BlockingMethods, ABC):
-    """Has operations driven by the role that this process plays."""
+    """The driver of a provider: operations go to the role that this process plays."""
 
     @abstractmethod
     def _runtime(self) -> Runtime:
-        """Return the role at work, which begins with the first operation."""
+        """Return the runtime of the role, which begins with the first operation."""
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
@@ -122,16 +134,16 @@ class Provider(RoleDriver, BlockingOperations):
     variables. In the server role the process serves from its first call on, or from the end of its main code, and goes
     on until SIGINT or SIGTERM.
 
-    :param base_path: where the sockets are, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param base_path: the beginning of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
     :param enabled: beats ``SHARED_TENSOR_ENABLED``.
     :param execution_mode: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does
         not. ``"spawn"`` is a client that starts a detached server for the provider's file where none listens.
-    :param device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``: where results live.
+    :param device: the device that results live on: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
     :param mechanism: how this process shares a GPU's memory: ``"vmm"``, ``"ipc"``, ``"pool"``, or ``"auto"`` for the first of
-        them that the GPU has. What it gives and takes is in ``docs/explanation/mechanisms.md``.
-    :param timeout: seconds a call of a client may take.
-    :param server_startup_timeout: seconds a client waits for a server that is not there yet; in the spawn role from its start.
-    :param idle_exit: seconds after which a server that was started in the spawn role ends when nobody uses it; None for never.
+        them that the GPU has; see ``docs/explanation/mechanisms.md``.
+    :param timeout: seconds that a call of a client may take; None for no limit.
+    :param server_startup_timeout: seconds that a client waits until a server listens; in the spawn role from its start.
+    :param idle_exit: seconds without use after which a server that the spawn role has started ends; None for never.
     :param preload: whether the workers of a server that was started in the spawn role may be forks of a process that has
         imported what the file imports from packages; see ``docs/explanation/crashes.md``.
     :param pool: how much memory each session may have for arguments, and for results that are not kept.
@@ -167,7 +179,7 @@ class Provider(RoleDriver, BlockingOperations):
         self._asked_role: str = execution_mode
         self._role: Role | None = None
         self._working: Runtime | None = None
-        #: In a forked child: what its parent worked with.
+        #: In a forked child: the parent's runtime.
         self._inherited: Runtime | None = None
         self._lock = fork_safe_lock()
         self._closed = False
@@ -195,7 +207,7 @@ class Provider(RoleDriver, BlockingOperations):
     def _has_server_above(self, role: Role) -> bool:
         if self._inherited is not None and self._inherited.role in ("server", "spawn"):
             return True
-        # Those who start web workers by multiprocessing have no server: the first worker that needs one starts it.
+        # A parent of web workers by multiprocessing has no server: the first worker that needs one starts it.
         return is_child() and (role == "server" or host() is not None)
 
     @functools.cached_property
@@ -205,7 +217,7 @@ class Provider(RoleDriver, BlockingOperations):
 
     @functools.cached_property
     def mechanism_info(self) -> MechanismInfo:
-        """How this process shares the memory of its device.
+        """The mechanism by which this process shares the memory of its device.
 
         :raises ConfigurationError: for a ``mechanism`` that is none, or that does not go with the device.
         :raises CapabilityError: if the GPU cannot do what was asked for.
@@ -214,63 +226,40 @@ class Provider(RoleDriver, BlockingOperations):
 
     @property
     def client_settings(self) -> ClientSettings:
-        """How a server of the provider is reached."""
+        """The settings of a client of the provider's server."""
         return ClientSettings(self.base_path, self.device, self.timeout, self.server_startup_timeout, self.pool)
 
     @overload
     def share(self, name: Callable[P, R], /) -> SharedFunction[P, R]: ...
 
     @overload
-    def share(
-        self,
-        name: str | None = None,
-        *,
-        managed: Literal[True],
-        execution: Literal["direct", "task"] = "direct",
-        concurrency: Literal["parallel", "serialized"] = "parallel",
-        cache: bool = True,
-        cache_format_key: str | None = None,
-        singleflight: bool = True,
-        access: Literal["read_write", "read"] = "read_write",
-        idle_ttl: float | None = None,
-    ) -> ManagedDecorator: ...
+    def share(self, name: str | None = None, *, managed: Literal[True], **options: Unpack[_Options]) -> ManagedDecorator: ...
 
     @overload
-    def share(
-        self,
-        name: str | None = None,
-        *,
-        managed: Literal[False] = False,
-        execution: Literal["direct", "task"] = "direct",
-        concurrency: Literal["parallel", "serialized"] = "parallel",
-        cache: bool = True,
-        cache_format_key: str | None = None,
-        singleflight: bool = True,
-        access: Literal["read_write", "read"] = "read_write",
-        idle_ttl: float | None = None,
-    ) -> Decorator: ...
+    def share(self, name: str | None = None, *, managed: Literal[False] = False, **options: Unpack[_Options]) -> Decorator: ...
 
     def share(self, name: Any = None, **options: Any) -> Any:
         """Make a function an endpoint; with or without parentheses.
 
-        It returns None, or any object that reaches at least one tensor or module: these are shared, and the rest of the object
-        is rebuilt in every process that asks for it. :class:`CapabilityError` is raised, in every role, for an object that
-        reaches none, for one that cannot be pickled, and for a tensor with an autograd graph that is not in a module.
+        The function returns None, or any object that reaches at least one tensor or module: these are shared, and the rest of
+        the object is rebuilt in every process that asks for it. :class:`CapabilityError` is raised, in every role, for an
+        object that reaches none, for one that cannot be pickled, and for a tensor with an autograd graph that is not in a
+        module.
 
-        :param name: what clients call it; the function's own name by default.
-        :param execution: ``"task"`` for what takes long: its calls are tasks too, which others see, and which do not keep
-            threads from short calls.
-        :param concurrency: ``"serialized"`` runs the endpoint one call at a time.
-        :param cache: whether identical calls get the same object.
-        :param cache_format_key: a format string over the arguments that says which calls are identical, in place of all of
-            them: ``"model:{hidden_size}"``.
+        :param name: the endpoint's name for clients; the function's own name by default.
+        :param execution: ``"task"`` for endpoints that take long: their calls are tasks too, which others see, and which do not
+            keep threads from short calls. The default is ``"direct"``.
+        :param concurrency: ``"serialized"`` runs the endpoint one call at a time; the default is ``"parallel"``.
+        :param cache: whether identical calls get the same object; they do by default.
+        :param cache_format_key: a format string over the arguments, such as ``"model:{hidden_size}"``: calls are identical if
+            their strings are. By default all arguments count.
         :param managed: return a :class:`Handle`, whose lease keeps the object, in every role.
-        :param singleflight: whether an identical call that is cached and in flight is joined.
-        :param access: ``"read"`` has clients map the memory read-only. It protects against accidents: a write ends the
-            client that tries it, with SIGSEGV on the host and an illegal memory access on a GPU.
-        :param idle_ttl: seconds after which a cached result that nobody holds or asks for is dropped; None for never.
+        :param singleflight: whether an identical call that is cached and in flight is joined; it is by default.
+        :param access: ``"read"`` maps the memory read-only in clients. It protects against accidents: a write ends the client
+            that tries it, with SIGSEGV on the host and an illegal memory access on a GPU. The default is ``"read_write"``.
+        :param idle_ttl: seconds after which a cached result that no process holds or asks for is dropped; by default never.
         :raises TypeError: for an unknown option.
-        :raises ConfigurationError: for a value that cannot be used; a template that names no argument among them.
+        :raises ConfigurationError: for a value that cannot be used, such as a template that names no argument.
         """
         if callable(name):
             return self._share(name, None, options)
@@ -314,7 +303,7 @@ class Provider(RoleDriver, BlockingOperations):
             working.close()
 
     def serve_with(self, server: Server) -> None:
-        """Have this process's own calls go through a server that was started for the provider."""
+        """Pass this process's own calls to a server that was started for the provider."""
         with self._lock:
             self._closed = False
             self._role = "server"
@@ -322,7 +311,7 @@ class Provider(RoleDriver, BlockingOperations):
             self._working = ServerRuntime(server)
 
     def run_with(self, runtime: Runtime) -> None:
-        """Have this process's own calls go where its host says."""
+        """Pass this process's own calls to the runtime of its host."""
         with self._lock:
             self._role, self._working = runtime.role, runtime
 
@@ -363,7 +352,7 @@ class Provider(RoleDriver, BlockingOperations):
             self._inherited, self._working, self._role = self._working, None, None
 
     def _server_at_end(self) -> Server | None:
-        """The server that goes on when the main code has ended: started now, unless it was stopped already."""
+        """Return the server that goes on when the main code has ended, started now if need be; None if it was stopped."""
         if not self._serves_at_end():
             return None
         runtime = self._runtime()

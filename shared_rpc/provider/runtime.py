@@ -1,4 +1,4 @@
-"""What carries out a provider's operations: one class for each role, chosen once.
+"""Runtimes: one class for each role, which carries out a provider's operations.
 
 Local and server role answer with live values of this process, through the handlers that answer a server's clients; the
 client role asks a server. The provider does not know which one it has.
@@ -35,7 +35,7 @@ class Runtime(Protocol):
 
     @property
     def operations(self) -> BlockingOperations:
-        """What carries out the operations."""
+        """The object that has the operations as methods."""
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile."""
@@ -49,7 +49,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """How a provider reaches its server; see :class:`shared_rpc.Provider`."""
+    """The options of a provider's client; see :class:`shared_rpc.Provider`."""
 
     base_path: str | os.PathLike[str] | None
     device: str
@@ -59,9 +59,9 @@ class ClientSettings:
 
 
 class ClientRuntime:
-    """The role of one whose operations are carried out by a server of another process.
+    """The runtime of a role whose operations a server of another process carries out.
 
-    :param socket: the server's socket, where it is not what base path and device give.
+    :param socket: the server's socket, in place of base path and device.
     :param make: makes the client.
     """
 
@@ -78,7 +78,7 @@ class ClientRuntime:
         )
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :class:`Runtime`. It is done in a thread."""
+        """Call an endpoint in a thread."""
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs))
 
     def describe(self, info: RuntimeInfo) -> None:
@@ -92,7 +92,7 @@ class ClientRuntime:
 
 
 class LocalRuntime(LoopbackRuntime):
-    """A core without a socket: nothing is moved into shared memory, because there is nobody to share it with.
+    """A core without a socket: nothing is moved into shared memory, because no other process can get it.
 
     :param inherited: the runtime of the parent process, where this is a forked child: what its cache held stays cached.
     """
@@ -119,13 +119,13 @@ class LocalRuntime(LoopbackRuntime):
         info["objects"] = self._engine.ask(lambda core: len(core.objects))
 
     def close(self) -> None:
-        """Let go of all results; handles that are out keep theirs."""
+        """Drop all results; handles keep theirs."""
         self._unwatch()
         self._engine.stop()
 
 
 class ServerRuntime(LoopbackRuntime):
-    """The core of a server of this process: what it hands out is what the server's clients map."""
+    """The core of a server of this process, whose clients map the same memory."""
 
     role: Role = "server"
 
@@ -135,7 +135,7 @@ class ServerRuntime(LoopbackRuntime):
 
     @property
     def socket_path(self) -> str:
-        """See :class:`shared_rpc.handle.Giver`."""
+        """The path of the server's socket."""
         return self.server.socket_path
 
     def _server_info(self) -> ServerInfo:

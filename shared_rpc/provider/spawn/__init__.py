@@ -1,4 +1,4 @@
-"""The role ``spawn``: a client that starts a server where none is, once for all who want it."""
+"""The role ``spawn``: a client that starts a server where none listens, once for all processes that want one."""
 
 from shared_rpc.provider.spawn.runtime import SpawnRuntime
 from shared_rpc.provider.spawn.target import target_of

@@ -1,4 +1,4 @@
-"""The role ``spawn`` at work."""
+"""The runtime of the role ``spawn``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["SpawnRuntime"]
 class SpawnRuntime(ClientRuntime):
     """A client that starts a server where none listens, whenever it connects.
 
-    :param target: tells the app that is to be served, when it is needed: :func:`~shared_rpc.provider.spawn.target.target_of`.
-    :param idle_exit: seconds after which that server ends when nobody uses it; None for never.
+    :param target: returns the app to serve, when it is needed: :func:`~shared_rpc.provider.spawn.target.target_of`.
+    :param idle_exit: seconds without use after which that server ends; None for never.
     :param preload: whether its workers may be forks.
     """
 

@@ -32,14 +32,14 @@ _LINES, _CHARACTERS = 60, 8000
 
 
 def log_path(path: str) -> str:
-    """Where a server that was started for the socket ``path`` writes; what was before is in ``….log.1``."""
+    """Return the log of a server that was started for the socket ``path``; the log before that is ``….log.1``."""
     return f"{path}.log"
 
 
 class ServerStarter:
-    """Has a server listen at a socket. What a client calls when nobody does.
+    """The starter of a server, called by a client when no process listens at its socket.
 
-    :param target: tells the app, when it is needed; see :func:`shared_rpc.provider.spawn.target.target_of`.
+    :param target: returns the app, when it is needed; see :func:`shared_rpc.provider.spawn.target.target_of`.
     :param options: of the server.
     """
 
@@ -48,11 +48,11 @@ class ServerStarter:
         self._options = options
 
     def __call__(self, path: str, patience: float, deadline: float) -> None:
-        """Return when somebody listens at ``path``: a server started here, or by whoever else wanted one.
+        """Return when a server listens at ``path`` that was started here, or by another process that wanted one.
 
         :param patience: seconds a server has to come up, from its start; and another process to start one.
         :param deadline: when to give up in any case, in terms of time.monotonic().
-        :raises ConnectError: in time; and if the server ended instead, with what it wrote last.
+        :raises ConnectError: if none listens by then, and if the server ended instead, with its last output.
         :raises ConfigurationError: if there is no file to start one for, or another user's lock or log is in the way.
         """
         until = min(deadline, time.monotonic() + patience)
@@ -60,7 +60,7 @@ class ServerStarter:
         with _election(path) as election:
             while not _listens(path):
                 if election.acquire():
-                    # Whoever had the lock may have been about to listen when this one looked.
+                    # The process that had the lock may have been about to listen when this one looked.
                     if not _listens(path):
                         self._start(path, election, patience, deadline)
                     return
@@ -131,9 +131,9 @@ def _listens(path: str) -> bool:
 
 
 def _detached(process: subprocess.Popen[bytes], until: float) -> int | None:
-    """The process id of the server: what was started tells it and ends, so that no child is left here.
+    """Return the process id of the server, which the process started here writes before it ends, so that no child is left.
 
-    0 if it ended without one, None if it has not told yet.
+    It is 0 if that process ended without it, and None if it has not written it yet.
     """
     try:
         words = process.communicate(timeout=max(until - time.monotonic(), 0))[0].split()
@@ -145,7 +145,7 @@ def _detached(process: subprocess.Popen[bytes], until: float) -> int | None:
 
 
 def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "late"]:
-    """Wait until somebody listens, the process ends, or it is too late."""
+    """Wait until a server listens, the process ends, or it is too late."""
     try:
         pidfd = os.pidfd_open(pid) if pid else -1
     except ProcessLookupError:
@@ -156,7 +156,7 @@ def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "
             ended.register(pidfd, select.POLLIN)
         while not _listens(path):
             if pidfd < 0 or ended.poll(_LOOK * 1000):
-                # Somebody else's server listens, perhaps, which was the reason to end.
+                # Another server listens, perhaps, which was the reason to end.
                 return "listens" if _listens(path) else "ended"
             if time.monotonic() > until:
                 return "late"
@@ -168,7 +168,7 @@ def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "
 
 @contextmanager
 def _opened_log(path: str) -> Iterator[int]:
-    """The log, to be appended to; a new one where it has grown."""
+    """Open the log, to append to it; a new one where it has grown."""
     log = log_path(path)
     with suppress(OSError):
         if os.lstat(log).st_size > _LOG_LIMIT:
@@ -181,7 +181,7 @@ def _opened_log(path: str) -> Iterator[int]:
 
 
 def _written(path: str, start: int) -> str:
-    """The end of what a server has written since ``start``, without the line that says how it was started."""
+    """Return the end of a server's output since ``start``, without the line that says how it was started."""
     with open(log_path(path), encoding="utf-8", errors="replace") as log:
         log.seek(start)
         lines = log.read().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Which file a server is started for."""
+"""The file that a server is started for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["target_of"]
 
 
 def target_of(provider: App) -> str:
-    """What ``shared-rpc serve`` would be told: ``/path/app.py:provider``, or ``package.module:provider``.
+    """Return the target for ``shared-rpc serve``: ``/path/app.py:provider``, or ``package.module:provider``.
 
-    Of the modules that have the provider as a global name, the one whose functions are its endpoints: what else they need is
-    imported there. Where there are several, the script of this process, which has imported the others.
+    Of the modules that have the provider as a global name, it is the one whose functions are its endpoints. Where there are
+    several, it is the script of this process, which has imported the others.
 
     :raises ConfigurationError: if there is none, several, or it has no file, as in a notebook.
     """
@@ -48,7 +48,7 @@ def _global_name(module: str, provider: App) -> str:
 
 
 def _script(provider: App) -> str:
-    """``__main__``, as another process can load it."""
+    """Return the target by which another process can load ``__main__``."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:  # python -m
@@ -65,7 +65,7 @@ def _script(provider: App) -> str:
 
 
 def _was_typed(filename: str) -> bool:
-    """Whether code is that of a prompt or a cell: ``<stdin>``, or a file in ``/tmp/ipykernel_…`` that was never written.
+    """Return whether code is that of a prompt or a cell: ``<stdin>``, or a file in ``/tmp/ipykernel_…`` that was never written.
 
     A relative path is that of a script, from where it was started.
     """
