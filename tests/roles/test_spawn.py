@@ -232,7 +232,8 @@ def test_the_lock_of_a_killed_process_blocks_nobody(scripts: Scripts) -> None:
         f"""if True:
             import sys
             from shared_rpc.protocol.election import Election
-            print("won", Election({scripts.socket!r}).win() if len(sys.argv) > 1 else (e := Election({scripts.socket!r})).win())
+            election = Election({scripts.socket!r})
+            print("won", election.acquire())
             sys.stdin.readline()
         """,
     )
