@@ -22,7 +22,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -52,7 +52,7 @@ _ROLE = "SHARED_TENSOR_ROLE"
 _BASE_PATH = "SHARED_TENSOR_BASE_PATH"
 _RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
 _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
-_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
 SOCKET_PATH_LIMIT = 107
@@ -75,31 +75,20 @@ def resolve_role(
         return "local"
     if execution_mode != "auto":
         return execution_mode  # type: ignore[return-value]
-    switch = _read_switch(environ) if enabled is None else enabled
+    words = f"one of {', '.join(filter(None, _SWITCH))}"
+    switch = _SWITCH[_choice(environ, _ENABLED, _SWITCH, words)] if enabled is None else enabled
     if switch is False:
         return "local"
-    role = _read_role(environ)
-    if role is not None:
-        return role
-    return "client" if switch else "local"
+    role = _choice(environ, _ROLE, get_args(Role), "'server', 'client', 'local' or 'spawn'")
+    return role or ("client" if switch else "local")  # type: ignore[return-value]
 
 
-def _read_switch(environ: Mapping[str, str]) -> bool | None:
-    text = environ.get(_ENABLED, "").strip().lower()
-    if not text:
-        return None
-    if text not in _SWITCH:
-        raise ConfigurationError(f"{_ENABLED}={text!r}: use one of {', '.join(_SWITCH)}, or leave it unset")
-    return _SWITCH[text]
-
-
-def _read_role(environ: Mapping[str, str]) -> Role | None:
-    text = environ.get(_ROLE, "").strip().lower()
-    if not text:
-        return None
-    if text not in get_args(Role):
-        raise ConfigurationError(f"{_ROLE}={text!r}: use 'server', 'client', 'local' or 'spawn', or leave it unset")
-    return text  # type: ignore[return-value]
+def _choice(environ: Mapping[str, str], name: str, values: Collection[str], allowed: str) -> str:
+    """Return the value of a variable, ``""`` where it is not set; ``allowed`` has the values in words."""
+    text = environ.get(name, "").strip().lower()
+    if text and text not in values:
+        raise ConfigurationError(f"{name}={text!r}: use {allowed}, or leave it unset")
+    return text
 
 
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

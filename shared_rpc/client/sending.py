@@ -71,23 +71,10 @@ def _send_lowered(
     freed = transfer.returned() if transfer is not None else []
     request: Request | None = None
     try:
-        if not arguments.segments and not arguments.skeletons:
-            table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
-            message = kind(
-                endpoint,
-                arguments.args,
-                arguments.kwargs,
-                table,
-                freed=freed,
-                pooled=transfer is not None,
-                chain=sorted(CALLED_BY.get()),
-            )
-            request = Request(message, what, transfer=transfer)
-        else:
-            if transfer is not None and transfer.returnable:
-                # For as long as the call, and its result if that stays there: the server may give the chunks back before.
-                held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
-            request = _with_memory(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
+        if transfer is not None and arguments.chunks and transfer.returnable:
+            # For as long as the call, and its result if that stays there: the server may give the chunks back before.
+            held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
+        request = _request(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
         reply: Reply = yield request
         if isinstance(reply.message, m.Result) and reply.message.own:
             kept, held = held, []
@@ -109,7 +96,7 @@ def _send_lowered(
 _NO_TENSORS = msgspec.Raw(EMPTY_TABLE)
 
 
-def _with_memory(
+def _request(
     kind: type[m.Call],
     endpoint: str,
     arguments: Arguments,
@@ -123,7 +110,7 @@ def _with_memory(
         endpoint,
         arguments.args,
         arguments.kwargs,
-        table=msgspec.Raw(arguments.table),
+        table=_NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table),
         segments=[segment.info for segment in arguments.segments],
         skeletons=[len(skeleton) for skeleton in arguments.skeletons],
         kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],

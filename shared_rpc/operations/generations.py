@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, reached
 from shared_rpc.client.subscriptions import Subscription
@@ -102,47 +102,43 @@ class GenerationOperations:
         return Page(segment, message.memory, object_id)
 
 
-def _news(after: int) -> Operation[Refreshes]:
-    """Wait for generations that become current after a position; with -1 return the position alone."""
-    yield Within(None)
-    refreshes: Refreshes = yield from ask(Request(g.AwaitRefreshes(after), "the wait for refreshes"), Refreshes)
-    return refreshes
-
-
 class _News:
-    """The news of a server that nobody has taken yet, and the position after them."""
+    """The news of a server that the iterator has not returned yet, and the position after them."""
 
     def __init__(self) -> None:
         self._after = -1
         self._server_id = ""
         self._news: deque[Generation] = deque()
 
-    def _add(self, answer: Refreshes) -> None:
+    def _ask(self) -> Operation[None]:
+        """Wait for generations that become current after the position; the first time take the position alone."""
+        yield Within(None)
+        try:
+            answer: Refreshes = yield from ask(Request(g.AwaitRefreshes(self._after), "the wait for refreshes"), Refreshes)
+        except ConnectError as error:
+            if not self._server_id:
+                raise
+            raise ConnectionClosed(f"{_ENDED}: {error}") from error
         if self._server_id not in ("", answer.server_id):
             raise ConnectionClosed(f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has come")
         self._server_id, self._after = answer.server_id, answer.after
         self._news.extend(answer.generations)
 
-    def _gone(self, error: ConnectError) -> ConnectionClosed | ConnectError:
-        """Return the error to raise where the server cannot be reached: once it was, that is the end of the connection."""
-        return ConnectionClosed(f"{_ENDED}: {error}") if self._server_id else error
+    def _next(self) -> Operation[Generation]:
+        while not self._news:
+            yield from self._ask()
+        return self._news.popleft()
 
 
 class RefreshIterator(_News):
     """The iterator of :meth:`Client.refreshes`; ``run`` drives an operation."""
 
-    def __init__(self, run: Callable[[Operation[Refreshes]], Refreshes]) -> None:
+    def __init__(self, run: Callable[[Operation[Any]], Any]) -> None:
         super().__init__()
         self._run = run
 
-    def _ask(self) -> None:
-        try:
-            self._add(self._run(_news(self._after)))
-        except ConnectError as error:
-            raise self._gone(error) from error
-
     def __enter__(self) -> RefreshIterator:
-        self._ask()
+        self._run(self._ask())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -152,26 +148,18 @@ class RefreshIterator(_News):
         return self
 
     def __next__(self) -> Generation:
-        while not self._news:
-            self._ask()
-        return self._news.popleft()
+        return cast(Generation, self._run(self._next()))
 
 
 class AsyncRefreshIterator(_News):
     """The iterator of :meth:`AsyncClient.refreshes`; ``run`` drives an operation."""
 
-    def __init__(self, run: Callable[[Operation[Refreshes]], Awaitable[Refreshes]]) -> None:
+    def __init__(self, run: Callable[[Operation[Any]], Awaitable[Any]]) -> None:
         super().__init__()
         self._run = run
 
-    async def _ask(self) -> None:
-        try:
-            self._add(await self._run(_news(self._after)))
-        except ConnectError as error:
-            raise self._gone(error) from error
-
     async def __aenter__(self) -> AsyncRefreshIterator:
-        await self._ask()
+        await self._run(self._ask())
         return self
 
     async def __aexit__(
@@ -183,6 +171,4 @@ class AsyncRefreshIterator(_News):
         return self
 
     async def __anext__(self) -> Generation:
-        while not self._news:
-            await self._ask()
-        return self._news.popleft()
+        return cast(Generation, await self._run(self._next()))

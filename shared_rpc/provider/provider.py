@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 import msgspec
 
 from shared_rpc.client.base import preload_codec
-from shared_rpc.client.steps import BlockingMethods, Operation
+from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.handle import Handle
@@ -108,26 +107,8 @@ class _Options(TypedDict, total=False):
     idle_ttl: float | None
 
 
-class RoleDriver(BlockingMethods, ABC):
-    """The driver of a provider: operations go to the role that this process plays."""
-
-    @abstractmethod
-    def _runtime(self) -> Runtime:
-        """Return the runtime of the role, which begins with the first operation."""
-
-    @classmethod
-    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
-        def method(self: RoleDriver, /, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self._runtime().operations, name)(*args, **kwargs)
-
-        return method
-
-    def _run(self, operation: Operation[T]) -> T:
-        return self._runtime().operations._run(operation)
-
-
 @bound
-class Provider(RoleDriver, BlockingOperations):
+class Provider(BlockingOperations):
     """Endpoints, and the role this process plays for them.
 
     The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
@@ -315,7 +296,18 @@ class Provider(RoleDriver, BlockingOperations):
         with self._lock:
             self._role, self._working = runtime.role, runtime
 
+    @classmethod
+    def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
+        def method(self: Provider, /, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self._runtime().operations, name)(*args, **kwargs)
+
+        return method
+
+    def _run(self, operation: Operation[T]) -> T:
+        return self._runtime().operations._run(operation)
+
     def _runtime(self) -> Runtime:
+        """Return the runtime of the role, which begins with the first operation."""
         working = self._working
         if working is not None:
             return working
