@@ -1,4 +1,4 @@
-"""A user's own class around shared tensors: its parameters take no memory on the way.
+"""Models of a user's own class around shared tensors: their parameters take no memory on the way.
 
 Parameters go to torch's meta device as modules register them, ``torch.nn.init`` does nothing to them, and at the end of the
 block the source's tensors take their places, by name. Everything else that a constructor makes is real.
@@ -34,9 +34,9 @@ __all__ = ["Rename", "materialize"]
 #: A map of names and patterns, or a function: the model's name of a source's tensor, None to leave the tensor out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
-#: Collections at the end of a block, until what is left there is taken for kept.
+#: Garbage collections at the end of a block before a tensor that is left counts as kept.
 _COLLECTIONS = 5
-#: Leases of models: given back when the model is collected, or by the owner of the handle.
+#: Leases of models, released when the model is collected, or by the owner of the handle.
 _kept: weakref.WeakKeyDictionary[nn.Module, Lease[Any]] = weakref.WeakKeyDictionary()
 #: Modules that a block has filled: a block around it leaves them as they are.
 _filled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -48,7 +48,7 @@ def materialize(
     rename: Rename | None = None,
     own: Sequence[str] = (),
 ) -> AbstractContextManager[None]:
-    """Build a model around tensors that are there: ``with materialize(handle): model = MyModel(config)``.
+    """Build a model around existing tensors: ``with materialize(handle): model = MyModel(config)``.
 
     In the block, parameters of modules that this thread builds go to torch's meta device as they are registered, and
     ``torch.nn.init`` does nothing to them, so the model's weights take no memory beyond one at a time. At the end parameters
@@ -66,13 +66,13 @@ def materialize(
     :param source: a handle of a module or of a dict of tensors, or these themselves.
     :param rename: what the model calls the source's tensors: a dict of names, in which ``*`` stands for one part of a dotted
         name and ``**`` for one or more, and so in the new name, in order: ``{"model.layers.*.mlp.**": "blocks.*.ffn.**"}``.
-        Whole names come first, then the first pattern that fits. Or a function of the name. What is renamed to None is left
-        out; what nothing fits keeps its name.
+        Whole names come first, then the first pattern that fits. Or a function of the name. A tensor renamed to None is left
+        out; a name that nothing fits stays.
     :param own: names and patterns of the model that the source does not have, such as adapters: memory of this process alone.
     :raises StateMismatchError: at the end, with all names that are missing, unexpected, or of another shape or dtype.
-    :raises CapabilityError: in the block, if the constructor needs the values of a parameter; at the end, if it has kept
-        something that it computed from one.
-    :raises ConfigurationError: for a source or a ``rename`` that cannot be, and if no model was built.
+    :raises CapabilityError: in the block, if the constructor needs the values of a parameter; at the end, if it has kept a
+        tensor that it computed from one.
+    :raises ConfigurationError: for an impossible source or ``rename``, and if no model was built.
     :raises StaleHandleError: for a handle that was released.
     """
     return _materializing(source, rename, own)
@@ -90,14 +90,14 @@ def _materializing(
     with torch.inference_mode(False), _unwatched():
         plan = _Plan(block, tensors, owned)
         if plan.mismatch() is not None:
-            # A module that was thrown away is there until it is collected, if it refers to itself.
+            # An abandoned module that refers to itself exists until it is collected.
             del plan
             gc.collect()
             plan = _Plan(block, tensors, owned)
             if (mismatch := plan.mismatch()) is not None:
                 raise mismatch
-        roots = plan.carry_out()
-        del plan  # it has what was there before
+        roots = plan.execute()
+        del plan  # it keeps the tensors from before
         block.check_left(roots)
     for root in roots:
         _filled.update(root.modules())
@@ -215,7 +215,7 @@ _MOVES = frozenset({"cuda", "cpu", "xpu", "pin_memory", "share_memory_"})
 
 
 class _Geometry(NamedTuple):
-    """What a tensor sees of its storage."""
+    """The part of a storage that a tensor sees."""
 
     offset: int
     shape: torch.Size
@@ -248,10 +248,10 @@ class _Former(NamedTuple):
 
 
 class _Block(TorchFunctionMode):
-    """The modules that are built while it is entered, in its thread, and their parameters on the meta device.
+    """A block: the modules that its thread builds in it, and their parameters on the meta device.
 
-    :param keeps: whether a parameter's values may be asked for at the end. Then it is kept as the constructor made it (memory
-        that nobody has written to takes none), and what is done to it afterwards is done at the end.
+    :param keeps: whether a parameter's values may be needed at the end. Then it is kept as the constructor made it (memory
+        without a write takes none), and later operations on it are executed at the end.
     """
 
     def __init__(self, keeps: bool) -> None:
@@ -259,13 +259,13 @@ class _Block(TorchFunctionMode):
         self._keeps = keeps
         self._modules: list[weakref.ref[nn.Module]] = []
         self.formers: defaultdict[int, list[_Former]] = defaultdict(list)
-        #: Names of parameters, by the storages of what is computed from them: these are kept, because the keys are addresses.
+        #: Names of parameters, by the storages of tensors computed from them. The storages are kept: the keys are addresses.
         self._origins: dict[int, tuple[str, torch.UntypedStorage]] = {}
         self._values: dict[int, torch.Tensor] = {}
-        #: What is to be done to values: where the result belongs, of what it is made, and how; None where that is not known.
+        #: Later operations on values: key of the result, key of the operand, and the function, None if it is not known.
         self._steps: list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]] = []
         default = torch.get_default_device()
-        #: Where tensors are made that code asks to be "where the parameter is".
+        #: Device of tensors that code creates on "the parameter's device".
         self._device = torch.device("cpu") if default == _META else default
 
     def __enter__(self) -> _Block:
@@ -279,24 +279,24 @@ class _Block(TorchFunctionMode):
         _threads.blocks = [block for block in _blocks() if block is not self]
         _watch(-1)
 
-    def begun(self, module: nn.Module) -> None:
+    def track(self, module: nn.Module) -> None:
         """Note a module that is being built."""
         self._modules.append(weakref.ref(module))
 
     def roots(self) -> list[nn.Module]:
-        """List the modules that are alive and a part of no other one, in the order they were begun."""
+        """List the modules that are alive and a part of no other one, in the order of their construction."""
         alive = [module for reference in self._modules if (module := reference()) is not None]
-        alive = [module for module in alive if "_modules" in vars(module)]  # a constructor that failed leaves half of one
+        alive = [module for module in alive if "_modules" in vars(module)]  # a failed constructor leaves an incomplete one
         parts = {id(part) for module in alive for part in module.children()}
         return [module for module in dict.fromkeys(alive) if id(module) not in parts]
 
-    def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Put a parameter that a module has registered on the meta device; one that two modules register stays one."""
+    def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Replace a parameter that a module has registered by one on the meta device, the same one in two modules."""
         if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             return
-        told = f"{name} of {type(module).__name__}"
+        label = f"{name} of {type(module).__name__}"
         if parameter.is_meta:
-            self._origins[_key(parameter)] = told, parameter.untyped_storage()
+            self._origins[_key(parameter)] = label, parameter.untyped_storage()
             return
         formers = self.formers[_key(parameter)]
         stand_in = next((former.stand_in for former in formers if former.parameter() is parameter), None)
@@ -307,20 +307,20 @@ class _Block(TorchFunctionMode):
             vars(stand_in).update(vars(parameter))  # marks that optimizers and libraries look for
             weak = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
             formers.append(_Former(weakref.ref(parameter), weak, _Geometry.of(values), stand_in))
-            self._origins[_key(stand_in)] = told, stand_in.untyped_storage()
+            self._origins[_key(stand_in)] = label, stand_in.untyped_storage()
             if self._keeps:
                 self._values[_key(stand_in)] = values if values.stride() == stand_in.stride() else values.clone()
         module._parameters[name] = stand_in
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """Name the parameter that a tensor on the meta device is, or comes from."""
+        """Return the name of the parameter that a tensor on the meta device is, or was computed from."""
         name, _ = self._origins.get(_key(tensor), ("a parameter", None))
         return name
 
     def values_of(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Compute what the constructor has made of these, which have names.
+        """Compute the values that the constructor gave to named parameters.
 
-        :raises CapabilityError: for one whose values come from others.
+        :raises CapabilityError: for a parameter that was computed from others.
         """
         needed = {_key(parameter) for _, parameter in parameters}
         for result, read, _ in reversed(self._steps):
@@ -342,7 +342,7 @@ class _Block(TorchFunctionMode):
         return [_Geometry.of(parameter).over(values[_key(parameter)]) for _, parameter in parameters]
 
     def _later(self, result: int, read: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a function does to a parameter, if the values may be asked for."""
+        """Record an operation on a parameter, if its values may be needed."""
         if not self._keeps:
             return
         geometry, key = _Geometry.of(read), _key(read)
@@ -358,14 +358,14 @@ class _Block(TorchFunctionMode):
         self._steps.append((result, key, step if known else None))
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do nothing to a parameter, or do it later."""
+        """Leave a parameter as it is, and record the write."""
         self._later(_key(args[0]), args[0], func, args, kwargs)
         return args[0]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Keep parameters on the meta device and everything else off it; see :class:`TorchFunctionMode`."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if not args and "tensor" in kwargs:  # as functions of torch.nn.init hand themselves over
+        if not args and "tensor" in kwargs:  # as functions of torch.nn.init call their overrides
             args = (kwargs.pop("tensor"),)
         if name == "__get__":
             return func(*args, **kwargs)
@@ -388,7 +388,7 @@ class _Block(TorchFunctionMode):
             return func(*args, **kwargs | {"device": self._device if asked in (None, _META, "meta") else asked})
         written = kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else first if _writes(name) else None
         if isinstance(written, torch.Tensor) and not written.is_meta:
-            raise CapabilityError(self._told(f"writes what it computed from {self.name_of(metas[0])} to another tensor"))
+            raise CapabilityError(self._refusal(f"writes what it computed from {self.name_of(metas[0])} to another tensor"))
         if name in _MOVES:
             return first
         if written is first and _writes(name) and name not in _FORMS and name != "__set__":
@@ -397,24 +397,24 @@ class _Block(TorchFunctionMode):
 
     def _computed(self, func: Any, name: str, metas: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute shapes: forward passes that a constructor makes, conversions, copies, parametrizations."""
-        told = self.name_of(metas[0])
+        label = self.name_of(metas[0])
         moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_META), (args, kwargs))
         try:
             result = func(*moved[0], **moved[1])
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower():
                 raise
-            raise CapabilityError(self._told(f"asks for the values of {told} ({name})")) from error
+            raise CapabilityError(self._refusal(f"asks for the values of {label} ({name})")) from error
         for leaf in tree_leaves(args[0] if name == "__set__" else result):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and (key := _key(leaf)) not in self._origins:
-                self._origins[key] = told, leaf.untyped_storage()
+                self._origins[key] = label, leaf.untyped_storage()
                 if self._keeps and name == "__set__":
                     self._values[key] = args[1]
                 elif leaf is result:
                     self._later(key, metas[0], func, args, kwargs)
         return result
 
-    def _told(self, what: str) -> str:
+    def _refusal(self, what: str) -> str:
         return (
             f"materialize(): the constructor {what}, and parameters have no values while the block runs: do that after the "
             f"block, or in forward()"
@@ -461,7 +461,7 @@ def _writes(name: str) -> bool:
     return name.startswith(("__set", "__i")) and name not in {"__index__", "__int__", "__invert__"}
 
 
-# What torch tells of modules.
+# Functions of torch that report modules.
 
 _threads = threading.local()
 _lock = fork_safe_lock()
@@ -476,7 +476,7 @@ def _blocks() -> list[_Block]:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Hide what is done from a block around this one."""
+    """Hide operations from a block around this one."""
     blocks, _threads.blocks = _blocks(), []
     try:
         yield
@@ -485,7 +485,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def _watch(change: int) -> None:
-    """Have torch call the functions below while any thread has a block open.
+    """Replace torch's functions by those below while any thread has a block open.
 
     torch's own registration hooks are no choice: every thread iterates over them, and adding one can break a constructor.
     """
@@ -505,7 +505,7 @@ def _watch(change: int) -> None:
         _open += change
         while _open == 0 and _replaced:
             owner, name, before, replacement = _replaced.pop()
-            # Somebody else may have put another function around it meanwhile; then it stays, and finds no block.
+            # Other code may have wrapped it meanwhile: then it stays, and finds no block.
             if getattr(owner, name) is replacement:
                 setattr(owner, name, before)
 
@@ -514,7 +514,7 @@ def _initialising(before: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         if blocks := _blocks():
-            blocks[-1].begun(self)
+            blocks[-1].track(self)
 
     return initialise
 
@@ -523,7 +523,7 @@ def _registering(before: Callable[..., None]) -> Callable[..., None]:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         before(self, name, param)
         if (blocks := _blocks()) and param is not None:
-            blocks[-1].take(self, name, param)
+            blocks[-1].register(self, name, param)
 
     return register
 
@@ -570,7 +570,7 @@ def _slots(root: nn.Module, apart: Callable[[nn.Module], bool]) -> Iterator[_Slo
 
 
 class _Plan:
-    """Which tensor goes to which name of the models, and what does not fit. Nothing is changed until :meth:`carry_out`."""
+    """A plan of the tensors' places in the models, with all that does not fit. Nothing is changed until :meth:`execute`."""
 
     def __init__(self, block: _Block, tensors: dict[str, torch.Tensor], own: Callable[[str], bool]) -> None:
         self._block = block
@@ -583,7 +583,7 @@ class _Plan:
         self._source = tensors
         devices = {tensor.device for tensor in tensors.values()}
         self._device = devices.pop() if len(devices) == 1 else None
-        #: What goes to several slots where they are tied.
+        #: Slots with the name of their tensor in the source; tied slots together.
         self._shared: list[tuple[list[_Slot], str]] = []
         self._made: list[list[_Slot]] = []
         self._missing: list[str] = []
@@ -622,7 +622,7 @@ class _Plan:
         self._shared.append((slots, first))
 
     def mismatch(self) -> StateMismatchError | None:
-        """Tell all that does not fit."""
+        """Return an error with all that does not fit; None if everything fits."""
         unexpected = [name for name in self._source if name not in self._known]
         if not (self._missing or unexpected or self._mismatched):
             return None
@@ -650,8 +650,8 @@ class _Plan:
             mismatched=self._mismatched,
         )
 
-    def carry_out(self) -> list[nn.Module]:
-        """Put everything in its place, in plain attributes too: the models."""
+    def execute(self) -> list[nn.Module]:
+        """Put every tensor in its place, in plain attributes too. Returns the models."""
         successors = _Successors(self._block)
         for slots, name in self._shared:
             source = self._source[name]
@@ -673,7 +673,7 @@ class _Plan:
 
 
 class _Successors:
-    """What has taken the places of tensors, for whatever else sees their memory."""
+    """The successors of tensors, for other tensors that see their memory."""
 
     def __init__(self, block: _Block) -> None:
         self._block = block
@@ -687,7 +687,7 @@ class _Successors:
     def put(self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, *, seen: bool = False) -> None:
         """Put one tensor in all slots, as ``load_state_dict(assign=True)`` does: some modules take note of it.
 
-        :param seen: whether what sees the old memory is to see the new one.
+        :param seen: whether tensors that see the old memory shall see the new one.
         """
         old = slots[0].tensor
         new = tensor
@@ -707,9 +707,9 @@ class _Successors:
                 self._over[former_key].append((former.geometry, new))
 
     def of(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        """Return what a tensor has become; itself, if it saw nothing that was put somewhere.
+        """Return the successor of a tensor; the tensor itself if it does not see replaced memory.
 
-        :raises CapabilityError: if it has no values, or sees memory that is not there any more.
+        :raises CapabilityError: if it has no values, or sees memory that is gone.
         """
         if id(tensor) in self._of:
             return self._of[id(tensor)][1]
@@ -735,8 +735,8 @@ class _Successors:
 
 
 def _replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-    """Have ``replaced`` decide of every tensor that the tree keeps in plain attributes: in lists, dicts, tuples, and the
-    attributes of objects too. Where nothing is replaced nothing is written: much of it may belong to others.
+    """Replace every tensor in plain attributes of the tree by what ``replaced`` returns: in lists, dicts, tuples, and the
+    attributes of objects too. Without a replacement nothing is written: other code may own the container.
     """
     seen: set[int] = set()
 
@@ -745,7 +745,7 @@ def _replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor, str],
             return replaced(value, path)
         if id(value) in seen or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
             return value
-        # The third kind is what torch returns, as torch.linalg.qr does.
+        # The third kind is that of torch's own results, as of torch.linalg.qr.
         if type(value) is tuple or (isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_fields"))):
             parts = [visit(part, f"{path}[{number}]") for number, part in enumerate(value)]
             if all(new is old for new, old in zip(parts, value, strict=True)):

@@ -1,9 +1,9 @@
-"""Which part of a state dict each rank of a tensor-parallel group has: rules by glob, cut by them, and put together again.
+"""Shard rules: globs that say which part of a state dict each rank of a tensor-parallel group has.
 
 ::
 
     RULES = {
-        "*.q_proj.weight": Shard(0, blocks=32),               # column-parallel, and no attention head is cut
+        "*.q_proj.weight": Shard(0, blocks=32),               # column-parallel, no attention head is cut
         "*.k_proj.weight": Shard(0, blocks=8, repeat=True),   # with more ranks than heads, several have the same head
         "*.o_proj.weight": Shard(1, blocks=32),               # row-parallel: the ranks' outputs are summed
         "*norm*": Replicate(),
@@ -33,14 +33,14 @@ __all__ = ["Placement", "Replicate", "Rules", "Shard", "gather_state_dict", "par
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank has an equal, contiguous part of one dimension, in the order of the ranks.
+    """Placement of an equal, contiguous part of one dimension on each rank, in the order of the ranks.
 
     :param dim: the dimension; a negative one counts from the last. Of a linear layer's weight, which is (out, in), 0 is
         column-parallel (ranks have some of the outputs) and 1 row-parallel (ranks' outputs are partial sums).
-    :param blocks: of how many equal blocks the dimension consists that must not be cut: attention heads, for instance.
-        Without it every index may be a border.
-    :param repeat: where there are more ranks than ``blocks``, ``world / blocks`` ranks in a row have the same block, as is
-        done with the key and value heads of grouped-query attention. Without it that is an error.
+    :param blocks: number of equal blocks of the dimension that must not be cut: attention heads, for instance. Without it
+        every index may be a border.
+    :param repeat: with more ranks than ``blocks``, give ``world / blocks`` ranks in a row the same block, as for the key and
+        value heads of grouped-query attention. Without it more ranks are an error.
     """
 
     dim: int
@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank has all of it."""
+    """Placement of the whole tensor on every rank."""
 
 
 Placement = Shard | Replicate
@@ -64,10 +64,10 @@ Rules = Mapping[str, Placement]
 
 
 def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
-    """What the rules say of each name.
+    """Return the placement of each name.
 
-    :raises ConfigurationError: naming every name that no rule matches, or else every rule that decides nothing; and for a rule
-        that is none, as ``Shard`` in place of ``Shard(0)``.
+    :raises ConfigurationError: with every name that no rule matches, or else every rule that decides nothing; and for a value
+        that is no rule, as ``Shard`` in place of ``Shard(0)``.
     """
     for glob, rule in rules.items():
         if not isinstance(rule, Shard | Replicate):
@@ -94,9 +94,9 @@ def place(names: Iterable[str], rules: Rules) -> dict[str, Placement]:
 
 
 def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, world: int) -> tuple[slice, ...]:
-    """The index of a rank's part in the whole tensor: one slice for every dimension.
+    """Return the index of a rank's part in the whole tensor: one slice for every dimension.
 
-    It reads no tensor, so it also says what to read of a file: ``safetensors``' ``get_slice(name)[part]``.
+    It reads no tensor, so it serves for files too: ``safetensors``' ``get_slice(name)[part]``.
 
     :raises ConfigurationError: if there is no such rank or dimension, or the dimension does not divide.
     """
@@ -114,12 +114,12 @@ def part_of(name: str, shape: Sequence[int], placement: Placement, rank: int, wo
 def shard_state_dict(
     state: Mapping[str, torch.Tensor], rules: Rules, rank: int, world: int, device: torch.device | str | None = None
 ) -> dict[str, torch.Tensor]:
-    """One rank's part of a state dict.
+    """Return one rank's part of a state dict.
 
     The parts are contiguous copies, the replicated ones too: they keep nothing of ``state`` alive, so publishing them publishes
-    no more than the part. Names that share a tensor (tied weights) share its part, where their placements are the same.
+    no more than the part. Names that share a tensor (tied weights) share its part if their placements are the same.
 
-    :param device: where the parts go, each as it is cut; by default each stays where its tensor is.
+    :param device: the device of the parts, to which each is moved once it is cut; by default that of its tensor.
     :raises ConfigurationError: see :func:`place` and :func:`part_of`.
     """
     import torch
@@ -140,13 +140,13 @@ def shard_state_dict(
 def gather_state_dict(
     shards: Sequence[Mapping[str, torch.Tensor]], rules: Rules, device: torch.device | str | None = None
 ) -> dict[str, torch.Tensor]:
-    """The whole state dict, from the parts of all ranks in their order: what :func:`shard_state_dict` took apart.
+    """Return the whole state dict, from the parts of all ranks in their order: the inverse of :func:`shard_state_dict`.
 
-    The result is new memory. Parts that several ranks must have alike are compared, byte by byte.
+    The result is new memory. Parts that are repeated on several ranks are compared, byte by byte.
 
-    :param device: where it goes; by default each tensor is where rank 0's part is. Parts may be on different devices.
-    :raises ConfigurationError: if the ranks disagree: about names, shapes or dtypes, or about the bytes of what they repeat.
-        That is how it shows that two servers were started with different rules, checkpoints or numbers of ranks.
+    :param device: the device of the result; by default that of rank 0's part. Parts may be on different devices.
+    :raises ConfigurationError: if the ranks differ in names, shapes or dtypes, or in the bytes of a repeated part: then their
+        servers were started with different rules, checkpoints or numbers of ranks.
     """
     import torch
 
@@ -183,7 +183,7 @@ def _dimension(name: str, dims: int, placement: Shard) -> int:
 
 
 def _split(name: str, size: int, placement: Shard, rank: int, world: int) -> tuple[int, int]:
-    """Into how many parts a dimension is cut, and which of them a rank has."""
+    """Return the number of parts of a dimension, and the part of a rank."""
     blocks = size if placement.blocks is None else placement.blocks
     if size % blocks if blocks else size:
         raise ConfigurationError(
@@ -205,7 +205,7 @@ def _parts(name: str, blocks: int, placement: Shard, rank: int, world: int) -> t
 
 
 def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, world: int) -> list[torch.Tensor]:
-    """One of each part, after a look whether the ranks that repeat it have the same."""
+    """Return each part once, after a check that the ranks which repeat it have the same bytes."""
     if isinstance(placement, Replicate):
         of_rank = [0] * world
     elif placement.blocks is None:
@@ -218,13 +218,13 @@ def _distinct(name: str, parts: Sequence[torch.Tensor], placement: Placement, wo
         if other != rank and not _same_bytes(parts[other], parts[rank]):
             raise ConfigurationError(
                 f"{name}: ranks {other} and {rank} must have the same values ({placement}) and have not: their servers loaded "
-                f"different checkpoints, or somebody has written to one of them"
+                f"different checkpoints, or a process has written to one of them"
             )
     return [parts[rank] for rank in first.values()]
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same bit for bit: NaN is the same as itself here."""
+    """Compare two tensors of one shape and dtype bit for bit: NaN is equal to itself here."""
     import torch
 
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other.to(one.device))]

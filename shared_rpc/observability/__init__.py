@@ -1,1 +1,1 @@
-"""What a process tells of itself: events for hooks, logs and metrics. It knows neither server nor broker nor client."""
+"""Observability of a process: events for hooks, logs and metrics. It knows neither server nor broker nor client."""

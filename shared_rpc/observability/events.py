@@ -1,8 +1,8 @@
-"""Events of a server, and the hooks that receive them: to count, trace or log what happens.
+"""Events of a server, and the hooks that receive them: to count, trace or log.
 
 A **hook** is a function that takes one event, a frozen object of one of the classes below. It is called in the thread of the
-server's loop, so it must be quick, wait for nothing, and ask nothing of the server. An exception of a hook does no harm: the
-first of each hook is logged. A :class:`HookFactory` makes its hook when the first event comes, and may import what it needs.
+server's loop, so it must be quick, and neither wait nor send requests to the server. An exception of a hook does no harm: the
+first of each hook is logged. A :class:`HookFactory` makes its hook when the first event comes, and may import libraries.
 
 ::
 
@@ -13,8 +13,8 @@ first of each hook is logged. A :class:`HookFactory` makes its hook when the fir
     add_hook(count)
 
 Hooks belong to a process. In a server of the in-process kind they receive all events. A broker, which does not load the app,
-takes hooks from its command line (``--hook package.module:name``); those of the app are in its workers, and receive what
-happens there: :class:`BuildStarted` and :class:`BuildFinished`. Times are seconds, sizes bytes.
+takes hooks from its command line (``--hook package.module:name``); those of the app are in its workers, and receive the
+events there: :class:`BuildStarted` and :class:`BuildFinished`. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class HookFactory:
 
 
 class _Entry:
-    """A registered hook: as it was given, as it is called, and whether an exception of it was logged."""
+    """A registered hook, with its original and a note whether an exception of it was logged."""
 
     __slots__ = ("given", "hook", "logged")
 
@@ -242,7 +242,7 @@ class Hooks:
     """Hooks of a process. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Whether there is any hook. Look here before making an event.
+        #: Whether there is any hook. Read before an event is made.
         self.registered = False
         self._entries: tuple[_Entry, ...] = ()
         self._changing = fork_safe_lock()
@@ -265,7 +265,7 @@ class Hooks:
         return tuple(entry.given for entry in self._entries)
 
     def emit(self, event: Event) -> None:
-        """Call every hook. Raises nothing, whatever a hook raises, but KeyboardInterrupt in the main thread."""
+        """Call every hook. Of a hook's exceptions only KeyboardInterrupt, in the main thread, is raised."""
         for entry in self._entries:
             try:
                 entry.hook(event)
@@ -283,15 +283,15 @@ HOOKS = Hooks()
 
 
 def add_hook(hook: Hook | HookFactory) -> None:
-    """See :meth:`Hooks.add`."""
+    """Call a hook with every event of this process from now on; once, however often it is added."""
     HOOKS.add(hook)
 
 
 def remove_hook(hook: Hook | HookFactory) -> None:
-    """See :meth:`Hooks.remove`."""
+    """Call a hook no longer. Does nothing for one that is not registered."""
     HOOKS.remove(hook)
 
 
 def get_hooks() -> tuple[Hook | HookFactory, ...]:
-    """See :meth:`Hooks.all`."""
+    """Return the registered hooks, in the order they were added."""
     return HOOKS.all()

@@ -1,7 +1,7 @@
 """``http://host:port/metrics``, for Prometheus, from threads of its own. Imported only where metrics are asked for.
 
 A client of this port is not trusted. Connections are few and short, answers at most four a second, and each costs the server's
-loop one reading of its tables, for which nothing but these threads waits. The text is prometheus-client's. Its HTTP server is
+loop one reading of its tables, for which only these threads wait. The text is prometheus-client's. Its HTTP server is
 not used, as it bounds neither connections nor their time, and leaves the port open in forked children.
 """
 
@@ -42,11 +42,11 @@ _BUSY = 5.0
 
 
 class Exporter:
-    """Has its port from its making on; it serves between :meth:`start` and :meth:`close`.
+    """HTTP exporter. It occupies its port at once, and serves between :meth:`start` and :meth:`close`.
 
-    :param port: 0 for any that is free.
-    :param option: what errors call the port: ``"--metrics-port"``.
-    :raises ConfigurationError: if prometheus-client is not installed, or the port cannot be had.
+    :param port: 0 for any free port.
+    :param option: name of the port in errors: ``"--metrics-port"``.
+    :raises ConfigurationError: if prometheus-client is not installed, or the port is not available.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", option: str = "metrics_port") -> None:
@@ -70,8 +70,8 @@ class Exporter:
         except (OSError, OverflowError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigurationError(
-                f"{option}={port}: the port cannot be had on {host}: {why}; "
-                f"choose another one, or end what listens there (ss -ltnp 'sport = :{port}' names it)"
+                f"{option}={port}: the port is not available on {host}: {why}; "
+                f"choose another one, or end the program that listens there (ss -ltnp 'sport = :{port}' names it)"
             ) from error
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -89,7 +89,7 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """Where the metrics are."""
+        """Address of the metrics."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 
@@ -100,19 +100,19 @@ class Exporter:
     def start(self, post: Callable[[Callable[[], None]], object], read: Callable[[], Reading]) -> None:
         """Serve, and count events.
 
-        :param post: has the server's loop call a function; it raises when the server has ended.
-        :param read: is called there, for each answer.
+        :param post: schedules a call of a function in the server's loop; it raises when the server has ended.
+        :param read: is called in the loop, for each answer.
         """
         self._post, self._read = post, read
         HOOKS.add(self._metrics)
         self._thread.start()
 
     def close(self) -> None:
-        """Give the port back, and count no longer. Does not wait for answers."""
+        """Release the port, and count no longer. Does not wait for answers."""
         HOOKS.remove(self._metrics)
         if self._thread.is_alive():
             with suppress(OSError):
-                self._server.socket.shutdown(socket.SHUT_RDWR)  # what waits for connections looks up
+                self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
             self._server.shutdown()
         self._server.server_close()
         self._server.hang_up(float("inf"))
@@ -152,14 +152,14 @@ class Exporter:
 
 
 class _Handler(WSGIRequestHandler):
-    """One connection, in a thread of its own."""
+    """Handler of one connection, in a thread of its own."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a stranger could fill the log."""
+        """Log nothing: any client could fill the log."""
 
 
 class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
-    """Bounded number of connections, each of bounded time. Listens from its making on."""
+    """Server of a bounded number of connections, each of bounded time. It listens at once."""
 
     daemon_threads = True
     request_queue_size = _MOST
@@ -167,7 +167,7 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        #: By connection, when its time is over.
+        #: Deadlines of connections.
         self.connections: dict[Any, float] = {}
         self._changing = threading.Lock()
         super().__init__((host, port), _Handler)
@@ -187,23 +187,23 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
         return True
 
     def close_request(self, request: Any) -> None:
-        """Forget a connection that has been answered, or was one too many."""
+        """Close a connection that has been answered, or exceeds the limit."""
         with self._changing:
             self.connections.pop(request, None)
             super().close_request(request)
 
     def service_actions(self) -> None:
-        """Look at the time of connections, about twice a second."""
+        """Check the deadlines of connections, about twice a second."""
         self.hang_up(time.monotonic())
 
     def hang_up(self, now: float) -> None:
-        """End connections whose time is over: reads and writes of their threads fail then."""
+        """Shut down connections past their deadline, so that reads and writes of their threads fail."""
         with self._changing:
             for request, end in self.connections.items():
                 if end <= now:
-                    with suppress(OSError):  # the other side was first
+                    with suppress(OSError):  # the other side has closed it
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Note a connection that went away, or whose time was over."""
+        """Log a connection that failed, or reached its deadline."""
         _log.debug("a connection for metrics failed", exc_info=True)

@@ -42,7 +42,7 @@ class LogLevel(StrEnum):
 
 _log = logging.getLogger("shared_rpc.events")
 
-#: The level of each event. Those that come with every short call are for debugging.
+#: Levels of events. Those of every short call are for debugging.
 _LEVELS: dict[type[e.Event], int] = {
     e.CallStarted: logging.DEBUG,
     e.CallFinished: logging.DEBUG,
@@ -53,8 +53,8 @@ _LEVELS: dict[type[e.Event], int] = {
 
 
 class RequestIdFilter(logging.Filter):
-    """Filter for handlers that lets every record pass, with ``request_id``: that of the call for which the endpoint runs that
-    logs it, else ``"-"``. ``handler.addFilter(RequestIdFilter())``; in a format it is ``%(request_id)s``.
+    """Filter for handlers that adds ``request_id`` to every record: that of the call whose endpoint logs it, else ``"-"``.
+    ``handler.addFilter(RequestIdFilter())``; in a format it is ``%(request_id)s``.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -66,7 +66,7 @@ class RequestIdFilter(logging.Filter):
 
 
 class _Utc(logging.Formatter):
-    """Times in UTC, to the millisecond, as in RFC 3339."""
+    """Formatter with times in UTC, to the millisecond, as in RFC 3339."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -74,7 +74,7 @@ class _Utc(logging.Formatter):
 
 
 class TextFormatter(_Utc):
-    """``time level logger [request id] message field=value …``, on one line but for tracebacks."""
+    """Formatter of lines ``time level logger [request id] message field=value …``; only tracebacks have several."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
@@ -86,8 +86,8 @@ class TextFormatter(_Utc):
 
 
 class JsonFormatter(_Utc, BaseJsonFormatter):
-    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``, ``request_id``, ``process`` (its id), the fields of
-    the event, and ``exception`` with the traceback of an error.
+    """Formatter of one JSON object a line: ``time``, ``level``, ``logger``, ``message``, ``request_id``, ``process`` (its id),
+    the fields of the event, and ``exception`` with the traceback of an error.
     """
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ def configure(
     """Log to standard error, in a program that does not configure logging itself. Returns the root logger's new handler.
 
     :param style: ``"text"`` or ``"json"``.
-    :param level: the least severe one that is shown: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
-    :param handler: where the lines go instead.
+    :param level: the least severe level that is shown: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
+    :param handler: the handler of the lines, in place of one for standard error.
     :param events: whether there is a line for each event.
     """
     handler = handler or logging.StreamHandler(sys.stderr)

@@ -32,7 +32,7 @@ _CALL_BUCKETS = (
 _BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-#: Metrics whose numbers stand elsewhere, most of them in a server's tables: kind, text and labels.
+#: Metrics that are read, most of them off a server's tables: kind, text and labels.
 _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "calls": (CounterMetricFamily, "Calls and submits that ended, by how.", ("endpoint", "outcome")),
     "cache_hits": (CounterMetricFamily, "Calls that were answered from the cache.", ("endpoint",)),
@@ -62,9 +62,9 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
 class Metrics:
     """Hook that counts the events of servers, and collector of a registry.
 
-    Endpoints are those that events and readings name, which are registered ones: there are no more labels than these.
+    Events and readings name registered endpoints only, so the number of labels is bounded.
 
-    :param version: the release that runs.
+    :param version: the running release.
     """
 
     def __init__(self, version: str) -> None:
@@ -102,7 +102,7 @@ class Metrics:
         match event:
             case e.CallFinished():
                 self._call_seconds.labels(event.endpoint, event.outcome).observe(event.seconds)
-            case e.CallStarted() | e.BuildStarted():  # as frequent, and counted at their end
+            case e.CallStarted() | e.BuildStarted():  # counted at their end
                 pass
             case e.BuildFinished():
                 self._build_seconds.labels(event.endpoint).observe(event.seconds)
@@ -126,7 +126,7 @@ class Metrics:
                 (self._sessions_closed if event.clean else self._sessions_lost).inc()
 
     def update(self, reading: Reading) -> None:
-        """Have :meth:`collect` tell these numbers, and zeros of what has not happened yet, so that rates begin with 1."""
+        """Set the numbers for :meth:`collect`, with zeros of events that have not happened yet, so that rates begin with 1."""
         self._reading = reading
         for endpoint in {endpoint for (endpoint,) in reading.get("builds", ())} - self._endpoints:
             self._endpoints.add(endpoint)
@@ -182,6 +182,6 @@ def _named(sample: Sample) -> Sample:
 
 
 def _known(code: str) -> str:
-    """Return a code of this library: other codes, which a worker may send, must not make labels without end."""
+    """Return a code of this library: other codes, which a worker may send, would make unbounded labels."""
     kind = class_of(code)
     return kind.code if issubclass(kind, SharedRPCError) else code

@@ -309,7 +309,7 @@ def test_a_port_that_is_taken(provider: Provider, base_path: str) -> None:
         port = other.getsockname()[1]
         before = open_fds()
         server = Server(provider, metrics_port=port)
-        with pytest.raises(errors.ConfigurationError, match=rf"^metrics_port={port}: the port cannot be had on 127\.0\.0\.1: "):
+        with pytest.raises(errors.ConfigurationError, match=rf"^metrics_port={port}: the port is not available on 127\.0\.0\.1: "):
             server.start()
         assert not server.running
         assert not list(Path(base_path).parent.glob("*.sock"))
@@ -327,7 +327,7 @@ def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: Brok
         broker_app._children.append(child)
         code, text = child.close()
     assert code == 1
-    assert text.startswith(f"shared-rpc: --metrics-port={port}: the port cannot be had on 127.0.0.1: ")
+    assert text.startswith(f"shared-rpc: --metrics-port={port}: the port is not available on 127.0.0.1: ")
     assert text.count("\n") == 1
     assert not Path(f"{broker_app.file}.loaded").exists()
 
@@ -347,7 +347,7 @@ def test_in_process_metrics_come_and_a_taken_port_is_told(broker_app: BrokerApp)
     broker_app._children.append(other)
     code, text = other.close()
     assert (code, text.count("\n")) == (1, 1)
-    assert f"metrics_port={port}: the port cannot be had on 127.0.0.1: " in text
+    assert f"metrics_port={port}: the port is not available on 127.0.0.1: " in text
     assert not list(Path(broker_app.base_path).parent.glob("*-other*.sock"))
 
 

@@ -14,7 +14,8 @@ import torch
 
 from shared_rpc import Progress, Provider
 from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
-from shared_rpc.extras.safetensors import filling, find, load
+from shared_rpc.extras import safetensors
+from shared_rpc.extras.safetensors import find, load
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
@@ -73,7 +74,7 @@ def test_every_bit_arrives(file: Path, device: str, no_leaks: None) -> None:
 
 def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What several threads read, a piece each, is put together as it was."""
-    monkeypatch.setattr(filling, "_PIECE", 1000)
+    monkeypatch.setattr(safetensors, "_PIECE", 1000)
     tensor = torch.arange(100_003, dtype=torch.int32)
     save_file({"long": tensor}, tmp_path / "x.safetensors")
     assert torch.equal(load(tmp_path / "x.safetensors", device)["long"].cpu(), tensor)
@@ -167,7 +168,7 @@ def test_a_file_without_tensors(tmp_path: Path, no_leaks: None) -> None:
         ({"w": entry(0, 0, shape=(0, 1 << 62, 1 << 62))}, b"", "tensor 'w' of shape"),
         ({"w": entry(0, 0, shape=(0, 1 << 63))}, b"", "tensor 'w' of shape"),
         ({"w": entry(0, 8)}, b"1234", "is truncated: tensor 'w' ends at byte"),
-        ({"w": entry(0, 8)}, b"123456789", "of which its header knows"),
+        ({"w": entry(0, 8)}, b"123456789", "and its header describes"),
         ({"w": entry(0, 8, shape=(3,))}, b"12345678", r"tensor 'w' of shape \[3\] and dtype F32 cannot be"),
         ({"w": entry(8, 0, shape=(2,))}, b"12345678", "tensor 'w' of shape"),
         ({"w": entry(0, 8, shape=(-1, -2))}, b"12345678", "tensor 'w' of shape"),
@@ -197,19 +198,19 @@ def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.Mon
     found = find(file)
     monkeypatch.setattr("shared_rpc.extras.safetensors.find", lambda _: found)
     os.truncate(file, found[0].offset + 2)
-    with pytest.raises(CheckpointError, match=r"was cut off while it was read: tensor '\w+' lacks its bytes"):
+    with pytest.raises(CheckpointError, match=r"was truncated while it was read: tensor '\w+' lacks its bytes"):
         load(file, "cpu")
 
 
 @pytest.mark.parametrize(
     ("weight_map", "error", "said"),
     [
-        ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is said to be in model"),
+        ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is listed in model"),
         ({"w": "../model.safetensors"}, CheckpointError, "which is no file beside the index"),
         ({"w": ".."}, CheckpointError, "which is no file beside the index"),
         ({"w": ""}, CheckpointError, "which is no file beside the index"),
         ({"w": "a\0b"}, CheckpointError, "which is no file beside the index"),
-        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json says that there is a file .*other\.safetensors"),
+        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json lists a file beside it .*other\.safetensors"),
         ([], CheckpointError, "is no index"),
     ],
 )
@@ -236,7 +237,7 @@ def test_who_waits_sees_bytes(
     file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From nothing to all, and never back; the message is the file."""
-    monkeypatch.setattr(filling, "_PIECE", 1000)
+    monkeypatch.setattr(safetensors, "_PIECE", 1000)
     shared(provider, file)
     serve()
     seen: list[Progress] = []
@@ -255,9 +256,9 @@ def test_a_cancelled_task_stops_reading(
     no_leaks: None, file: Path, provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is given back, and nobody reads on."""
-    monkeypatch.setattr(filling, "_PIECE", 100)
+    monkeypatch.setattr(safetensors, "_PIECE", 100)
     begun, go_on = threading.Event(), threading.Event()
-    read = filling._read_to_host
+    read = safetensors._read_to_host
     pieces: list[object] = []
 
     def slowly(piece: Any, address: int | None = None) -> None:
@@ -266,7 +267,7 @@ def test_a_cancelled_task_stops_reading(
         pieces.append(piece)
         read(piece, address)
 
-    monkeypatch.setattr(filling, "_read_to_host", slowly)
+    monkeypatch.setattr(safetensors, "_read_to_host", slowly)
     shared(provider, file)
     serve()
     client = connect()

@@ -1,0 +1,342 @@
+"""Weights from safetensors files, read once, into the memory in which they are shared.
+
+``load()`` reads a file, or the files of an index, straight into new segments. A module that is made of these tensors and
+returned by an endpoint is published as it lies there: nothing is copied, and the weights are never in memory twice. The files
+are read with read(2), in several threads, and not mapped: a file that is truncated during the read is an error here, and would
+end the process there (SIGBUS).
+
+The format is 8 bytes with the length of a header, the header in JSON, and the tensors' bytes, so that no other package is
+needed (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from shared_rpc.context import progress, raise_if_cancelled
+from shared_rpc.errors import CheckpointError
+from shared_rpc.memory.arena import pack
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.devices import device_id, torch_device
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CheckpointError", "StoredTensor", "find", "load"]
+
+#: torch's name of each dtype, and its bytes. Dtypes of less than a byte are left out: torch has no strides for them.
+_DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
+
+#: Bytes of a header, the format's own limit.
+_HEADER_LIMIT = 100_000_000
+#: Bytes that torch can count.
+_LARGEST = (1 << 63) - 1
+#: Bytes that are read at a time: enough for a disk's and a bus's full speed, few enough for a bar that moves.
+_PIECE = 16 << 20
+
+T = TypeVar("T")
+
+
+class StoredTensor(NamedTuple):
+    """The place of a tensor: ``nbytes`` bytes from ``offset`` on in ``file``, in C order. ``dtype`` is torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def load(
+    path: str | os.PathLike[str],
+    device: str = "auto",
+    *,
+    wanted: Callable[[str], bool] | None = None,
+    readers: int = 4,
+) -> dict[str, torch.Tensor]:
+    """Load the tensors of a checkpoint, by name, into new memory that this process may share.
+
+    In an endpoint it reports its progress in bytes (:func:`shared_rpc.progress`), and ends early if its task is cancelled. All
+    headers are checked before memory is made, and all work on the GPU is complete when it returns.
+
+    ::
+
+        with torch.device("meta"):
+            model = Net()
+        model.load_state_dict(load("net.safetensors", provider.device_id), assign=True)
+
+    :param path: a ``.safetensors`` file, a ``.safetensors.index.json``, or a folder with ``model.safetensors`` or its index.
+    :param device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or a GPU's UUID; an endpoint wants
+        ``provider.device_id``.
+    :param wanted: returns whether to read a tensor, by its name; all by default.
+    :param readers: number of threads that read.
+    :raises FileNotFoundError: if a file is not there.
+    :raises CheckpointError: if a file is damaged, or not of this format. It names the file, and the tensor.
+    :raises CapabilityError: if the device has not enough memory.
+    :raises TaskCancelled: if the task that runs this was cancelled.
+    """
+    chosen = [tensor for tensor in find(path) if wanted is None or wanted(tensor.name)]
+    return _fill(chosen, device_id(device), readers)
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_headers = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entries = msgspec.json.Decoder(_Entry)
+_indexes = msgspec.json.Decoder(_Index)
+
+
+def find(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """List all tensors of a checkpoint, file by file in their order there. For ``path`` and errors see :func:`load`."""
+    place = Path(path)
+    if place.is_dir():
+        place = _in_folder(place)
+    return _of_index(place) if place.suffix == ".json" else _of_file(place)
+
+
+def _in_folder(folder: Path) -> Path:
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json: name the file")
+
+
+def _of_index(path: Path) -> list[StoredTensor]:
+    weight_map = _decoded(_indexes, path.read_bytes(), f"{path} is no index of safetensors files").weight_map
+    by_file: defaultdict[str, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        if Path(file).name != file or file in ("", "..") or "\0" in file:
+            raise CheckpointError(f"{path}: tensor {name!r} is listed in {file!r}, which is no file beside the index")
+        by_file[file].add(name)
+    found = []
+    for file, names in by_file.items():
+        shard = path.parent / file
+        if not shard.exists():
+            raise FileNotFoundError(errno.ENOENT, f"{path} lists a file beside it that does not exist", str(shard))
+        there = [tensor for tensor in _of_file(shard) if tensor.name in names]
+        missing = sorted(names - {tensor.name for tensor in there})
+        if missing:
+            raise CheckpointError(
+                f"{path}: tensor {missing[0]!r} is listed in {file}, which does not have it ({len(missing)} missing)"
+            )
+        found += there
+    return found
+
+
+def _of_file(path: Path) -> list[StoredTensor]:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_HEADER_LIMIT, size - 8):
+            raise CheckpointError(
+                f"{path} is truncated, or no safetensors file: it has {size} bytes, and its header claims {length}"
+            )
+        header = file.read(length)
+    entries = {
+        name: _decoded(_entries, raw, f"{path}: the header's entry of tensor {name!r} cannot be read")
+        for name, raw in _decoded(_headers, header, f"{path}: the header cannot be read").items()
+        if name != "__metadata__"
+    }
+    tensors = [_checked(path, name, entry, 8 + length) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    _check_cover(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], text: bytes | msgspec.Raw, complaint: str) -> T:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{complaint}: {error}") from error
+
+
+def _checked(path: Path, name: str, entry: _Entry, start: int) -> StoredTensor:
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry.dtype}, which torch lacks")
+    dtype, itemsize = _DTYPES[entry.dtype]
+    begin, end = entry.data_offsets
+    # A tensor without elements may claim sizes whose strides no number holds.
+    extent = math.prod(size for size in entry.shape if size) * itemsize
+    if (
+        extent > _LARGEST
+        or min(entry.shape, default=0) < 0
+        or not 0 <= begin <= end
+        or end - begin != math.prod(entry.shape) * itemsize
+    ):
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {list(entry.shape)} and dtype {entry.dtype} cannot be the bytes {begin} to {end}"
+        )
+    return StoredTensor(name, dtype, entry.shape, path, start + begin, end - begin)
+
+
+def _check_cover(path: Path, tensors: list[StoredTensor], start: int, size: int) -> None:
+    """Check that the tensors lie one after the other, from the header to the file's end."""
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset}, and not at {end}")
+        end += tensor.nbytes
+        if end > size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {tensor.name!r} ends at byte {end}, and the file has {size}: copy it again"
+            )
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, and its header describes {end}: it is not the file that was written")
+
+
+class _Piece(NamedTuple):
+    """Bytes of a tensor, and their target address."""
+
+    tensor: StoredTensor
+    file: int
+    offset: int
+    address: int
+    nbytes: int
+
+
+def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, torch.Tensor]:
+    sizes, places = pack([tensor.nbytes for tensor in tensors])
+    made: dict[str, torch.Tensor] = {}
+    pieces: list[_Piece] = []
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open(path, "rb")).fileno() for path in {tensor.file for tensor in tensors}}
+        # Memory is made before the first byte is read, so that a lack of it is an error at once.
+        mappings = [stack.enter_context(MAPPINGS.create(max(size, 1), device)) for size in sizes]
+        for tensor, place in zip(tensors, places, strict=True):
+            mapping = mappings[place.segment]
+            made[tensor.name] = _over(mapping, place.offset, tensor)
+            pieces += _pieces(tensor, files[tensor.file], mapping.address + place.offset)
+        _read_all(pieces, device, readers)
+    return made
+
+
+def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
+    """Make a tensor over mapped memory. Its storage is its own, and keeps the mapping."""
+    import torch
+
+    from shared_rpc.codec.storages import make_storage
+
+    device, dtype = torch_device(mapping.info.device), getattr(torch, stored.dtype, None)
+    if dtype is None:
+        raise CheckpointError(f"{stored.file}: tensor {stored.name!r} is {stored.dtype}, which torch {torch.__version__} lacks")
+    # Built under inference mode it could not be used outside it.
+    with torch.inference_mode(False):
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        if stored.nbytes == 0:
+            return tensor.reshape(stored.shape)
+        storage = make_storage(mapping, offset, stored.nbytes, device)
+        MAPPINGS.keep_for([(mapping, storage)])
+        return tensor.set_(storage, 0, stored.shape, torch.empty(stored.shape, device="meta").stride())
+
+
+def _pieces(tensor: StoredTensor, file: int, address: int) -> Iterable[_Piece]:
+    for start in range(0, tensor.nbytes, _PIECE):
+        yield _Piece(tensor, file, tensor.offset + start, address + start, min(_PIECE, tensor.nbytes - start))
+
+
+def _read_all(pieces: list[_Piece], device: str, readers: int) -> None:
+    done, total = 0, sum(piece.nbytes for piece in pieces)
+    read = _read_to_host if device == "cpu" else _PinnedReader(device).read
+    progress(0, total, str(pieces[0].tensor.file) if pieces else "")
+    with ThreadPoolExecutor(readers, "shared-rpc-reader") as pool:
+        for piece in _in_order(pool, read, pieces, ahead=2 * readers):
+            raise_if_cancelled()
+            done += piece.nbytes
+            progress(done, total, str(piece.tensor.file))
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, read: Callable[[_Piece], None], pieces: Iterable[_Piece], ahead: int
+) -> Iterator[_Piece]:
+    """Read pieces in threads, and yield them in order. Only a few are submitted ahead: a process that ends waits for those."""
+    pending: deque[tuple[_Piece, Future[None]]] = deque()
+    try:
+        for piece in pieces:
+            pending.append((piece, pool.submit(read, piece)))
+            if len(pending) == ahead:
+                first, future = pending.popleft()
+                future.result()
+                yield first
+        for first, future in pending:
+            future.result()
+            yield first
+    finally:
+        for _, future in pending:
+            future.cancel()
+
+
+def _read_to_host(piece: _Piece, address: int | None = None) -> None:
+    view = HOST.view(piece.address if address is None else address, piece.nbytes)
+    done = 0
+    while done < piece.nbytes:
+        count = os.preadv(piece.file, [view[done:]], piece.offset + done)
+        if count == 0:
+            raise CheckpointError(
+                f"{piece.tensor.file} was truncated while it was read: tensor {piece.tensor.name!r} lacks its bytes from "
+                f"{piece.offset + done} on"
+            )
+        done += count
+
+
+class _PinnedReader:
+    """Reader to a GPU. Each thread has pinned memory and a stream of its own, so that one reads while another one copies."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch_device(device)
+        self._of_thread = threading.local()
+
+    def read(self, piece: _Piece) -> None:
+        """Read a piece, and copy it to the GPU. The copy is complete when this returns."""
+        import torch
+
+        from shared_rpc.codec.storages import bytes_at
+
+        with torch.cuda.device(self._device):
+            if not hasattr(self._of_thread, "pinned"):
+                self._of_thread.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+                self._of_thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            pinned, stream = self._of_thread.pinned, self._of_thread.stream
+            _read_to_host(piece, pinned.data_ptr())
+            with torch.cuda.stream(stream):
+                target = bytes_at(piece.address, piece.nbytes, self._device)
+                target.copy_(pinned[: piece.nbytes], non_blocking=True)
+            stream.synchronize()
