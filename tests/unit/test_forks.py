@@ -126,3 +126,8 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """)
     assert ran.stdout.split() == ["True", "False"]
+
+
+def test_the_end_of_a_process_reports_nothing() -> None:
+    """Objects whose methods are registered, as a server's modules have, live until the interpreter takes its modules apart."""
+    assert run("import shared_rpc.server.server").stderr == ""
