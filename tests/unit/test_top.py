@@ -681,6 +681,14 @@ async def test_of_very_many_objects_the_first_are_shown() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_highlight_while_the_view_closes_is_no_error() -> None:
+    """The widgets have gone before the event comes."""
+    async with showing(few(1)) as top:
+        await top.app.screen.remove_children()
+        top.app._show_detail()
+
+
+@pytest.mark.asyncio
 async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
     """The server is asked in a thread."""
     answers = threading.Event()

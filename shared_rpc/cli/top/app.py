@@ -240,6 +240,8 @@ class TopApp(App[None]):
 
     @on(DataTable.RowHighlighted, "#objects")
     def _show_detail(self) -> None:
+        if not self.query("#objects"):  # a highlight may come while the application closes
+            return
         item = self._selected()
         text = detail(self._view, item) if self._view is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
