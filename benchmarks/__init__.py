@@ -1,4 +1,4 @@
-"""How fast, how small, how many: measured beside shared-tensor 0.2.16 and a raw socket echo.
+"""Benchmarks of time, memory and numbers, beside shared-tensor 0.2.16 and a raw socket echo.
 
 ``python -m benchmarks attach``, ``rpc`` and ``scale`` print a table and write JSON under ``benchmarks/results/``. Every
 server is a process of its own, and what is compared is measured in turns within one run, so that the ratios hold where

@@ -28,7 +28,7 @@ def attach(
     checkpoint: Annotated[Path | None, typer.Option(help="Load the model from a file that is written to this folder.")] = None,
     json: Json = None,
 ) -> None:
-    """A module of many tensors: the first attach of a process, later ones, and what they cost in memory."""
+    """Measure attaches of a module of many tensors: the first of a process, later ones, and their memory."""
     from benchmarks.attach import Settings, run
 
     run(
@@ -91,7 +91,7 @@ def scale(
     shape: Shape = None,
     json: Json = None,
 ) -> None:
-    """Many clients: idle ones, those that attach at once, those that are killed. On host memory."""
+    """Measure many clients: idle ones, simultaneous attaches, killed ones. On host memory."""
     from benchmarks.scale import run
 
     run(
@@ -113,7 +113,7 @@ def mechanisms(
     calls: Annotated[int, typer.Option(help="Calls that are timed.")] = 1000,
     json: Json = None,
 ) -> None:
-    """Ways to share memory: what each costs, and what is left when the process that made it is killed."""
+    """Measure the ways to share memory: the costs of each, and the memory after its maker was killed."""
     from benchmarks.mechanisms import run
 
     run(mebibytes=_numbers(megabytes), rounds=rounds, calls=calls, path=json)
@@ -130,7 +130,7 @@ def recovery(
     restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
     json: Json = None,
 ) -> None:
-    """A broker whose worker is killed: attaches meanwhile, the next worker, and what the broker itself takes."""
+    """Measure a broker whose worker is killed: attaches meanwhile, the next worker, and the broker's own memory."""
     from benchmarks.recovery import run
 
     run(
@@ -145,7 +145,7 @@ def starts(
     starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 10,
     json: Json = None,
 ) -> None:
-    """A script that is started again: python beside 'shared-rpc run', until it has its model in hand."""
+    """Measure repeated starts of a script, by python and by 'shared-rpc run', until it has its model."""
     from benchmarks.starts import run
 
     run(device=device, shape=shape, starts=starts, path=json)
@@ -158,7 +158,7 @@ def clients(
     rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
     json: Json = None,
 ) -> None:
-    """Calls a second, against the number of client processes."""
+    """Measure calls a second, against the number of client processes."""
     from benchmarks.clients import run
 
     run(device=device, clients=_numbers(clients), rounds=rounds, path=json)

@@ -26,7 +26,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, and how often. ``device`` may be ``"auto"``; None is what suits the device."""
+    """Settings of the measurement. ``device`` may be ``"auto"``; None is what suits the device."""
 
     device: str
     shape: str | None
@@ -83,7 +83,7 @@ class _Clients:
         self.echoes: list[list[float]] = []
 
     def measure(self, who: str, cases: list[list[Any]], repeats: int, *, preload: bool = False) -> list[Result]:
-        """One process: all cases, in order."""
+        """Measure all cases in one process, in order."""
         process = self._servers.client(
             "attach_client",
             who=who,
@@ -103,7 +103,7 @@ class _Clients:
         return results
 
     def echo(self) -> dict[str, Sample]:
-        """All round trips so far, by name."""
+        """Return all round trips so far, by name."""
         return {Echo.name: Sample(self.echoes)}
 
 
@@ -212,7 +212,7 @@ def _sampled(results: dict[str, list[Result]], times: Any) -> dict[str, Sample]:
 
 
 def _good(report: Report, name: str, what: str, taken: list[Result]) -> list[Result]:
-    """Those that worked; the others become notes, and fail the run where they are ours."""
+    """Return the successful results; the others become notes, and fail the run where they are ours."""
     good = []
     for result in taken:
         error = result.get("error") or (None if result["right"] else "the last tensor has another value")

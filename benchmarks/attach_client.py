@@ -33,7 +33,7 @@ class Attaching:
         self._device = device
 
     def measure(self, call: list[Any], repeats: int) -> dict[str, Any]:
-        """``first`` (s), ``held`` and ``released`` (lists of s), ``grown`` (bytes), ``tensors`` and ``nbytes``."""
+        """Return ``first`` (s), ``held`` and ``released`` (lists of s), ``grown`` (bytes), ``tensors`` and ``nbytes``."""
         before = self._memory()
         handles: list[Held] = []
         first = timed(lambda: handles.append(self._subject.attach(*call)))

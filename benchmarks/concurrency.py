@@ -40,7 +40,7 @@ def trivial_tasks(report: Report, echo: Echo, ours: Ours, peer: Peer | None, rou
 
 
 def concurrent_calls(report: Report, socket: str, rounds: int) -> None:
-    """Calls over one connection of an :class:`AsyncClient`: one by one, and all at once; seconds for each call."""
+    """Measure calls over one connection of an :class:`AsyncClient`, one by one and all at once, in seconds for each call."""
     for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
         apart, together = anyio.run(_calls, socket, endpoint, rounds)
         report.sampled(f"AsyncClient, {text}: one by one, a call", {Ours.name: apart})
@@ -84,7 +84,7 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
 
 
 def finished_tasks(report: Report, ours: Ours, pid: int, count: int) -> None:
-    """What the server remembers of tasks that have ended: memory, and the time to list them."""
+    """Measure the server's memory of ended tasks, and the time to list them."""
     for _ in range(200):  # what its allocator takes first is not theirs
         ours.task("nothing")
     before = private_bytes(pid)

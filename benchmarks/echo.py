@@ -24,7 +24,7 @@ class Echo:
         self._socket.connect(path)
 
     def ping(self) -> None:
-        """One round trip."""
+        """Make one round trip."""
         self._socket.sendall(_MESSAGE)
         left = len(_MESSAGE)
         while left:

@@ -1,4 +1,4 @@
-"""Where and when a benchmark ran."""
+"""Facts of a run: machine, versions and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings")
 
 
 def facts() -> dict[str, Any]:
-    """``date`` (UTC), ``command``, and ``host``: cores, load, versions, GPU and driver (None where there is none)."""
+    """Return ``date`` (UTC), ``command``, and ``host``: cores, load, versions, GPU and driver (None without one)."""
     gpu, driver = _gpu()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Many clients in one process: idle connections, and light clients, forked without torch, that hold a model."""
+"""Load clients: idle connections, and light clients, forked without torch, that hold a model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def fetch(connection: Connection, endpoint: str, *args: Any) -> ReceivedResult:
 
 
 class Idlers:
-    """Clients that are connected and say nothing."""
+    """Connected clients without requests."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._clients: list[Client] = []
 
     def keep(self, count: int) -> int:
-        """Have that many, more or fewer than now."""
+        """Keep that many clients, more or fewer than now."""
         while len(self._clients) > count:
             self._clients.pop().close()
         while len(self._clients) < count:
@@ -95,7 +95,7 @@ class Flock:
             os._exit(0)
 
     def kill(self) -> int:
-        """SIGKILL for all of them; how many were still alive."""
+        """Kill all of them by SIGKILL, and return how many were still alive."""
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
         killed = sum(os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in self._pids)
@@ -104,7 +104,7 @@ class Flock:
 
 
 def main() -> None:
-    """Configuration: ``socket``, ``call``. Commands: ``{"idle": n}``, ``{"attach": n}``, ``{"kill": true}``."""
+    """Run. Configuration: ``socket``, ``call``. Commands: ``{"idle": n}``, ``{"attach": n}``, ``{"kill": true}``."""
     config = configuration()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -27,7 +27,7 @@ Counts = dict[str, int]
 
 
 def long_run(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
-    """Calls that take and return a small tensor, from a process of their own."""
+    """Make calls that take and return a small tensor, from a process of their own."""
     client = servers.client("long_run", socket=ours.address, server=ours.process.pid, device=device, calls=calls)
     client.read()
     result = client.ask(go=True)
@@ -79,7 +79,7 @@ class _Caller:
             self._client.call("plus_one", torch.ones(SMALL, device=self._device))
 
     def lowest(self, wanted: Counts | None = None) -> Counts:
-        """The lowest of several readings.
+        """Return the lowest of several readings.
 
         :param wanted: read on, for a while, until nothing is above it.
         """

@@ -53,7 +53,7 @@ def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> 
 
 
 def _gpu() -> tuple[str, dict[Mechanism, str]]:
-    """The first GPU, and what it lacks for each mechanism."""
+    """Return the first GPU, and what it lacks for each mechanism."""
     try:
         from shared_rpc.memory.backends.cuda import visible_gpus
 
@@ -79,7 +79,7 @@ class _Subject:
         self.taken: float | None = None
 
     def measure(self, sizes: list[int], rounds: int, calls: int) -> None:
-        """What making, mapping and using cost."""
+        """Measure the costs of making, mapping and using."""
         for size in sizes:
             with self._process() as (maker, ours), self._process() as (consumer, theirs):
                 maker.ask(do="make", nbytes=size * _MIB, rounds=2)  # the first of everything
@@ -120,7 +120,7 @@ class _Subject:
                     os.close(fd)
 
     def _driver_descriptors(self, segment: Segment) -> list[int]:
-        """What the driver takes beside the export descriptor: had while its maker lives."""
+        """Fetch the descriptors that the driver needs beside the export descriptor, while the maker runs."""
         if self.mechanism != "pool":
             return []
         from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
@@ -136,7 +136,7 @@ class _Subject:
 
     @contextmanager
     def _process(self) -> Iterator[tuple[Process, socket.socket]]:
-        """A process at work, and our end of its socket."""
+        """A running process, and this process's end of its socket."""
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/s")
             listener.listen()

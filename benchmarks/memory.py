@@ -1,4 +1,4 @@
-"""How much memory there is in use: of a GPU, or of a process."""
+"""Memory in use, on a GPU or by a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PERIOD = 5e-4
 
 
 def used(device: str) -> int:
-    """Bytes in use: of the whole GPU, as the driver tells, or this process's resident memory, shared memory included."""
+    """Return the bytes in use: of the whole GPU, by its driver, or this process's resident memory, shared memory included."""
     if device == "cpu":
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     import torch
@@ -28,15 +28,13 @@ def used(device: str) -> int:
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """Bytes of host memory that a process shares with nobody."""
+    """Return the bytes of a process's private host memory."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(int(kib) * 1024 for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE))
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """``fds``, ``mappings``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory``, all but those of
-    files.
-    """
+    """Count ``fds``, ``mappings``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory`` without files."""
     status = Path(f"/proc/{pid}/status").read_text()
     sizes = {key: int(value) for key, value in re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", status, re.MULTILINE)}
     return {
@@ -49,7 +47,7 @@ def process_counts(pid: int) -> dict[str, int]:
 
 
 def gpu_bytes_of_process() -> int | None:
-    """What NVML says this process uses on its GPU, its context included; None where NVML is not there or does not tell."""
+    """Return this process's memory on its GPU by NVML, its context included; None if NVML lacks or does not know it."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()

@@ -12,7 +12,7 @@ __all__ = ["SHAPES", "Chain", "Decoder", "Shape", "fill", "largest_storage"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the tensors of a decoder; weights are bfloat16."""
+    """Sizes that determine the tensors of a decoder; weights are bfloat16."""
 
     layers: int
     hidden: int
@@ -101,5 +101,5 @@ def fill(module: nn.Module) -> None:
 
 
 def largest_storage(module: nn.Module) -> int:
-    """Bytes of the largest tensor of a module."""
+    """Return the bytes of the largest tensor of a module."""
     return max(parameter.untyped_storage().nbytes() for parameter in module.parameters())

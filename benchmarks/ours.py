@@ -24,7 +24,7 @@ class Ours:
         self._client = Client(socket_path=path)
 
     def ping(self) -> None:
-        """One round trip."""
+        """Make one round trip."""
         self._client.ping()
 
     def call(self, endpoint: str, *args: Any) -> Any:
@@ -40,7 +40,7 @@ class Ours:
         return self._client.wait_for_task(self._client.submit(endpoint))
 
     def list_tasks(self) -> int:
-        """How many tasks the server remembers."""
+        """Return the number of tasks that the server remembers."""
         return len(self._client.list_tasks())
 
     def close(self) -> None:

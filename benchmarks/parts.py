@@ -1,4 +1,4 @@
-"""Where the time of making and mapping a segment goes: the library's own code, taken apart by the calls that it makes."""
+"""Times of the parts of making and mapping a segment: the library's own code, by the calls that it makes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _NAME = f"shared-tensor {VERSION}"
 
 
 def missing(*, tensors: str | None = None) -> str | None:
-    """Why shared-tensor takes no part, None where it does.
+    """Return why shared-tensor takes no part; None if it does.
 
     :param tensors: the device of the tensors that are needed; None for pings alone, which need none.
     """
@@ -35,14 +35,14 @@ def missing(*, tensors: str | None = None) -> str | None:
 
 
 def socket_of(base_path: str) -> str:
-    """The socket of a server with that base path on GPU 0; a GPU need not be there."""
+    """Return the socket of a server with that base path on GPU 0, which need not exist."""
     return f"{base_path}-0.sock"
 
 
 @contextmanager
 def _imported_for(device: str) -> Iterator[None]:
-    """It imports transformers where that is installed, and looks into what it shares with its help. Where there is nothing
-    it could share, on the host, that is kept from it: it would take seconds in every process and change nothing.
+    """Hide transformers on the host, where shared-tensor shares nothing: it imports transformers where that is installed, to
+    examine its results, which would take seconds in every process and change nothing.
     """
     if device != "cpu":
         yield
@@ -68,7 +68,7 @@ class Peer:
         self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
 
     def ping(self) -> None:
-        """One round trip.
+        """Make one round trip.
 
         :raises TimeoutError: if there is no answer.
         """
@@ -90,7 +90,7 @@ class Peer:
         return self._client.get_task_result(task_id)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no connection stays open."""
         self._client.close()
 
 

@@ -117,7 +117,7 @@ def _read(path: Path) -> Document:
 
 @contextmanager
 def _figure(panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """A figure with panels side by side, two or three in a row, in the one style."""
+    """Make a figure with panels side by side, two or three in a row, in the common style."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -153,7 +153,7 @@ def _figure(panels: int) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def _caption(document: Document, inches: float) -> str:
-    """Where, when and how it was measured, in the JSON's own words."""
+    """Return place, time and command of the measurement, by the JSON."""
     host = document["host"]
     machine = host["gpu"] or "host memory"
     versions = ", ".join(f"{name} {host[key]}" for name, key in (("torch", "torch"), ("driver", "driver")) if host.get(key))
@@ -169,7 +169,7 @@ def _line(axis: Any, side: str, x: Sequence[float], y: Sequence[float], **option
 
 
 def _logarithmic(axis: Any) -> None:
-    """An x or y axis with the numbers themselves: 1, 10, 100, and 2 and 5 between them where there is room."""
+    """Label an x or y axis with the numbers themselves: 1, 10, 100, and 2 and 5 between them where there is room."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})

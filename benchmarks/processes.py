@@ -19,7 +19,7 @@ _PATIENCE = 20.0
 
 
 def environ() -> dict[str, str]:
-    """This process's environment for a child: the package importable, and no role or path from outside."""
+    """Return this process's environment for a child: the package importable, and no role or path from outside."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SHARED_TENSOR_")}
     # An installed package has its bytecode; without it, imports would be compilations.
     clean.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -56,7 +56,7 @@ class Process:
         return self._process.pid
 
     def read(self) -> dict[str, Any]:
-        """What it says next.
+        """Wait for the next message of the process.
 
         :raises RuntimeError: if it ends instead.
         """
@@ -105,7 +105,7 @@ class Process:
 
 
 def configuration() -> dict[str, Any]:
-    """What :class:`Process` was given."""
+    """Return the configuration that :class:`Process` was given."""
     config: dict[str, Any] = json.loads(sys.argv[1])
     return config
 
@@ -116,7 +116,7 @@ def say(**facts: Any) -> None:
 
 
 def next_command() -> dict[str, Any] | None:
-    """The next command, None when there will be no more."""
+    """Wait for the next command; None after the last one."""
     line = sys.stdin.readline()
     if not line:
         return None

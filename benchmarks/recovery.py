@@ -93,7 +93,7 @@ def run(
 
 @contextmanager
 def _broker(servers: Servers, socket: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """``shared-rpc serve``, where the servers of a run are."""
+    """Start ``shared-rpc serve`` on the cores of a run's servers."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, servers.server_cores)
     try:
@@ -128,11 +128,11 @@ class _Killer:
         self._last = 0.0
 
     def pause(self, pace: float = _PACE) -> None:
-        """Until a kill is ``pace`` seconds after the one before."""
+        """Wait until ``pace`` seconds after the kill before."""
         time.sleep(max(self._last + pace - time.monotonic(), 0))
 
     def kill(self) -> None:
-        """SIGKILL to the worker that is ready."""
+        """Kill the ready worker by SIGKILL."""
         self._earlier = self._client.get_server_info()["workers"][0]["pid"]
         self._last = time.monotonic()
         os.kill(self._earlier, signal.SIGKILL)
@@ -161,7 +161,7 @@ class _Killer:
 
 
 def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
-    """Attaches from several processes, halfway through which the worker is killed; again and again."""
+    """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
     for process in attaching:
         process.ask(attaches=10, rate=50)  # what is loaded with the first one
     turns = [_attach_across_a_kill(killer, attaching, attaches, rate) for _ in range(kills)]
@@ -229,7 +229,7 @@ def _digest_rows(
     nbytes: int,
     device: str,
 ) -> None:
-    """What a dead worker built computes as it did: the same bits, in a process that came after it."""
+    """Check that the object of a dead worker computes the same bits, in a later process."""
     first = attaching[0].ask(digest=True)["digest"]
     killer.pause()
     killer.kill()
@@ -276,7 +276,7 @@ print(time.perf_counter() - begin)
 
 
 def _ready_rows(report: Report, servers: Servers, killer: _Killer, plain: _Killer, restarts: int) -> None:
-    """How soon there is another worker, as a fork and as a new process, beside what importing the app takes.
+    """Measure the time to the next worker, as a fork and as a new process, beside that of importing the app.
 
     :param plain: of a broker whose workers are new processes.
     """
@@ -308,7 +308,7 @@ def _ready_rows(report: Report, servers: Servers, killer: _Killer, plain: _Kille
 
 
 def _on_server_cores(servers: Servers, words: list[str]) -> str:
-    """What a process prints that runs where the servers do."""
+    """Return the output of a process on the servers' cores."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, servers.server_cores)
     try:
@@ -318,7 +318,7 @@ def _on_server_cores(servers: Servers, words: list[str]) -> str:
 
 
 def _broker_rows(report: Report, client: Client, broker: subprocess.Popen[str], device: str) -> None:
-    """What holding a hundred objects costs."""
+    """Measure the costs of a hundred objects."""
     for number in range(99):
         client.call("numbered", number)
     status = Path(f"/proc/{broker.pid}/status").read_text()

@@ -20,7 +20,7 @@ from shared_rpc import Client
 
 
 def attach_at_a_rate(path: str, call: list[Any], count: int, rate: float) -> dict[str, Any]:
-    """A new client for every attach: a connection, a session, the model, and the end of all of it."""
+    """Attach with a new client: a connection, a session, the model, and the end of all of them."""
     began = time.time()
     start, times, errors = time.perf_counter(), [], []
     for number in range(count):
@@ -36,7 +36,7 @@ def attach_at_a_rate(path: str, call: list[Any], count: int, rate: float) -> dic
 
 
 def digest(path: str, call: list[Any], device: str) -> str:
-    """A hash of the bits of a forward pass through every feed-forward layer of a model that is attached for it."""
+    """Hash the bits of a forward pass through every feed-forward layer of a model that is attached for it."""
     with Client(socket_path=path) as client, client.call(*call) as handle, torch.inference_mode():
         module: Any = handle.value
         hidden = module.embed_tokens(torch.arange(64, device=device))

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as JSON for machines."""
+"""Reports: a table for people and JSON for machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 165
 
 
 def shown(value: float, unit: Unit) -> str:
-    """A number for people: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``."""
+    """Format a number: ``"1.24 ms"``, ``"3.0 MiB"``, ``"1.52 x"``."""
     if unit == "s":
         for scale, name in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
             if abs(value) >= scale:
@@ -52,7 +52,7 @@ def document(content: Mapping[str, Any]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """The size of a model, in decimal units as people give it: ``"16.06 GB"``, ``"0.41 MB"``."""
+    """Format the size of a model, in decimal units: ``"16.06 GB"``, ``"0.41 MB"``."""
     return f"{nbytes / 1e9:.4g} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.3g} MB"
 
 
@@ -80,7 +80,7 @@ class Row:
         return None if self.goal is None or self.judged is None else self.goal.met(self.judged)
 
     def ratios(self) -> dict[str, float]:
-        """Every subject's value over every other's: ``{"shared_rpc / raw echo": 1.6}``. Empty where nobody is beside us."""
+        """Ratios of every two subjects: ``{"shared_rpc / raw echo": 1.6}``. Empty with a single subject."""
         names = list(self.values)
         return {
             f"{one} / {other}": self.values[one] / self.values[other]
@@ -90,7 +90,7 @@ class Row:
         }
 
     def cell(self, subject: str) -> str:
-        """A subject's value, with its ratio to the raw echo of the same run."""
+        """Format a subject's value, with its ratio to the raw echo of the same run."""
         if subject not in self.values:
             return self.texts.get(subject, "")
         value = shown(self.values[subject], self.unit)
@@ -101,11 +101,11 @@ class Row:
         return f"{value} ({ratio:,.0f} x)" if ratio >= 100 else f"{value} ({ratio:.3g} x)"
 
     def measured(self) -> str:
-        """What is held against the goal."""
+        """Value that is compared with the goal."""
         return "" if self.goal is None or self.judged is None else shown(self.judged, self.judged_unit or self.unit)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything of the row."""
+        """Return the row for JSON."""
         return {
             "name": self.name,
             "unit": self.unit,

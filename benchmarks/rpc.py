@@ -111,7 +111,7 @@ class _Turns:
         return interleaved(actions, rounds=self._rounds, calls=self._calls)
 
     def pings(self) -> None:
-        """Ping: medians, and what one call in a hundred takes."""
+        """Measure ping: medians, and the slowest call in a hundred."""
         samples = self._measure(lambda subject: subject.ping(), self._peer)
         ratio = samples[Ours.name].p50 / samples[Echo.name].p50
         self._report.add(
@@ -171,7 +171,7 @@ class _Turns:
 
 
 def _on_loop(endpoint: str, *args: Any) -> Callable[[Subject], object]:
-    """A call of the endpoint's ``async def`` twin, on the side that has one."""
+    """Return a call of the endpoint's ``async def`` twin, on the side that has one."""
     return lambda subject: subject.call(f"{endpoint}_on_loop" if subject.name == Ours.name else endpoint, *args)
 
 

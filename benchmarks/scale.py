@@ -107,7 +107,7 @@ def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> 
 
 
 def _together_rows(report: Report, servers: Servers, echo: Started, ours: Started, count: int, shape: str) -> None:
-    """Processes that attach at the same moment."""
+    """Measure processes that attach at the same moment."""
     settings: dict[str, Any] = {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True, "device": "cpu"}
     clients = [
         servers.client("attach_client", servers.cores, who=Ours.name, socket=ours.address, echo=echo.address, **settings)
@@ -145,7 +145,7 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
 
 
 def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
-    """Clients that hold the model and are killed: what the server has before, with them, and after."""
+    """Measure clients that hold the model and are killed: the server's state before, with them, and after."""
     load = servers.client("load_client", socket=ours.address, call=["model", shape])
     load.read()
     who = f"{count} clients killed"

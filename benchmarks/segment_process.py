@@ -31,13 +31,13 @@ def send(sock: socket.socket, segment: Segment, *others: int) -> None:
 
 
 def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
-    """What was sent; the caller owns it."""
+    """Receive a segment and its descriptors, which the caller owns."""
     body, (fd, *others), _, _ = socket.recv_fds(sock, 4096, 4)
     return Segment(msgspec.json.decode(body, type=SegmentInfo), fd), others
 
 
 class _End:
-    """One segment, and what is done with it."""
+    """One segment, and the operations on it."""
 
     def __init__(self, sock: socket.socket, device: str, mechanism: Any) -> None:
         import torch
@@ -60,13 +60,13 @@ class _End:
         return self.segment
 
     def bytes(self) -> Any:
-        """What is mapped, as a tensor."""
+        """Return the mapped memory as a tensor."""
         from shared_rpc.codec.storages import bytes_at
 
         return bytes_at(self.address, self.held.info.nbytes, self.device)
 
     def wait(self) -> None:
-        """For the GPU."""
+        """Wait for the GPU."""
         if not self.host:
             import torch
 
@@ -83,7 +83,7 @@ class _End:
         say(**times)
 
     def take(self, nbytes: int) -> None:
-        """What a segment takes of the device."""
+        """Measure the device memory of a segment."""
         time.sleep(0.2)  # what was given back before is back
         before = used(str(self.device))
         made = [self.backend.create(nbytes) for _ in range(_MANY)]
@@ -112,7 +112,7 @@ class _End:
         say(**times)
 
     def call(self, count: int) -> None:
-        """A small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream: what one call costs."""
+        """Measure one call's work: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
         import torch
 
         source = torch.zeros(4096, dtype=torch.uint8, device=self.device)
@@ -129,7 +129,7 @@ class _End:
         say(call=[timed(once) for _ in range(count)])
 
     def read(self, value: int) -> None:
-        """Whether all bytes are what they were."""
+        """Return whether all bytes are unchanged."""
         say(outcome=_outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes"))
 
     def open(self, value: int) -> None:
@@ -143,7 +143,7 @@ class _End:
         say(outcome=_outcome(opened))
 
     def open_below(self, value: int) -> None:
-        """The same as the driver has it: the library refuses memory whose maker has ended."""
+        """Open memory by the driver alone: the library refuses memory whose maker has ended."""
 
         def opened() -> str:
             from shared_rpc.memory.backends.exporter_owned import ExporterOwnedBackend, export_descriptor_of

@@ -58,26 +58,26 @@ class Servers:
         self._stack.close()
 
     def echo(self) -> Started:
-        """The raw echo."""
+        """Start the raw echo."""
         path = str(self.folder / "echo.sock")
         return self._ready("echo", path, socket=path)
 
     def ours(self, build: list[list[Any]] | None = None) -> Started:
-        """Our server, with these managed calls made; it listens where ``shared-rpc ls`` looks for :attr:`base_path`."""
+        """Start our server, with these managed calls made; it listens where ``shared-rpc ls`` looks for :attr:`base_path`."""
         path = socket_path(self.base_path, "cpu")
         return self._ready("ours", path, socket=path, build=build or [], **self._workload)
 
     def peer(self, build: list[list[Any]] | None = None) -> Started:
-        """The server of shared-tensor; the address is a base path."""
+        """Start the server of shared-tensor; the address is a base path."""
         base_path = str(self.folder / "peer")
         return self._ready("peer", base_path, base_path=base_path, build=build or [], **self._workload)
 
     def socket_of_peer(self) -> str:
-        """The socket itself of shared-tensor's server."""
+        """Return the socket itself of shared-tensor's server."""
         return socket_of(str(self.folder / "peer"))
 
     def client(self, module: str, cores: Set[int] | None = None, **config: Any) -> Process:
-        """A process that measures; it ends with the block. By default it runs where this one does."""
+        """Start a process that measures; it ends with the block. By default it has this process's cores."""
         return self._stack.enter_context(Process(module, cores or self._clients, **config))
 
     def _ready(self, module: str, address: str, **config: Any) -> Started:

@@ -76,7 +76,7 @@ def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> No
 
 
 def _start(words: Sequence[str], folder: Path, variables: dict[str, str]) -> tuple[float, float]:
-    """Seconds from the start of a program until it says that it has what it wants, and until it has ended."""
+    """Measure the seconds from a program's start until it reports that it has its model, and until its end."""
     begin = time.perf_counter()
     process = subprocess.Popen([sys.executable, *words], cwd=folder, env=variables, stdout=subprocess.PIPE)
     try:
@@ -110,7 +110,7 @@ def _rows(
 
 
 def _memory_rows(report: Report, base_path: str, device: str) -> None:
-    """What the zygote takes, and that the server's memory is there once."""
+    """Report the memory of the zygote, and that of the model, which exists once."""
     (zygote,) = live_zygotes(base_path, lambda reason: None)
     report.add(Row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, unit="bytes"))
     with Client(base_path, device=device, timeout=_PATIENCE) as client:

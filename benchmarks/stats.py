@@ -27,7 +27,7 @@ class Sample:
             raise ValueError("a sample without a single time")
 
     def quantile(self, share: float) -> float:
-        """The time that ``share`` of all times (0 to 1) do not exceed."""
+        """Return the time that ``share`` of all times (0 to 1) do not exceed."""
         return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
 
     @property
@@ -41,7 +41,7 @@ class Sample:
         return self.quantile(0.99)
 
     def as_json(self) -> dict[str, Any]:
-        """Counts and percentiles in seconds, with the median of every turn, which tells how steady the machine was.
+        """Return counts and percentiles in seconds, with the median of every turn, which shows how steady the machine was.
 
         ``quantiles`` are the times that :data:`SHARES` of all do not exceed.
         """
@@ -58,7 +58,7 @@ class Sample:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """The seconds that an action takes, and the end of what it returns, which is dropped."""
+    """Measure the seconds of an action; its result is dropped within them."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""How many functions of the package are called for one request: in the client, in the broker and in its worker."""
+"""Numbers of the package's functions that are called for one request: in the client, in the broker and in its worker."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(*, rounds: int, names: bool, path: Path | None) -> None:
 
 @contextmanager
 def _broker(folder: Path) -> Iterator[str]:
-    """A broker whose processes have the hook."""
+    """Start a broker whose processes have the hook."""
     (folder / "app.py").write_text(_APP)
     base_path = str(folder / "s")
     words = ["serve", str(folder / "app.py"), "--no-preload", "--base-path", base_path, "--device", "cpu"]
@@ -102,7 +102,7 @@ def _broker(folder: Path) -> Iterator[str]:
 
 
 def _trace(folder: Path, pids: dict[str, int], request: Callable[[], object]) -> dict[str, Counter[str]]:
-    """The functions that are called for a request, in each process."""
+    """Return the functions that are called for a request, in each process."""
     files = {role: folder / str(pid) for role, pid in pids.items()}
     go_on = pause()
     sizes = _quiet(files)
@@ -116,7 +116,7 @@ def _trace(folder: Path, pids: dict[str, int], request: Callable[[], object]) ->
 
 
 def _quiet(files: dict[str, Path]) -> dict[str, int]:
-    """The files' sizes, when none has grown for a while."""
+    """Wait until no file has grown for a while, and return the sizes."""
     sizes: dict[str, int] = {}
     while True:
         before, sizes = sizes, {role: file.stat().st_size for role, file in files.items()}

@@ -1,4 +1,4 @@
-"""What is compared, in the terms that the benchmarks use."""
+"""Subjects of comparison, in the terms of the benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Subject(Protocol):
     name: str
 
     def ping(self) -> object:
-        """One round trip."""
+        """Make one round trip."""
 
     def call(self, endpoint: str, *args: Any) -> Any:
         """Call a direct endpoint of :class:`benchmarks.workload.Workload`."""

@@ -1,4 +1,4 @@
-"""How good it must be: every goal, in one table."""
+"""Goals: one table of them all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Goal:
     least: bool = False
 
     def met(self, measured: float) -> bool:
-        """Whether a measurement is good enough."""
+        """Return whether a measurement meets the goal."""
         if self.least:
             return measured >= self.limit
         return measured < self.limit if self.below else measured <= self.limit

@@ -32,7 +32,7 @@ _FAIR = 0.25
 def throughput(
     report: Report, servers: Servers, addresses: dict[str, str], device: str, processes: int, rounds: int, *, judge: bool
 ) -> None:
-    """Calls of a small tensor that is cached, and of a new one; all sides in turns, from the same processes.
+    """Measure calls of a small cached tensor, and of a new one; all sides in turns, from the same processes.
 
     :param addresses: the servers that take part, by the name of their side.
     :param judge: whether the goal is about these tensors.
@@ -65,7 +65,7 @@ def throughput(
 
 
 def starvation(what: str, calls: list[int]) -> str | None:
-    """The line that tells of processes that got far fewer calls done than the others, None where all got their share.
+    """Describe processes that completed far fewer calls than the others; None if all got their share.
 
     :param calls: what each process completed, in all turns.
     """
@@ -90,7 +90,7 @@ def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> l
 
 
 def _calls(subject: Subject, endpoint: str, begin: float) -> dict[str, Any]:
-    """``calls`` that were complete in time, and the ``error`` that ended the turn early."""
+    """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
     end, calls, error = begin + _TURN, 0, None
     time.sleep(max(begin - time.monotonic(), 0))
     while error is None:

@@ -1,4 +1,4 @@
-"""What the servers under comparison serve: the same functions, the same tensors."""
+"""Endpoints of the compared servers: the same functions, the same tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Workload:
         self._make(lambda: Chain(1, 4))
 
     def model(self, shape: str) -> torch.nn.Module:
-        """A decoder of one of the shapes in :data:`benchmarks.models.SHAPES`. Managed, cached."""
+        """Build a decoder of one of the shapes in :data:`benchmarks.models.SHAPES`. Managed, cached."""
         if self.checkpoint is None:
             return self._built(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
         path = self.checkpoint / f"{shape}.pt"
@@ -44,38 +44,38 @@ class Workload:
         return self._loaded(shape, path)
 
     def chain(self, tensors: int, nbytes: int) -> torch.nn.Module:
-        """A module of that many tensors of one size. Managed, cached."""
+        """Build a module of that many tensors of one size. Managed, cached."""
         return self._built(lambda: Chain(tensors, nbytes))
 
     def small(self) -> torch.Tensor:
-        """A small tensor. Direct, cached."""
+        """Return a small tensor. Direct, cached."""
         return torch.ones(SMALL, device=self.device)
 
     def fresh(self) -> torch.Tensor:
-        """A small tensor, a new one every time. Direct, not cached."""
+        """Return a small tensor, a new one every time. Direct, not cached."""
         return torch.ones(SMALL, device=self.device)
 
     async def fresh_on_loop(self) -> torch.Tensor:
-        """:meth:`fresh` without a thread, where the server has that. Direct, not cached."""
+        """Return as :meth:`fresh`, without a thread where the server has that. Direct, not cached."""
         return self.fresh()
 
     async def echo_on_loop(self, tensor: torch.Tensor) -> torch.Tensor:
-        """:meth:`echo` without a thread. Direct, not cached."""
+        """Return as :meth:`echo`, without a thread. Direct, not cached."""
         return tensor
 
     def plus_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor like the argument, a new one every time. Direct, not cached."""
+        """Return a tensor like the argument, a new one every time. Direct, not cached."""
         return tensor + 1
 
     def nothing(self) -> None:
-        """No result, and no memory. Direct, not cached."""
+        """Return nothing, without memory. Direct, not cached."""
 
     def kept(self) -> torch.Tensor:
-        """A small tensor. Managed, cached."""
+        """Return a small tensor. Managed, cached."""
         return torch.ones(SMALL, device=self.device)
 
     def echo(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The argument itself. Direct, not cached."""
+        """Return the argument itself. Direct, not cached."""
         return tensor
 
     def _make(self, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
