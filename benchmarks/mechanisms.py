@@ -136,7 +136,7 @@ class _Subject:
 
     @contextmanager
     def _process(self) -> Iterator[tuple[Process, socket.socket]]:
-        """A running process, and this process's end of its socket."""
+        """Start a process, and yield it with this process's end of its socket."""
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/s")
             listener.listen()

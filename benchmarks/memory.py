@@ -34,7 +34,7 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def process_counts(pid: int) -> dict[str, int]:
-    """Count ``fds``, ``mappings``, ``threads``, and resident bytes of a process: ``shared`` ones, and ``memory`` without files."""
+    """Count ``fds``, ``mappings``, ``threads``, and resident bytes: ``shared`` ones, and ``memory`` without files."""
     status = Path(f"/proc/{pid}/status").read_text()
     sizes = {key: int(value) for key, value in re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", status, re.MULTILINE)}
     return {

@@ -80,7 +80,7 @@ class Row:
         return None if self.goal is None or self.judged is None else self.goal.met(self.judged)
 
     def ratios(self) -> dict[str, float]:
-        """Ratios of every two subjects: ``{"shared_rpc / raw echo": 1.6}``. Empty with a single subject."""
+        """Compute the ratios of every two subjects: ``{"shared_rpc / raw echo": 1.6}``. Empty with a single subject."""
         names = list(self.values)
         return {
             f"{one} / {other}": self.values[one] / self.values[other]

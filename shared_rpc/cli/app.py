@@ -147,7 +147,7 @@ def _zygote(facts: ZygoteInfo) -> str:
 
 @app.command()
 def objects(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """List the objects of a server, and which processes hold them."""
+    """List the objects of a server, with the processes that hold them."""
     with the_server(socket, base_path) as client:
         items = client.list_objects()
     if json:
@@ -207,7 +207,7 @@ def invalidate(
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """Drop cached results; what clients hold stays with them."""
+    """Drop cached results; clients keep those that they hold."""
     kwargs = keywords(arguments)
     with the_server(socket, base_path) as client:
         try:
@@ -228,7 +228,7 @@ for command in (serve, reload, stop, top, call, tasks, wait, cancel, verify):
 
 @app.command()
 def doctor(base_path: BasePath = None, json: Json = False) -> None:
-    """Tell what this machine can share, and what to do about what it cannot. Exit code 1 if it can share nothing."""
+    """Show what this machine can share, with remedies for what it cannot. Exit code 1 if it can share nothing."""
     from shared_rpc.cli.doctor import examine
 
     findings = examine(base_path)

@@ -27,7 +27,7 @@ def run(
             IDLE_EXIT,
             metavar="SECONDS",
             min=0,
-            help="How long what has imported them waits for another script; by default 1800.",
+            help="Lifetime of that process without another script; 1800 by default.",
         ),
     ] = None,
 ) -> None:

@@ -35,14 +35,14 @@ def serve(
     ] = None,
     build_timeout: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="A run that takes longer costs its worker its life; none by default."),
+        typer.Option(min=0.001, metavar="SECONDS", help="Kill the worker of a run that takes longer; no limit by default."),
     ] = None,
     no_preload: Annotated[
         bool, typer.Option("--no-preload", help="Start every worker anew, and none as a fork of a process with its imports.")
     ] = False,
     in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects nobody holds: bytes, or 512M, 20GiB.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects without leases: bytes, or 512M, 20GiB.")] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,10 +53,10 @@ def serve(
     result_ttl: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
     ] = 3600.0,
-    max_connections: Annotated[int, typer.Option(min=1, help="Connections beyond this are turned away.")] = 8192,
+    max_connections: Annotated[int, typer.Option(min=1, help="Further connections are refused.")] = 8192,
     allow_uid: Annotated[
         list[int] | None,
-        typer.Option(min=0, metavar="UID", help="A user beside this one whose clients are let in. May be repeated."),
+        typer.Option(min=0, metavar="UID", help="Another user whose clients are admitted. May be repeated."),
     ] = None,
     pool_initial: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory with which a session's pool for results begins: 4M by default.")
@@ -66,16 +66,18 @@ def serve(
     ] = None,
     idle_exit: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="End when nobody has used it for so long: no client, lease or task."),
+        typer.Option(min=0.001, metavar="SECONDS", help="End after so long without a client, lease or task."),
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve metrics for Prometheus there; 0 for any free port.")
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="The address that port is on; others than this host's reach 0.0.0.0.")
+        str, typer.Option(metavar="ADDRESS", help="Address of that port; 0.0.0.0 for other hosts.")
     ] = "127.0.0.1",
     log_format: Annotated[LogFormat | None, typer.Option(help="Log to standard error, one line for each event.")] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged: info where only a format is given.")] = None,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="Least severe level of the log; info with --log-format alone.")
+    ] = None,
     hook: Annotated[
         list[str] | None,
         typer.Option(metavar="MODULE:NAME", help="A function that gets every event, imported by the server. May be repeated."),
@@ -83,7 +85,7 @@ def serve(
 ) -> None:
     """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
 
-    Endpoints run in worker processes, and what they make outlives them.
+    Endpoints run in worker processes, and their results outlive the workers.
     """
     # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
@@ -211,12 +213,12 @@ def reload(
     socket: Socket = None,
     base_path: BasePath = None,
     keep_objects: Annotated[bool, typer.Option("--keep-objects", help="Keep what old code made in the cache.")] = False,
-    drop_objects: Annotated[bool, typer.Option("--drop-objects", help="Drop all cached objects that nobody holds.")] = False,
+    drop_objects: Annotated[bool, typer.Option("--drop-objects", help="Drop all cached objects without leases.")] = False,
     json: Json = False,
 ) -> None:
     """Have a server's workers read the app's code anew; the old ones serve until the new ones are ready.
 
-    By default cached objects are dropped whose endpoint has changed; who holds one keeps it.
+    By default cached objects of changed endpoints are dropped; their holders keep them.
     """
     if keep_objects and drop_objects:
         raise ConfigurationError("--keep-objects and --drop-objects contradict each other: use one of them")

@@ -22,11 +22,11 @@ def stop(
     base_path: BasePath = None,
     every: Annotated[bool, typer.Option("--all", help="All live servers of this user, and all zygotes.")] = False,
     if_idle: Annotated[
-        bool, typer.Option("--if-idle", help="Only if nobody else has a connection, a lease or a task.")
+        bool, typer.Option("--if-idle", help="Only if no other client has a connection, a lease or a task.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """End a server, wait until it is gone, and tell what it held. Clients keep the memory that they have."""
+    """End a server, wait for its end, and print what it held. Clients keep their memory."""
     if every and socket is not None:
         raise ConfigurationError("--all and --socket contradict each other: use one of them")
     ended: list[StopInfo | dict[str, Any]] = []

@@ -21,7 +21,7 @@ __all__ = ["call", "cancel", "tasks", "wait"]
 #: Characters of an error that the table shows.
 _SHOWN = 200
 
-TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id; it tells which server's task it is.")]
+TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id, which names its server too.")]
 
 
 def tasks(
@@ -30,7 +30,7 @@ def tasks(
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """List the tasks of this user's servers: how far they are, and how they ended."""
+    """List the tasks of this user's servers, with progress and outcome."""
     if status is not None and status not in list(TaskStatus):
         *others, last = TaskStatus
         raise ConfigurationError(f"--status {status}: use {', '.join(others)} or {last}")
@@ -68,9 +68,9 @@ def tasks(
 
 
 def wait(task: TaskId, timeout: Timeout = None, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """Wait for a task, and show how it goes. Exit code 1 if it fails, is cancelled, or takes longer.
+    """Wait for a task, and show its progress. Exit code 1 if it fails, is cancelled, or takes longer.
 
-    The result is left to those who want to use it.
+    The result is not fetched.
     """
     from shared_rpc.cli import waiting
 
@@ -96,7 +96,7 @@ def cancel(task: TaskId, socket: Socket = None, base_path: BasePath = None, json
     elif outcome == "cancelled":
         print(f"task {task} was cancelled")
     else:
-        print(f"task {task} was asked to stop; it ends when its endpoint looks")
+        print(f"task {task} was asked to stop; it ends when its endpoint checks")
 
 
 def call(

@@ -40,9 +40,9 @@ def verify(
     check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
     json: Json = False,
 ) -> None:
-    """Try out on this machine what sharing promises: real processes, a real server, a real model, and kills.
+    """Verify sharing on this machine, with real processes, a real server, a real model, and kills.
 
-    A server of its own is started, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
+    It starts a server of its own, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
     one failed, 2 if there was nothing to check.
     """
     from shared_rpc.extras import verify as verification

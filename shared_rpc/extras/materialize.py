@@ -634,8 +634,8 @@ class _Plan:
         advice = []
         if self._missing or unexpected:
             advice.append(
-                "rename= maps the source's names to the model's, and to None what is not to be taken; own= names what the "
-                "model is to make for itself"
+                "rename= maps the source's names to the model's, and to None the unused ones; own= names the tensors that the "
+                "model makes for itself"
             )
         if self._mismatched:
             advice.append(

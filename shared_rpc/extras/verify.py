@@ -118,7 +118,7 @@ def verify(settings: Settings | None = None, watcher: Observer | None = None) ->
     checks = settings.checks()
     if settings.nbytes is not None and settings.nbytes < _LEAST:
         raise ConfigurationError(
-            f"a model of {size(settings.nbytes)} cannot be told from what processes need anyway: use {size(_LEAST)} or more"
+            f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(_LEAST)} or more"
         )
     begin = time.monotonic()
     with Interrupts() as interrupts:

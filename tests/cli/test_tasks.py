@@ -507,7 +507,7 @@ def test_cancelling_what_runs(client: Client) -> None:
     task = begun(client, "gated")
     for _ in range(2):
         ran = cli("cancel", task)
-        assert (ran.code, ran.output) == (0, f"task {task} was asked to stop; it ends when its endpoint looks\n")
+        assert (ran.code, ran.output) == (0, f"task {task} was asked to stop; it ends when its endpoint checks\n")
     assert client.get_task_status(task).cancel_requested
 
 

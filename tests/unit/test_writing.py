@@ -76,12 +76,12 @@ def complaints(path: Path) -> Iterator[str]:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Return the files of each room."""
+    """Return the files of each room, and of the benchmarks."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         place = path.relative_to(PACKAGE).parts
         found.setdefault(place[0] if len(place) > 1 else "root", []).append(path)
-    return found
+    return found | {"benchmarks": sorted((ROOT / "benchmarks").glob("*.py"))}
 
 
 @pytest.mark.parametrize("room", sorted(rooms().keys() - UNFINISHED))

@@ -22,7 +22,7 @@ def top(
     socket: Socket = None,
     base_path: BasePath = None,
 ) -> None:
-    """Watch a server: its objects and who holds them, calls, builds, memory, workers and clients. '?' shows the keys.
+    """Watch a server: its objects and their holders, calls, builds, memory, workers and clients. '?' shows the keys.
 
     Waits for a server where none is alive, and for the next one when it goes away. With --once that is exit code 1.
     """

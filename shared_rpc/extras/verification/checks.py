@@ -189,7 +189,7 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
     """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
     if not bench.protects:
         outcome.skipped = True
-        outcome.found = "the mechanism that this GPU is shared with cannot protect memory; 'shared-rpc doctor' tells why"
+        outcome.found = "the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'"
         return
     model = {"nbytes": bench.nbytes, "seed": _SEED, "endpoint": "protected"}
     with bench.stage.clients(2) as clients:
@@ -211,7 +211,7 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
     )
     advice = "see 'shared-rpc doctor': which mechanism is used, and whether the kernel seals memfds"
     outcome.require(stopped, "the write is refused", how, advice)
-    outcome.require(before == after, "the other process computes what it did", "other bits", advice)
+    outcome.require(before == after, "the other process computes the same bits", "other bits", advice)
 
 
 def lifetimes(bench: Bench, outcome: Outcome) -> None:
@@ -248,7 +248,7 @@ def lifetimes(bench: Bench, outcome: Outcome) -> None:
         f"{good} of {total} processes attached, computed and ended as told (forked with torch imported; a session each; some "
         f"closed their client, some did not, a third was killed)"
     )
-    outcome.require(good == total, f"{total} processes end as they are told to", f"{total - good} ended otherwise")
+    outcome.require(good == total, f"{total} processes end as they are asked to", f"{total - good} ended otherwise")
     outcome.require(digests == {right}, "all compute the same bits", f"{len(digests | {right})} different results")
     outcome.require(still == right, "one that was there all the time computes on", "it computes other bits")
     found = ", ".join(f"{key} {before[key]} → {after[key]}" for key in before if before[key] != after[key])
@@ -291,7 +291,7 @@ def growth(bench: Bench, outcome: Outcome) -> None:
     grown = _grown(before, after)
     outcome.require(
         not grown,
-        f"what was there after the first {_WARM_UP}, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process",
+        f"the state after the first {_WARM_UP}, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process",
         "; ".join(grown),
         "the named process does not release what it was given; if it is the client, look for handles that are kept",
     )
@@ -301,7 +301,7 @@ def growth(bench: Bench, outcome: Outcome) -> None:
         more <= bench.gauge.blur,
         "no more shared memory than before",
         f"{size(more)} more",
-        "memory of released objects is kept: see who holds it with 'shared-rpc objects'",
+        "memory of released objects is kept: see its holders with 'shared-rpc objects'",
     )
 
 
