@@ -396,7 +396,7 @@ class WorkerExecutor:
         """See :class:`Executor`."""
         transfer = self.transfers.find(run.session)
         if transfer is not None:
-            transfer.give(record.chunks)
+            transfer.release_results(record.chunks)
 
     def pool_owner(self, run: Run[Any]) -> Worker | None:
         """Return the worker whose results a run takes as arguments: no other one can hold them."""

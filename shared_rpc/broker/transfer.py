@@ -94,7 +94,7 @@ class ForwardedTransfer(SessionTransfer):
         """See :class:`SessionTransfer`."""
         return dict.fromkeys(chunks, self)
 
-    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
+    def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
         """See :class:`SessionTransfer`. The worker holds them when the call is there, and has the last word."""
         return {} if all(chunk in self._results for chunk in chunks) else None
 
@@ -103,7 +103,7 @@ class ForwardedTransfer(SessionTransfer):
         found = self._segments.get(segment_id)
         return found[0] if found is not None else None
 
-    def give(self, chunks: Sequence[int]) -> None:
+    def release_results(self, chunks: Sequence[int]) -> None:
         """See :class:`SessionTransfer`."""
         owners: dict[Worker, list[int]] = {}
         for chunk in chunks:
@@ -143,7 +143,7 @@ class ForwardedTransfer(SessionTransfer):
             self._asked.add(worker)
             worker.send(w.AwaitChunks(self.key, self.session))
 
-    def forget(self, told: Callable[[], None]) -> None:
+    def unsubscribe(self, told: Callable[[], None]) -> None:
         """See :class:`SessionTransfer`."""
         if told in self._wanted:
             self._wanted.remove(told)

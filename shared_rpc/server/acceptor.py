@@ -69,13 +69,8 @@ class Acceptor:
         return self._core.info(self.path, len(self._connections))
 
     @property
-    def sessions(self) -> int:
-        """The number of client processes."""
-        return len(self._core.sessions)
-
-    @property
     def connections(self) -> int:
-        """The number of their connections."""
+        """The number of connections."""
         return len(self._connections)
 
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
@@ -164,4 +159,4 @@ class Acceptor:
         # A child that kept the listening socket would make a dead server look alive.
         self._listener.close()
         for connection in self._connections:
-            connection.abandon()
+            connection.stream.abandon()

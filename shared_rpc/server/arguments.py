@@ -30,7 +30,7 @@ def read_arguments(
         every segment that is no arena, and whose ids are good.
     """
     if message.freed:
-        transfers.of(session).give(message.freed)
+        transfers.of(session).release_results(message.freed)
     memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
@@ -51,7 +51,7 @@ def read_arguments(
             _take_sent(segments, frame, message, transfer, trusted=objects is None)
         if transfer is not None and message.held:
             # Chunks of its results that the session names: they stay as long as the endpoint has them.
-            held = transfer.hold(message.held)
+            held = transfer.retain(message.held)
             if held is None:
                 raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
             arguments.pooled.update(held)
@@ -92,7 +92,7 @@ def _take_sent(
             if number in kept:
                 continue
             if number in arenas and transfer is not None:
-                segments[number] = transfer.take_arena(info, sent.popleft())
+                segments[number] = transfer.add_arena(info, sent.popleft())
             else:
                 segments[number] = Segment(info if trusted else _renamed(info), sent.popleft())
     finally:

@@ -34,17 +34,17 @@ class Buffers:
 
     :param device: the id of the server's device.
     :param memory: where they are made.
-    :param look_within: called when a buffer may expire in so many seconds.
+    :param wake_within: called when a buffer may expire in so many seconds.
     """
 
     def __init__(
-        self, device: str, table: BufferTable, quotas: Quotas, memory: DeviceMemory, look_within: Callable[[float], None]
+        self, device: str, table: BufferTable, quotas: Quotas, memory: DeviceMemory, wake_within: Callable[[float], None]
     ) -> None:
         self.table = table
         self._device = device
         self._memory = memory
         self._quotas = quotas
-        self._look_within = look_within
+        self._wake_within = wake_within
         self._threads = WorkerThreads(1)
         #: Those who wait for what the thread does.
         self._waiting: set[Waiter] = set()
@@ -81,7 +81,7 @@ class Buffers:
             assert made.record is not None, "a buffer has a record"
             stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses, keep=message.keep)
             if message.ttl is not None:
-                self._look_within(message.ttl)
+                self._wake_within(message.ttl)
             tell(waiter, Delivery(stored.record, None, stored, True))
 
         self._work(waiter, lambda: Completed(self._new_record(extent, facts.id), None), keep, ended)

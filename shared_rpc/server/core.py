@@ -98,7 +98,7 @@ class Core:
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
-        self.buffers = Buffers(device, buffers, self.quotas, memory or DeviceMemory(device), self._sweeper.look_within)
+        self.buffers = Buffers(device, buffers, self.quotas, memory or DeviceMemory(device), self._sweeper.wake_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
         self.runs = Runs(
             executor,
@@ -115,7 +115,7 @@ class Core:
             self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
         self.tasks = Tasks(
-            table, self.runs, self.objects, self.leases, self.release, lambda: self._sweeper.look_within(result_ttl)
+            table, self.runs, self.objects, self.leases, self.release, lambda: self._sweeper.wake_within(result_ttl)
         )
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
@@ -413,7 +413,7 @@ class Core:
         for object_id in object_ids:
             stored = self.objects.get(object_id)
             if stored is not None and stored.idle_ttl is not None:
-                self._sweeper.look_within(stored.idle_ttl)
+                self._sweeper.wake_within(stored.idle_ttl)
 
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)

@@ -144,7 +144,7 @@ class Generations:
             )
         return self.of(stored)
 
-    def hand_latest(self, waiter: Waiter, object_id: str) -> None:
+    def deliver_latest(self, waiter: Waiter, object_id: str) -> None:
         """Hand out what is current of an object's key now, at once, with a lease.
 
         :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
@@ -160,7 +160,7 @@ class Generations:
             )
         self._deliver(waiter, current)
 
-    def hand(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
+    def deliver_object(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
         """Hand an object out that is there, current or not, at once, with a lease.
 
         :param cache_key: its key, to tell what has become of it, ``""`` if it has none.

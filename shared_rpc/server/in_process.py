@@ -214,7 +214,7 @@ class InProcessExecutor:
     def take_back(self, run: Run[Any], record: Record) -> None:
         transfer = self._transfers.find(run.session)
         if transfer is not None:
-            transfer.give(record.chunks)
+            transfer.release_results(record.chunks)
 
     def _park(
         self,

@@ -48,7 +48,7 @@ def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
         found["pool_bytes"][()] += pools["nbytes"]
         found["pool_chunks"][()] += pools["chunks"]
         found["leases"][()] += len(core.leases)
-        found["sessions"][()] += acceptor.sessions
+        found["sessions"][()] += len(core.sessions)
         found["connections"][()] += acceptor.connections
         # The process's, which all its servers share.
         found["object_descriptors"][()] = core.objects.descriptors.used

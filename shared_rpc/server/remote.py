@@ -100,10 +100,6 @@ class RemoteClient:
         self.send(m.Error(error.code, str(error)), 0)
         self.close()
 
-    def abandon(self) -> None:
-        """Close the descriptors and nothing else, in a forked child."""
-        self.stream.abandon()
-
     def send(self, message: m.Message, number: int, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """Send a message. Never waits, never raises; False if an error went instead, or the connection has ended."""
         if self.stream.closed:
@@ -229,12 +225,8 @@ class RemoteCaller:
             return True  # nobody waits for the answer, see Free
         return self._client.send(message, self._number, payload, fds)
 
-    @property
-    def _ended(self) -> bool:
-        return self._waiter is not None and self._client.waiting.get(self._number) is not self
-
     def fail(self, failure: Failure) -> None:
-        if self._ended:
+        if self._waiter is not None and self._client.waiting.get(self._number) is not self:
             return
         if HOOKS.registered:
             HOOKS.emit(
@@ -276,7 +268,7 @@ class RemoteCaller:
             sent.update(message.segments[number].id for number in record.arenas)
             return True
         if transfer is not None:
-            transfer.give(record.chunks)
+            transfer.release_results(record.chunks)
             transfer.put_back(message.freed)
         if outcome.managed:
             self.core.release(self.session, [message.object_id])

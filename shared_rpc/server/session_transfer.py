@@ -27,7 +27,7 @@ class SessionTransfer(ABC):
         #: The client's arenas, by the ids that it gave them.
         self._arenas: dict[str, Segment] = {}
 
-    def take_arena(self, info: SegmentInfo, fd: int) -> Segment:
+    def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
         """Take a client's new arena, and return another descriptor of it. The one that came belongs to the transfer.
 
         Its id is made here, so that no client can pass its memory off as another segment.
@@ -56,7 +56,7 @@ class SessionTransfer(ABC):
         """Return where chunks of the client's are given back that come with a call."""
 
     @abstractmethod
-    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
+    def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
         """Hold chunks of the session's results once more that it names as arguments; None if one of them is not in use."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class SessionTransfer(ABC):
         """Return a segment of the results' pool; it stays the pool's."""
 
     @abstractmethod
-    def give(self, chunks: Sequence[int]) -> None:
+    def release_results(self, chunks: Sequence[int]) -> None:
         """Take back chunks of the results' pool that the client has done with, or that were never sent."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class SessionTransfer(ABC):
         """Have ``told`` called, from whichever thread, when there are chunks for :meth:`returned`, or may be."""
 
     @abstractmethod
-    def forget(self, told: Callable[[], None]) -> None:
+    def unsubscribe(self, told: Callable[[], None]) -> None:
         """Forget what :meth:`await_chunks` was given."""
 
     @property

@@ -42,7 +42,7 @@ class Sweeper:
         self._looks_at = float("inf")
         self._wake: anyio.Event | None = None
 
-    def look_within(self, seconds: float) -> None:
+    def wake_within(self, seconds: float) -> None:
         """Look again after so many seconds at the latest: something may expire then."""
         if self._wake is not None and self._clock.now() + seconds < self._looks_at:
             self._wake.set()

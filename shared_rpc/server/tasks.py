@@ -80,7 +80,7 @@ class Tasks:
         )
         if asker is not None:
             waiter.request_id, waiter.observed = asker.request_id, asker.observed
-        self._say(task)
+        self._emit(task)
         self._runs.enter(waiter, spec, key, arguments, chain)
         return task
 
@@ -123,7 +123,7 @@ class Tasks:
         if waiter.on_event is not None and not (waiter.looks and task.finished):
             waiter.on_event(task.info)
         if task.finished:
-            self._hand(task, [waiter])
+            self._deliver(task, [waiter])
         else:
             waiter.task = task
             task.watchers.append(waiter)
@@ -151,7 +151,7 @@ class Tasks:
             if not task.info.cancel_requested:
                 self.table.update(task, cancel_requested=True)
                 self._runs.ask_to_stop(run)
-                self._tell_watchers(task)
+                self._notify_watchers(task)
             return True
         self._runs.leave(waiter)
         self.table.update(task, cancel_requested=True)
@@ -167,7 +167,7 @@ class Tasks:
             return
         assert outcome.stored is not None, "what a task waits for is stored"
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
-        self._hand(task, task.watchers)
+        self._deliver(task, task.watchers)
         if not task.kept:
             self.forget(task)
 
@@ -178,9 +178,9 @@ class Tasks:
         else:
             self._change(task, TaskStatus.FAILED, error_type=failure.type_name, error_message=failure.text)
         task.failure = failure
-        self._hand(task, task.watchers)
+        self._deliver(task, task.watchers)
 
-    def _hand(self, task: Task[Waiter], waiters: list[Waiter]) -> None:
+    def _deliver(self, task: Task[Waiter], waiters: list[Waiter]) -> None:
         """Tell how the task ended. Once its result was fetched, who fetched it keeps it, and the task does not."""
         waiters, task.watchers = list(waiters), []
         outcome = task.failure or self._result(task)
@@ -214,14 +214,14 @@ class Tasks:
 
     def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
         self.table.advance(task, status, **facts)
-        self._say(task)
-        self._tell_watchers(task)
+        self._emit(task)
+        self._notify_watchers(task)
         if status.finished:
             # A task is remembered for long, and what it was made of is not needed any more.
             task.waiter = None
             self._changed()
 
-    def _say(self, task: Task[Waiter]) -> None:
+    def _emit(self, task: Task[Waiter]) -> None:
         """Tell those who listen of a task's status."""
         if HOOKS.registered:
             HOOKS.emit(
@@ -236,9 +236,9 @@ class Tasks:
 
     def _note(self, task: Task[Waiter], progress: Progress) -> None:
         self.table.update(task, progress=progress)
-        self._tell_watchers(task)
+        self._notify_watchers(task)
 
-    def _tell_watchers(self, task: Task[Waiter]) -> None:
+    def _notify_watchers(self, task: Task[Waiter]) -> None:
         for waiter in tuple(task.watchers):
             if waiter.on_event is not None and not (waiter.looks and task.finished):
                 try:

@@ -72,7 +72,7 @@ class ServerTransfer(SessionTransfer):
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
         return dict.fromkeys(chunks, self.references)
 
-    def hold(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
+    def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
         held = set(chunks)
         return dict.fromkeys(held, self.own) if self.results.retain(held) else None
 
@@ -87,7 +87,7 @@ class ServerTransfer(SessionTransfer):
             self._looking = True
             FINALIZER.submit(self._look)
 
-    def forget(self, told: Callable[[], None]) -> None:
+    def unsubscribe(self, told: Callable[[], None]) -> None:
         with suppress(ValueError):  # told already
             self._wanted.remove(told)
 
@@ -127,7 +127,7 @@ class ServerTransfer(SessionTransfer):
     def results_used(self) -> int:
         return self.results.used
 
-    def give(self, chunks: Sequence[int]) -> None:
+    def release_results(self, chunks: Sequence[int]) -> None:
         if self.results.release(chunks):
             self._retry()
 

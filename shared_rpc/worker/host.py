@@ -65,14 +65,10 @@ class Hosted:
         self.transfers = transfers_of(provider.pool)
         self.executor = InProcessExecutor(provider.endpoints, provider.device_id, self.transfers, max_workers)
 
-    def find(self, session: str) -> ServerTransfer | None:
-        """Return the transfer of a session that has one."""
-        return self.transfers.find(session)
-
 
 def given_back(hosted: Hosted | None, session: str) -> list[int]:
     """Return chunks of the client's that can go back to it."""
-    transfer = hosted.find(session) if hosted is not None else None
+    transfer = hosted.transfers.find(session) if hosted is not None else None
     return transfer.returned() if transfer is not None else []
 
 
@@ -325,9 +321,9 @@ class WorkerHost:
         try:
             self._stream.send(message, run.number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
         except Exception as error:
-            transfer = hosted.find(run.session)
+            transfer = hosted.transfers.find(run.session)
             if transfer is not None:
-                transfer.give(record.chunks)
+                transfer.release_results(record.chunks)
                 transfer.put_back(message.returned)
             return Failure.of(CapabilityError(f"the result of {run.spec.name}() cannot be handed over: {error}"))
         finally:
@@ -360,12 +356,12 @@ class WorkerHost:
 
     def _transfer(self, message: w.ReleaseChunks | w.AwaitChunks) -> ServerTransfer | None:
         hosted = self._hosted.get(message.key)
-        return hosted.find(message.session) if hosted is not None else None
+        return hosted.transfers.find(message.session) if hosted is not None else None
 
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
         transfer = self._transfer(message)
         if transfer is not None:
-            transfer.give(message.chunks)
+            transfer.release_results(message.chunks)
 
     def _await_chunks(self, frame: Frame, message: w.AwaitChunks) -> None:
         transfer = self._transfer(message)

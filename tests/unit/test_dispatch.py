@@ -184,7 +184,7 @@ def test_a_result_as_argument_goes_to_the_worker_that_has_it(setting: Setting) -
         setting.start()
     busy = setting.peers[0]
     setting.transfer._results[100] = cast("Worker", busy)
-    arguments = Arguments(held=[100], pooled=setting.transfer.hold([100]) or {})
+    arguments = Arguments(held=[100], pooled=setting.transfer.retain([100]) or {})
     setting.start_with(arguments, SESSION)
     assert busy.last(w.StartRun).held == [100]
 

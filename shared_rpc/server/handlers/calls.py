@@ -27,7 +27,7 @@ def cancel(caller: Caller, message: m.Cancel) -> None:
 
 @handles(m.Free)
 def free(caller: Caller, message: m.Free) -> m.Count:
-    caller.core.transfers.of(caller.session).give(message.chunks)
+    caller.core.transfers.of(caller.session).release_results(message.chunks)
     return m.Count(len(message.chunks))
 
 
@@ -48,7 +48,7 @@ def await_free(caller: Caller, message: m.AwaitFree) -> None:
     def left() -> None:
         nonlocal waiting
         waiting = False
-        transfer.forget(told)
+        transfer.unsubscribe(told)
 
     caller.wait().on_leave = left
     transfer.await_chunks(told)

@@ -33,7 +33,7 @@ def await_refreshes(caller: Caller, message: g.AwaitRefreshes) -> None:
 
 @handles(g.GetLatest)
 def get_latest(caller: Caller, message: g.GetLatest) -> None:
-    caller.core.generations.hand_latest(caller.wait(), message.object_id)
+    caller.core.generations.deliver_latest(caller.wait(), message.object_id)
 
 
 @handles(g.GetObject)
@@ -42,7 +42,7 @@ def get_object(caller: Caller, message: g.GetObject) -> None:
     if stored is not None and stored.kind == "buffer":
         core.buffers.get(caller.wait(), message.object_id)
     else:
-        core.generations.hand(caller.wait(), message.object_id, message.cache_key)
+        core.generations.deliver_object(caller.wait(), message.object_id, message.cache_key)
 
 
 @handles(g.Retire)
