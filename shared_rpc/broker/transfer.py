@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shared_rpc.memory.records import ChunkSink, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.server.session_transfer import SessionTransfer
 
 if TYPE_CHECKING:
@@ -148,15 +149,10 @@ class ForwardedTransfer(SessionTransfer):
         if told in self._wanted:
             self._wanted.remove(told)
 
-    @property
-    def results_nbytes(self) -> int:
-        """See :class:`SessionTransfer`."""
-        return sum(segment.info.nbytes for segment, _ in self._segments.values())
-
-    @property
-    def results_used(self) -> int:
-        """See :class:`SessionTransfer`."""
-        return len(self._results)
+    def info(self) -> PoolInfo:
+        """Return what the workers' pools for the session's results have."""
+        nbytes = sum(segment.info.nbytes for segment, _ in self._segments.values())
+        return {"nbytes": nbytes, "chunks": len(self._results)}
 
     def close(self) -> None:
         """See :class:`SessionTransfer`."""

@@ -180,7 +180,7 @@ class Core:
     def refresh(
         self,
         waiter: Waiter,
-        told: Callable[[Generation | Failure], None],
+        made: Callable[[Generation], None],
         endpoint: str,
         lowered: Lowered | None,
         arguments: CallArguments,
@@ -190,14 +190,18 @@ class Core:
 
         For the parameters see :meth:`call`.
 
-        :param told: called once, in the turn of the loop in which the new generation became current.
+        :param made: called in the turn of the loop in which the new generation became current; the waiter is told failures.
         """
+        fail = waiter.deliver
 
         def deliver(outcome: Delivery | Failure) -> None:
             try:
-                told(outcome if isinstance(outcome, Failure) else self.generations.made(endpoint, outcome))
+                if isinstance(outcome, Failure):
+                    fail(outcome)
+                else:
+                    made(self.generations.made(endpoint, outcome))
             except SharedRPCError as error:
-                told(Failure.of(error))
+                fail(Failure.of(error))
 
         waiter.refreshes, waiter.deliver = True, deliver
         try:

@@ -155,6 +155,10 @@ def _fields(template: str) -> Iterator[str]:
             yield from _fields(spec or "")
 
 
+#: The enumeration of kinds, by whose numbers parameters travel; it has no public name.
+_Kind: Any = type(inspect.Parameter.KEYWORD_ONLY)
+
+
 class _Default(str):
     """A default that no argument replaced: it prints as its value."""
 
@@ -164,22 +168,10 @@ def _signature(parameters: tuple[Parameter, ...]) -> inspect.Signature:
     empty = inspect.Parameter.empty
     return inspect.Signature(
         [
-            inspect.Parameter(p.name, _KIND[p.kind], default=empty if p.default is None else _Default(p.default))
+            inspect.Parameter(p.name, _Kind(p.kind), default=empty if p.default is None else _Default(p.default))
             for p in parameters
         ]
     )
-
-
-_KIND = {
-    int(kind): kind
-    for kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.VAR_KEYWORD,
-    )
-}
 
 
 def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

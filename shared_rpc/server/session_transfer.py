@@ -87,15 +87,9 @@ class SessionTransfer(ABC):
     def unsubscribe(self, told: Callable[[], None]) -> None:
         """Forget what :meth:`await_chunks` was given."""
 
-    @property
     @abstractmethod
-    def results_nbytes(self) -> int:
-        """Bytes that the pool for results has."""
-
-    @property
-    @abstractmethod
-    def results_used(self) -> int:
-        """Chunks of it that the client has not given back."""
+    def info(self) -> PoolInfo:
+        """Return what there is to know of the pool for results."""
 
     def close(self) -> None:
         """Release everything: the session ended."""
@@ -140,11 +134,8 @@ class Transfers(Generic[TransferT_co]):
 
     def info(self) -> PoolInfo:
         """Return what there is to know of the pools for results."""
-        transfers = self.all()
-        return {
-            "nbytes": sum(transfer.results_nbytes for transfer in transfers),
-            "chunks": sum(transfer.results_used for transfer in transfers),
-        }
+        infos = [transfer.info() for transfer in self.all()]
+        return {"nbytes": sum(info["nbytes"] for info in infos), "chunks": sum(info["chunks"] for info in infos)}
 
     def close(self) -> None:
         """Release everything: the server ends."""

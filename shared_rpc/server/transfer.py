@@ -12,6 +12,7 @@ from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 
 __all__ = ["ServerTransfer", "transfers_of"]
@@ -119,13 +120,8 @@ class ServerTransfer(SessionTransfer):
 
     # Results, on the server's loop.
 
-    @property
-    def results_nbytes(self) -> int:
-        return self.results.nbytes
-
-    @property
-    def results_used(self) -> int:
-        return self.results.used
+    def info(self) -> PoolInfo:
+        return {"nbytes": self.results.nbytes, "chunks": self.results.used}
 
     def release_results(self, chunks: Sequence[int]) -> None:
         if self.results.release(chunks):

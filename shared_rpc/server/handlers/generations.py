@@ -5,20 +5,16 @@ from __future__ import annotations
 from shared_rpc.protocol import generations as g
 from shared_rpc.server.generations import page_of
 from shared_rpc.server.handlers.table import Caller, entered, handles
-from shared_rpc.server.outcomes import Failure
 
 
 @handles(g.Refresh)
 def refresh(caller: Caller, message: g.Refresh) -> None:
     waiter, lowered, arguments = entered(caller, message)
 
-    def told(outcome: g.Generation | Failure) -> None:
-        if isinstance(outcome, Failure):
-            caller.fail(outcome)
-        else:
-            caller.reply(g.Refreshed(outcome))
+    def made(generation: g.Generation) -> None:
+        caller.reply(g.Refreshed(generation))
 
-    caller.core.refresh(waiter, told, message.endpoint, lowered, arguments, frozenset(message.chain))
+    caller.core.refresh(waiter, made, message.endpoint, lowered, arguments, frozenset(message.chain))
 
 
 @handles(g.AwaitRefreshes)
