@@ -199,7 +199,7 @@ class Broker:
         return self._supervisor.workers
 
     def _measures(self) -> Measures:
-        found = measures((service.core, service.acceptor) for service in self._services.values())
+        found = measures(service.core for service in self._services.values())
         self._supervisor.add_measures(found)
         return found
 
@@ -223,6 +223,7 @@ class Broker:
             quotas=message.quotas,
             memory=RelayedMemory(self._memory, message.devices),
             mechanism=message.mechanism,
+            socket_path=message.socket_path,
             server_id=server_id,
             descriptors=self._descriptors,
         )

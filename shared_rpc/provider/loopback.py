@@ -13,8 +13,7 @@ import os
 import queue
 import time
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -39,7 +38,6 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.engine import Engine
@@ -89,10 +87,9 @@ class _LocalCaller:
     session = _SESSION
     name = ""
 
-    def __init__(self, core: Core, request: Request, server_info: Callable[[], ServerInfo]) -> None:
+    def __init__(self, core: Core, request: Request) -> None:
         self.core = core
         self.request = request
-        self.server_info = server_info
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
         self.answered.set_running_or_notify_cancel()  # a coroutine that waits for it must not cancel it
         self._waiter: Waiter | None = None
@@ -125,7 +122,7 @@ class _LocalCaller:
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
             if unwanted is not None:
-                _LocalCaller(self.core, Request(unwanted, "a lease that is not wanted"), self.server_info).ask()
+                _LocalCaller(self.core, Request(unwanted, "a lease that is not wanted")).ask()
 
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
@@ -188,10 +185,6 @@ class LoopbackDriver(BlockingMethods):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._watch: Subscriptions | None = None
 
-    @abstractmethod
-    def _server_info(self) -> ServerInfo:
-        """Return the facts of the server. On the loop."""
-
     # What an operation may know.
 
     def _known(self) -> LoopbackDriver:
@@ -237,7 +230,7 @@ class LoopbackDriver(BlockingMethods):
         caller, turn.caller = turn.caller, None  # the operation has what was answered
         match step:
             case Request():
-                turn.caller = _LocalCaller(self._engine.core, step, self._server_info)
+                turn.caller = _LocalCaller(self._engine.core, step)
                 return self._answer(turn.caller, turn.until)
             case Work():
                 return step.function()
@@ -253,13 +246,13 @@ class LoopbackDriver(BlockingMethods):
             case Tell():
                 with suppress(ConnectionClosed):
                     request = Request(step.message, "a message")
-                    self._engine.post(_LocalCaller(self._engine.core, request, self._server_info).ask)
+                    self._engine.post(_LocalCaller(self._engine.core, request).ask)
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
         request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
-        caller = _LocalCaller(self._engine.core, cast(Request, request), self._server_info)
+        caller = _LocalCaller(self._engine.core, cast(Request, request))
         try:
             self._engine.post(caller.ask)
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
@@ -354,9 +347,6 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
             "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
         )
 
-    def _server_info(self) -> ServerInfo:
-        return self._engine.core.info()
-
 
 class _LoopbackSource(Source):
     """News of the core of this process."""
@@ -367,9 +357,7 @@ class _LoopbackSource(Source):
         self._over = False
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        caller = self._caller = _LocalCaller(
-            self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"), self._engine.core.info
-        )
+        caller = self._caller = _LocalCaller(self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"))
         self._engine.post(caller.ask)
         if self._over:
             self.hang_up()

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
-from shared_rpc.protocol.infos import RuntimeInfo, ServerInfo
+from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
@@ -137,9 +137,6 @@ class ServerRuntime(LoopbackRuntime):
     def socket_path(self) -> str:
         """The path of the server's socket."""
         return self.server.socket_path
-
-    def _server_info(self) -> ServerInfo:
-        return self.server.info()
 
     def describe(self, info: RuntimeInfo) -> None:
         """Add what the server knows of itself, while it runs."""

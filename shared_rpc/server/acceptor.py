@@ -15,7 +15,6 @@ import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
 from shared_rpc.forks import after_fork
-from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.peers import peer_of
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
@@ -64,15 +63,6 @@ class Acceptor:
         self._inode = os.lstat(path).st_ino if listener is None else 0
         after_fork(self._abandon)
 
-    def info(self) -> ServerInfo:
-        """Return what there is to know of the server. On the loop only."""
-        return self._core.info(self.path, len(self._connections))
-
-    @property
-    def connections(self) -> int:
-        """The number of connections."""
-        return len(self._connections)
-
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
         """Count what others use of the server. On the loop only.
 
@@ -119,7 +109,7 @@ class Acceptor:
     def _admit(self, sock: socket.socket) -> None:
         peer = peer_of(sock)
         scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
-        connection = RemoteClient(sock, peer, self._core, self.info, self._connections.discard)
+        connection = RemoteClient(sock, peer, self._core, self._connections.discard)
         if peer.uid not in self._uids:
             _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
             connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))

@@ -62,6 +62,7 @@ class Core:
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
     :param memory: where buffers are made; by default in this process.
+    :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
     :param mechanism: how the executor's process makes segments, for those who ask: see
@@ -81,6 +82,7 @@ class Core:
         quotas: Mapping[str, int] | None = None,
         memory: DeviceMemory | None = None,
         mechanism: MechanismInfo | None = None,
+        socket_path: str | None = None,
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
         clock: Clock | None = None,
@@ -88,6 +90,7 @@ class Core:
         self.server_id = server_id or secrets.token_hex(8)
         self.device = device
         self.mechanism = mechanism
+        self.socket_path = socket_path
         self.registry = registry
         self.transfers = transfers
         self._told = Listeners(self.server_id)
@@ -360,7 +363,7 @@ class Core:
             info["lifetime"] = bound
         return {**info, **self.buffers.table.info(stored.object_id)} if stored.kind == "buffer" else info
 
-    def info(self, socket_path: str | None = None, connections: int = 0) -> ServerInfo:
+    def info(self) -> ServerInfo:
         """Return what there is to know of the server."""
         return {
             "server_id": self.server_id,
@@ -377,10 +380,10 @@ class Core:
             "pools": self.transfers.info(),
             "running": len(self.runs.calls),
             "tasks": self.tasks.table.counts(),
-            "socket_path": socket_path,
+            "socket_path": self.socket_path,
             "uptime": self._clock.now() - self._began,
             "sessions": len(self.sessions),
-            "connections": connections,
+            "connections": self.sessions.connections,
             "ready": True,
             **self.runs.statistics.totals(),
             **self._executor.info(),

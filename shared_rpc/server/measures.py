@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of
 
@@ -25,11 +24,11 @@ _COUNTS: dict[str, Literal["hits", "misses", "joined", "builds"]] = {
 }
 
 
-def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
+def measures(cores: Iterable[Core]) -> Measures:
     """Return the numbers of all servers of a process together. On their loop, in one step."""
     found: Measures = defaultdict(Counter)
     segments: dict[str, SegmentInfo] = {}  # servers may have objects in the same memory
-    for core, acceptor in servers:
+    for core in cores:
         for spec in core.registry.all():
             for name in (*_COUNTS, "builds_running", "builds_queued"):
                 found[name][spec.name,] += 0
@@ -49,7 +48,7 @@ def measures(servers: Iterable[tuple[Core, Acceptor]]) -> Measures:
         found["pool_chunks"][()] += pools["chunks"]
         found["leases"][()] += len(core.leases)
         found["sessions"][()] += len(core.sessions)
-        found["connections"][()] += acceptor.connections
+        found["connections"][()] += core.sessions.connections
         # The process's, which all its servers share.
         found["object_descriptors"][()] = core.objects.descriptors.used
         found["object_descriptors_limit"][()] = core.objects.descriptors.limit

@@ -16,7 +16,6 @@ from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.core import Core
@@ -45,7 +44,6 @@ _numbers = itertools.count(1)
 class RemoteClient:
     """One connection of a client.
 
-    :param server_info: what there is to know of the server.
     :param on_close: called once, when it ends.
     """
 
@@ -54,14 +52,12 @@ class RemoteClient:
         sock: socket.socket,
         peer: Peer,
         core: Core,
-        server_info: Callable[[], ServerInfo],
         on_close: Callable[[RemoteClient], None],
     ) -> None:
         self.core = core
         self.peer = peer
         self.session: Session | None = None
         self.session_id = ""
-        self.server_info = server_info
         #: Tells it from all others, of all servers: what its requests are called begins with it.
         self.name = ""
         self.stream = FramedStream(sock, self._handle, self._end, backpressure=_BACKPRESSURE)
@@ -78,6 +74,7 @@ class RemoteClient:
         :raises OSError: if the kernel does not watch the socket.
         """
         self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._said_nothing)
+        self.core.sessions.connections += 1
         self.stream.start()
 
     def close(self) -> None:
@@ -87,6 +84,7 @@ class RemoteClient:
         self.stream.close()
         if self._silence is not None:
             self._silence.cancel()
+            self.core.sessions.connections -= 1
         callers = tuple(self.waiting.values())
         self.waiting.clear()
         for caller in callers:
@@ -169,9 +167,6 @@ class RemoteCaller:
     def name(self) -> str:
         """The request's name, by which a client's error is found in the server's log."""
         return f"{self._client.name}-{self._number}"
-
-    def server_info(self) -> ServerInfo:
-        return self._client.server_info()
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""

@@ -167,6 +167,7 @@ class Server:
             result_ttl=self._result_ttl,
             quotas=resolve_quotas(self._quotas, device),
             mechanism=mechanism,
+            socket_path=path,
             descriptors=Descriptors(mapped=mapped_limit()),
         )
         exporter = self._take_metrics_port()
@@ -184,7 +185,7 @@ class Server:
         self._engine, self._acceptor = engine, acceptor
         if exporter is not None:
             exporter.watch(core.server_id)
-            exporter.start(engine.post, lambda: measures([(core, acceptor)]))
+            exporter.start(engine.post, lambda: measures([core]))
             self._exporter = exporter
         self._provider.serve_with(self)
         _log.info("serving on %s", path)
@@ -208,9 +209,7 @@ class Server:
 
     def info(self) -> ServerInfo:
         """Return what ``get_server_info`` does."""
-        engine, acceptor = self.engine, self._acceptor
-        assert acceptor is not None, "a running server accepts"
-        return engine.ask(lambda _: acceptor.info())
+        return self.engine.ask(lambda core: core.info())
 
     def __enter__(self) -> Server:
         if not self.running:

@@ -54,6 +54,8 @@ class Sessions:
         self._objects = objects
         self._leases = leases
         self._on_end = on_end
+        #: All there are, those included that belong to no session yet.
+        self.connections = 0
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
 

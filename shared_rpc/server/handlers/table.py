@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeVar
 
 from shared_rpc.errors import ProtocolError, SharedRPCError
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments
@@ -70,9 +69,6 @@ class Caller(Protocol):
 
         The descriptors belong to whoever calls this then.
         """
-
-    def server_info(self) -> ServerInfo:
-        """Return what there is to know of the server."""
 
 
 MessageT = TypeVar("MessageT", bound=m.Message)
