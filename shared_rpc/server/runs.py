@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -24,11 +24,8 @@ from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import CallArguments, Run, RunTable
-from shared_rpc.server.state.tasks import TASK_SESSION
+from shared_rpc.server.state.tasks import TASK_SESSION, Task
 from shared_rpc.server.statistics import Statistics
-
-if TYPE_CHECKING:
-    from shared_rpc.server.state.tasks import Task
 
 __all__ = ["CallArguments", "Delivery", "Runs", "Waiter", "close_arguments", "tell"]
 

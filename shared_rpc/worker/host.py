@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import anyio
 import msgspec
@@ -33,6 +33,8 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.provider.amounts import check_quotas, quotas_of
 from shared_rpc.provider.overrides import Overrides
+from shared_rpc.provider.provider import Provider
+from shared_rpc.provider.runtime import Runtime
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
@@ -43,10 +45,6 @@ from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.server.transfer import ServerTransfer, transfers_of
 from shared_rpc.worker.runtime import WorkerRuntime
-
-if TYPE_CHECKING:
-    from shared_rpc.provider.provider import Provider
-    from shared_rpc.provider.runtime import Runtime
 
 __all__ = ["WorkerHost"]
 
