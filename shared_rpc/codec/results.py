@@ -53,7 +53,7 @@ _publishing = fork_safe_lock()
 def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None) -> Record:
     """Take a result apart and see to it that its memory lies in segments.
 
-    A result for one reader is copied into his pool, if it is small enough for that. Of any other every reachable tensor is
+    A result for one reader is copied into the reader's pool, if it is small enough. Of any other every reachable tensor is
     rebound to its new place, so that the endpoint's own object and what clients map are the same memory.
 
     :param device: the id of the server's device; all tensors must be on one of its kind.
@@ -78,7 +78,7 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
             skeleton, scan = dump_result(value, endpoint, kind)
             used = spans(scan, exact=True)
             small = pool.options.takes(sum(aligned(span.nbytes) for span in used))
-            # A pool's memory is not mapped copy-on-write, and its reader would have each array to himself.
+            # A pool's memory is not mapped copy-on-write, and the arrays in it would be its reader's alone.
             if small and (scan.buffers is None or not scan.buffers.views):
                 return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
             del used

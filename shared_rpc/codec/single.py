@@ -1,6 +1,6 @@
 """One plain tensor, the most frequent value by far, copied into a pool and rebuilt from it in a few microseconds.
 
-What is not so plain goes the general way, which gives the same record: whoever reads it sees no difference.
+What is not so plain goes the general way, which gives the same record: its reader sees no difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Copied:
     """A tensor in a chunk of a pool. The copy is queued on the tensor's current stream, see :meth:`wait`.
 
-    ``segment`` is the arena's, with a descriptor of its own that belongs to whoever takes it.
+    ``segment`` is the arena's, with a descriptor of its own that belongs to the object's user.
     """
 
     __slots__ = ("_backend", "_pool", "_stream", "chunk", "nbytes", "segment", "table")

@@ -63,7 +63,7 @@ class Scan:
         #: Whether there was a module, and a tensor with an autograd graph.
         self.module = False
         self.graph = False
-        #: Storages, by address, of which everyone who rebuilds the value makes memory of his own, as of packed weights.
+        #: Storages, by address, of which each process that rebuilds the value makes its own memory, as of packed weights.
         self.repacked: set[int] = set()
         #: Those on the host that belong there, though memory is shared on a GPU.
         self.hosted: set[int] = set()

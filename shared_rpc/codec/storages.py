@@ -199,6 +199,6 @@ def _asking(instead: Callable[..., Any], before: Callable[..., Any]) -> Callable
     return method
 
 
-# Whoever makes a storage over a mapping has loaded this module, so torch knows of it before there is one.
+# A storage over a mapping is made here, so torch knows of such storages before there is one.
 _install()
 keep_in_place()

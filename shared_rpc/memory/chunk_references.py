@@ -202,7 +202,7 @@ class ChunkReferences:
 
     @property
     def has_fenced(self) -> bool:
-        """Whether chunks wait for nothing but the GPU, and for somebody who asks it."""
+        """Whether chunks wait for nothing but the GPU, and for a poll."""
         return bool(self._fenced)
 
     @property

@@ -119,7 +119,7 @@ class _Handler:
         self._turn = fork_safe_lock()
 
     def install(self) -> None:
-        """Take the signal: the first time, and where its default has come back. Whoever took it from us keeps it."""
+        """Take the signal: the first time, and where its default has come back. A handler that replaced ours stays."""
         present = _SigAction()
         _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
         if self._earlier is None:

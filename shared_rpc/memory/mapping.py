@@ -116,7 +116,7 @@ class _Use(weakref.ref[_Pin]):
 
 
 #: One in so many of the descriptors that the process may have open is for mappings that can do without: a model has one segment
-#: for each GiB, but whoever attaches ten thousand small objects must not be left without a descriptor for anything else.
+#: for each GiB, but a process that attaches ten thousand small objects must not be left without one for anything else.
 KEPT_SHARE = 4
 
 #: The attribute by which an object holds its pin, or a tuple of several.
@@ -351,7 +351,7 @@ class MappingTable:
         self._drain(lambda backend: backend.unmaps_in_background)
 
     def _drain(self, may_unmap: Callable[[Backend], bool]) -> None:
-        # One at a time, so that whoever drains finds the memory gone when it returns.
+        # One at a time, so that the memory is gone when a drain returns.
         with self._draining:
             self._end_uses()
             self._unmap(may_unmap)

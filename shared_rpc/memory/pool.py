@@ -72,7 +72,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Arena:
-    """Segment of a pool. Whoever has one of its chunks in hand keeps it mapped, though the pool may be closed meanwhile."""
+    """Segment of a pool. A reference to one of its chunks keeps it mapped, though the pool may be closed meanwhile."""
 
     hold: MappingHold
     mapping: Mapping
@@ -187,7 +187,7 @@ class Pool:
         chunk.arena.extents.release(chunk.offset, chunk.nbytes)
 
     def find(self, number: int) -> Chunk | None:
-        """Return a chunk that is in use; who has it keeps it mapped."""
+        """Return a chunk that is in use; the reference keeps it mapped."""
         return self._chunks.get(number)
 
     def segment(self, segment_id: str) -> Segment | None:

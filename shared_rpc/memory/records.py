@@ -63,8 +63,8 @@ class Record:
 class Arguments:
     """Arguments of a call, with the memory they refer to.
 
-    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: whoever passes a
-    call on does not read them.
+    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: a process
+    that passes a call on does not read them.
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they

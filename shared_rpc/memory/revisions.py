@@ -1,7 +1,7 @@
 """Revisions: counts of writes to memory in place, in a page that all who map the memory map as well.
 
 The page holds a number of 64 bits, as a seqlock does. It is even while nobody writes, odd while somebody does; an update adds
-two. Whoever writes holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with the process, however that ends. So an
+two. The writer holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with its process, however that ends. So an
 odd number without a lock is an update that was begun and never ended.
 
 ::
@@ -42,7 +42,7 @@ __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 T = TypeVar("T")
 V = TypeVar("V")
 
-#: Seconds after which one who waits looks whether the writer is still there.
+#: Seconds after which a reader that waits looks whether the writer is still there.
 SLICE = 0.05
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -98,8 +98,8 @@ class Page:
         """Wait until the revision is even, and not less than that; return it.
 
         :param until: when to give up, in terms of time.monotonic().
-        :raises DeadlineExceeded: then.
-        :raises UpdateInterrupted: if who writes has gone.
+        :raises DeadlineExceeded: if that passes first.
+        :raises UpdateInterrupted: if the writer has gone.
         """
         while (seen := self.wait_slice(revision, until)) is None:
             continue
@@ -174,7 +174,7 @@ class Page:
         If the block raises, the update is left as interrupted.
 
         :param until: when to give up waiting, in terms of time.monotonic().
-        :raises DeadlineExceeded: then.
+        :raises DeadlineExceeded: if that passes first.
         :raises CapabilityError: if the object is shared for reading only; and at the end, if the GPU cannot be waited for now.
         :raises ConfigurationError: in the update itself.
         """

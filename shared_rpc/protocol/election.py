@@ -1,12 +1,11 @@
 """Election of the process that starts a server.
 
-The lock is a flock(2) on a file beside the socket. Whoever starts a server has it, and so has the server, which inherits the
-descriptor, until it ends. So nobody starts a second one while the first loads its app, even if the process that started it has
-been killed, nor while it ends and its memory is not yet free. The kernel releases the lock with the last of the two, however
-they end: none is left behind.
+The lock is a flock(2) on a file beside the socket. The process that starts a server has it, and the server inherits the
+descriptor. So no second one is started while the first loads its app, even if the process that started it has been killed, nor
+while it ends and its memory is not yet free. The kernel releases the lock with the last of the two, however they end.
 
-Those who wait are to see why a start failed. The file counts failures and has the reason of the last one: who finds, when the
-lock is theirs, that there was one more meanwhile, has waited for it.
+The file counts failures and has the reason of the last one: a process that waited, and finds one more failure when it gets the
+lock, has waited for that start.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class GetBuffer(Message):
 
 
 class FreeBuffer(Message):
-    """End of a buffer for whoever asks; :class:`Count` is 0 if it had ended. ``release``: give back a lease on it as well."""
+    """End of a buffer for all processes; :class:`Count` is 0 if it had ended. ``release``: give back a lease on it as well."""
 
     object_id: str
     release: bool = False

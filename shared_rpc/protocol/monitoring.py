@@ -1,4 +1,4 @@
-"""Messages of those who watch a server: who is connected, what is being built; and to drop one thing that they see.
+"""Messages for watching a server: sessions, runs, statistics; and for dropping one cached object.
 
 The numbers of these messages are in :mod:`shared_rpc.protocol.catalogue`.
 """

@@ -48,7 +48,7 @@ def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _refuse_sockets(fds: Iterable[int]) -> None:
-    """Refuse sockets: memory travels here, and whoever held the other end of its own connection would never see its end.
+    """Refuse sockets: memory travels here, and a process that held the other end of its connection would never see its end.
 
     :raises ProtocolError: if there is a socket among the descriptors, which stay the caller's to close.
     """

@@ -49,7 +49,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     ``kind`` is ``"result"`` or ``"buffer"``, ``device`` is ``"cpu"`` or a GPU's UUID, ``nbytes`` are bytes, ``created_at`` is
     in Unix seconds. ``boot_id`` and ``machine_id`` say which host it is for, ``uid`` and ``pid`` who made it.
-    ``tensors`` tells what the object has to those who want to know before they attach.
+    ``tensors`` tells before an attach what the object has.
     """
 
     version: Literal[1] = 1
@@ -121,7 +121,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that nobody else can read (0600). Whoever reads the path meanwhile gets an earlier one or this.
+        """Write it to a file that nobody else can read (0600). A reader meanwhile gets an earlier one or this.
 
         :raises ConfigurationError: if that cannot be.
         """

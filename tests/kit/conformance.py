@@ -61,7 +61,7 @@ class Peer(Child):
 
 def _await_makers() -> None:
     """Wait until this process has learned of the last user of what it made: a thread waits for each."""
-    waiting = "shared-rpc-export descriptor"
+    waiting = "shared-rpc-export"
     eventually(lambda: waiting not in {thread.name for thread in threading.enumerate()}, what=f"no thread {waiting}")
 
 

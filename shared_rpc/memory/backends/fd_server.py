@@ -1,7 +1,7 @@
 """The server by which a process hands out descriptors by token.
 
 A segment has one descriptor. Where that is an export descriptor, and opening the memory takes a descriptor of the driver's too,
-as for a pool, it names its maker's descriptor server and a token, which is known only to those who were sent it.
+as for a pool, it names its maker's descriptor server and a token, which only processes know that were sent it.
 
 The address is an abstract Unix socket (unix(7)), which leaves no file behind; it is seen within one network namespace.
 """
@@ -24,7 +24,7 @@ __all__ = ["FD_SERVER", "FdServer", "fetch"]
 _log = logging.getLogger("shared_rpc")
 
 TOKEN_BYTES = 16
-#: Seconds that one who asks may take, and that one who waits for an answer waits.
+#: Seconds that a client may take to ask, and that it waits for an answer.
 _ASKING, _ANSWERING = 1.0, 10.0
 
 
@@ -38,7 +38,7 @@ class FdServer:
         self.address = ""
 
     def register(self, token: bytes, fd: int) -> None:
-        """Hand ``fd`` out to whoever shows the token. The server owns the descriptor from here on.
+        """Hand ``fd`` out to any process of this user that shows the token. The server owns the descriptor from here on.
 
         :raises CapabilityError: if the descriptor server cannot be opened; the descriptor is closed.
         """

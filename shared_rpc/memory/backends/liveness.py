@@ -1,8 +1,8 @@
 """Export descriptors: descriptors that stand for memory which belongs to a process, and that the kernel counts.
 
-Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. A
-export descriptor is what is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two
-sides of each other, whatever ends a process, SIGKILL included:
+Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. An
+export descriptor is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two sides of
+each other, whatever ends a process, SIGKILL included:
 
 - *Does anybody hold it?* The open file description that is handed out holds flock(2) exclusively; duplicates, and copies in
   other processes or under way in SCM_RIGHTS messages, are the same description. The maker waits for that lock over a
@@ -49,7 +49,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
     """
     own = -1
     try:
-        fd = os.memfd_create("shared-rpc-export descriptor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("shared-rpc-export", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, _MAGIC + content)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -58,7 +58,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
             _kept.add(own)
             fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
             # A thread for each: flock is the only wait there is for it, and it costs no time while it lasts.
-            threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-export descriptor", daemon=True).start()
+            threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-export", daemon=True).start()
         except BaseException:
             os.close(fd)
             if own >= 0:
