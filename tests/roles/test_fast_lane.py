@@ -106,7 +106,7 @@ def test_memory_is_used_again(server: Server, client: Client) -> None:
     x = torch.ones(1000, device=client.call("full", 1.0).device)
     for _ in range(100):
         client.call("doubled", x)
-    client._give_chunks_back([])
+    client._return_chunks([])
     before = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
     for _ in range(1000):
         client.call("doubled", x)

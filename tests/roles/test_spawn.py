@@ -481,7 +481,7 @@ def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:
             pids = []
             for _ in range(3):
                 runtime = SpawnRuntime(provider.client_settings, lambda: target_of(provider), 0.2, preload=False)
-                found = runtime.info()
+                runtime.describe(found := {})
                 runtime.close()
                 pids.append(found["server"]["pid"])
                 while os.path.exists(found["socket_path"]):
