@@ -56,7 +56,7 @@ class Starting(NamedTuple):
 
     path: str
     settings: ScriptSettings
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     fds: list[int]
     connect: Callable[[], socket.socket | None]
     pause: Callable[[], None]
@@ -98,7 +98,7 @@ class Starting(NamedTuple):
         reading, writing = os.pipe()
         try:
             options = {"path": self.path, "lock": election.fd, "told": writing, **self.settings._asdict()}
-            options["stay"] = is_relative(self.environ.get("PYTHONPATH", ""))
+            options["stay"] = is_relative(self.variables.get("PYTHONPATH", ""))
             self._spawn([*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], election.fd, writing)
         except OSError as error:
             os.close(reading)
@@ -127,7 +127,7 @@ class Starting(NamedTuple):
             pid = os.posix_spawn(
                 sys.executable,
                 [sys.executable, *words],
-                dict(self.environ),
+                dict(self.variables),
                 file_actions=actions,
                 # Out of the job of this process: what the terminal sends is not meant for it, from its first moment on.
                 setpgroup=0,
