@@ -13,7 +13,7 @@ from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
-from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, size, table
+from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, several, size, table
 from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
@@ -217,7 +217,7 @@ def invalidate(
     if json:
         as_json({"endpoint": endpoint, "invalidated": count})
     else:
-        print(f"{count} cached result{'' if count == 1 else 's'} of {endpoint} dropped")
+        print(f"{several(count, 'cached result')} of {endpoint} dropped")
 
 
 # Words after the script's name are arguments of the script.

@@ -81,10 +81,7 @@ def the_server(socket_path: str | None, base_path: str | None) -> Iterator[Clien
             yield client
         return
     with live_servers(base_path) as clients:
-        _check_some(clients, base_path)
-        if len(clients) > 1:
-            raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
-        yield clients[0]
+        yield _single(clients, base_path)
 
 
 def find_server(socket_path: str | None, base_path: str | None, preferred: str = "") -> Client:
@@ -98,11 +95,7 @@ def find_server(socket_path: str | None, base_path: str | None, preferred: str =
         with live_servers(base_path, reasons.append) as clients:
             if not clients and reasons:
                 raise ConnectError("; ".join(reasons))
-            _check_some(clients, base_path)
-            paths = [client.socket_path for client in clients]
-            if len(clients) > 1 and preferred not in paths:
-                raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
-            socket_path = preferred if preferred in paths else paths[0]
+            socket_path = _single(clients, base_path, preferred).socket_path
     client = Client(socket_path=socket_path, timeout=_PATIENCE, connect_timeout=0)
     try:
         client.ping()
@@ -134,6 +127,14 @@ def the_owner(task_id: str, socket_path: str | None, base_path: str | None) -> I
             if client is not owners[0]:
                 client.close()  # a wait may take hours
         yield owners[0]
+
+
+def _single(clients: list[Client], base_path: str | None, preferred: str = "") -> Client:
+    _check_some(clients, base_path)
+    chosen = [client for client in clients if client.socket_path == preferred] or clients
+    if len(chosen) > 1:
+        raise ConfigurationError(f"several servers answer; choose one with --socket: {_paths(clients)}")
+    return chosen[0]
 
 
 def _check_some(clients: list[Client], base_path: str | None) -> None:

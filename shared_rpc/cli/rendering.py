@@ -22,9 +22,11 @@ __all__ = [
     "as_json",
     "complain",
     "contents",
+    "lasted",
     "one_line",
     "origin",
     "percent",
+    "several",
     "size",
     "status_of",
     "steps",
@@ -70,11 +72,18 @@ def size(nbytes: int) -> str:
 
 def ago(moment: float) -> str:
     """Format the time since a Unix time: ``"3 min"``."""
-    seconds = max(time.time() - moment, 0)
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / divisor:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
+    return lasted(time.time() - moment, (" s", " min", " h", " d"))
+
+
+def lasted(seconds: float, units: Sequence[str] = "smhd") -> str:
+    """Format a duration in few characters: ``"3m"``."""
+    unit = sum(seconds >= limit for limit in (120, 7200, 172800))
+    return f"{max(seconds, 0) / (1, 60, 3600, 86400)[unit]:.0f}{units[unit]}"
+
+
+def several(count: int, noun: str) -> str:
+    """Format a number of things: ``"1 object"``, ``"2 objects"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def one_line(text: str) -> str:
@@ -85,7 +94,7 @@ def one_line(text: str) -> str:
 def contents(info: ServerInfo) -> str:
     """Format the number of a server's objects, with that of its buffers."""
     objects, buffers = info["objects"], info["buffers"]
-    return f"{objects} ({buffers} buffer{'' if buffers == 1 else 's'})" if buffers else str(objects)
+    return f"{objects} ({several(buffers, 'buffer')})" if buffers else str(objects)
 
 
 def origin(item: ObjectInfo) -> str:

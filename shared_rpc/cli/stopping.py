@@ -9,7 +9,7 @@ import typer
 from shared_rpc import Client
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import as_json, complain, size
+from shared_rpc.cli.rendering import as_json, complain, several, size
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.protocol.infos import StopInfo
 from shared_rpc.scripts.listing import stop_zygotes
@@ -59,13 +59,9 @@ def _stop(client: Client, if_idle: bool, quiet: bool) -> StopInfo:
     held = client.stop_server(if_idle)
     if not quiet:
         counts = {"client": held["clients"], "lease": held["leases"], "task": held["tasks"]}
-        used = [_count(count, name) for name, count in counts.items() if count]
+        used = [several(count, name) for name, count in counts.items() if count]
         print(
-            f"stopped pid {held['pid']} at {', '.join(held['socket_paths'])}: it held {_count(held['objects'], 'object')}, "
+            f"stopped pid {held['pid']} at {', '.join(held['socket_paths'])}: it held {several(held['objects'], 'object')}, "
             f"{size(held['nbytes'])}; used by others: {', '.join(used) or 'nothing'}"
         )
     return held
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"

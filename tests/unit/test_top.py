@@ -20,6 +20,7 @@ from textual.widgets import HelpPanel, Input, Static
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.discovery import find_server
+from shared_rpc.cli.rendering import lasted
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import (
     ORDERS,
@@ -29,7 +30,6 @@ from shared_rpc.cli.top.tables import (
     bar,
     detail,
     headline,
-    lasted,
     objects,
     others,
     totals,

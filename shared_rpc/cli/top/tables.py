@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from shared_rpc.cli.rendering import one_line, origin, percent, size, steps
+from shared_rpc.cli.rendering import lasted, one_line, origin, percent, several, size, steps
 from shared_rpc.cli.top.watching import Rates, Snapshot
 from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.protocol.tasks import Progress
@@ -24,7 +24,6 @@ __all__ = [
     "bar",
     "detail",
     "headline",
-    "lasted",
     "objects",
     "others",
     "parts_for",
@@ -96,14 +95,14 @@ def totals(view: View) -> Text:
     calls, hits = (sum(getattr(rate, what) for rate in view.rates.values()) for what in ("calls", "hits"))
     tasks = server["tasks"]["pending"] + server["tasks"]["running"]
     pieces = [
-        Text(f"{size(server['nbytes'])} in {_several(server['objects'], 'object')}", "bold"),
-        Text(f"{calls:.1f} calls/s" if view.rates else _several(server["calls"], "call")),
-        Text(_several(server["failures"], "error"), "red" if server["failures"] else ""),
-        Text(_several(server["leases"], "lease")),
-        Text(_several(len(_clients(view).rows), "client")),
+        Text(f"{size(server['nbytes'])} in {several(server['objects'], 'object')}", "bold"),
+        Text(f"{calls:.1f} calls/s" if view.rates else several(server["calls"], "call")),
+        Text(several(server["failures"], "error"), "red" if server["failures"] else ""),
+        Text(several(server["leases"], "lease")),
+        Text(several(len(_clients(view).rows), "client")),
         Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
-        Text(_several(len(_builds(view).rows), "build")),
-        Text(_several(tasks, "task")),
+        Text(several(len(_builds(view).rows), "build")),
+        Text(several(tasks, "task")),
         Text(f"{used['used']} of {used['limit']} descriptors", "red" if used["used"] >= used["limit"] else ""),
     ]
     return Text("  ").join(pieces)
@@ -276,18 +275,6 @@ def _count(count: float) -> str:
             return f"{count:.0f}{unit}"
         count /= 1000
     return f"{count:.0f}G"
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def lasted(seconds: float) -> str:
-    """Write a time for people, in few characters: ``"3m"``."""
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(seconds, 0) / divisor:.0f}{unit}"
-    return f"{seconds / 86400:.0f}d"
 
 
 def _device(device: str) -> str:

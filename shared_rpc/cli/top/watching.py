@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from shared_rpc import Client
 from shared_rpc.cli.processes import command_of
+from shared_rpc.cli.rendering import several
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
@@ -135,7 +136,7 @@ class ServerWatcher:
         try:
             if action.kind == "endpoint":
                 count = client.invalidate_endpoint_cache(action.target)
-                return f"{count} cached result{'' if count == 1 else 's'} of {action.label} dropped"
+                return f"{several(count, 'cached result')} of {action.label} dropped"
             if action.kind == "buffer":
                 done, verb = client.free_buffer(action.target), "freed"
             else:
