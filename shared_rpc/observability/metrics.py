@@ -52,7 +52,7 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "connections": (GaugeMetricFamily, "Their connections.", ()),
     "tasks": (GaugeMetricFamily, "Tasks that are remembered, by status.", ("status",)),
     "workers": (GaugeMetricFamily, "Worker processes, by state.", ("state",)),
-    "worker_crashes": (CounterMetricFamily, "Workers that ended though nobody had asked for it.", ()),
+    "worker_crashes": (CounterMetricFamily, "Workers that ended without a request.", ()),
     "worker_restarts": (CounterMetricFamily, "Workers that were started in place of one that crashed.", ()),
     "worker_runs": (GaugeMetricFamily, "Runs that a worker has.", ("worker",)),
     "worker_resident_bytes": (GaugeMetricFamily, "Resident memory of a worker.", ("worker",)),
