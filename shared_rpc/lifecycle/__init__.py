@@ -1,1 +1,1 @@
-"""How a process lives: signals, the thread that runs finalisers, the end of its main code, forks."""
+"""Life of a process: signals, the thread that runs finalisers, the end of its main code, forks."""

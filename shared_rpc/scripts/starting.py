@@ -38,7 +38,7 @@ if script is not None:
 
 
 class NoZygote(Exception):
-    """There is no zygote, and why."""
+    """Lack of a zygote, with the reason."""
 
 
 def log_path(path: str) -> str:
