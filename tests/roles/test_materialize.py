@@ -215,14 +215,29 @@ def test_what_an_attribute_leads_to_is_not_written_to() -> None:
     assert model.table.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("parametrise", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_parametrisations_of_shared_weights(parametrise: Callable[[nn.Module], nn.Module]) -> None:
-    """Their parameters and buffers are computed from a weight, and are the source's in the end."""
-    source = parametrise(nn.Linear(4, 4)).eval()
+LAYER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        # Parameters and buffers of these are computed from a weight, and are the source's in the end.
+        (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), (2, 4)),
+        (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)),
+        # It keeps its weights in a list beside their names.
+        (lambda: nn.LSTM(3, 4), (2, 1, 3)),
+        # It makes its layers by copying one.
+        (lambda: nn.TransformerEncoder(copy.deepcopy(LAYER), 2, enable_nested_tensor=False), (1, 3, 4)),
+    ],
+    ids=["weight norm", "spectral norm", "recurrent", "copies"],
+)
+def test_constructors_that_do_more_with_a_weight(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """What they build computes what the source does."""
+    source = make().eval()
     with materialize(source):
-        model = parametrise(nn.Linear(4, 4)).eval()
-    x = torch.randn(2, 4)
-    assert torch.equal(model(x), source(x))
+        model = make().eval()
+    results = [one[0] if isinstance(one, tuple) else one for one in (built(torch.ones(shape)) for built in (model, source))]
+    assert torch.equal(*results)
 
 
 def test_a_parametrisation_that_looks_at_the_weight() -> None:
@@ -356,15 +371,6 @@ def test_a_model_trains_after_it_was_built_without_gradients() -> None:
     assert not model[0].cos.is_inference()
 
 
-def test_recurrent_layers() -> None:
-    """They keep their weights in a list beside their names."""
-    source = nn.LSTM(3, 4)
-    with materialize(source):
-        model = nn.LSTM(3, 4)
-    x = torch.randn(2, 1, 3)
-    assert torch.equal(model(x)[0], source(x)[0])
-
-
 # Names.
 
 
@@ -386,16 +392,20 @@ def test_names_are_mapped_by_patterns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rename", "message"),
+    ("source", "rename", "message"),
     [
-        ({"a.*": "b.*.*"}, "the name has 2 stars and its pattern 1"),
-        ({"a": "b.*"}, "the name has 1 stars and its pattern 0"),
-        ({"weight": "bias"}, "'bias' and 'weight' of the source are both 'bias' in the model|'weight' and 'bias'"),
+        (nn.Linear(2, 2), {"a.*": "b.*.*"}, "the name has 2 stars and its pattern 1"),
+        (nn.Linear(2, 2), {"a": "b.*"}, "the name has 1 stars and its pattern 0"),
+        (nn.Linear(2, 2), {"weight": "bias"}, "'bias' and 'weight' of the source are both 'bias'|'weight' and 'bias'"),
+        (3, None, "the source is a int"),
+        ({"a": {"b": torch.ones(1)}}, None, "has a dict at 'a'"),
+        ({"a": torch.ones(1, device="meta")}, None, "'a' is on the meta device"),
     ],
+    ids=lambda value: "" if isinstance(value, nn.Module) else str(value),
 )
-def test_maps_that_cannot_be(rename: dict[str, str], message: str) -> None:
-    """They are refused before anything is built."""
-    with pytest.raises(ConfigurationError, match=message), materialize(nn.Linear(2, 2), rename=rename):
+def test_sources_and_maps_that_cannot_be(source: Any, rename: dict[str, str] | None, message: str) -> None:
+    """They are refused before anything is built: sources are modules, and flat dicts of tensors that have memory."""
+    with pytest.raises(ConfigurationError, match=message), materialize(source, rename=rename):
         raise AssertionError("the block is not entered")
 
 
@@ -550,16 +560,6 @@ def test_a_module_that_was_thrown_away_and_refers_to_itself() -> None:
     assert same_memory(model.weight, source.weight)
 
 
-def test_copies_made_in_the_block() -> None:
-    """``nn.Transformer`` makes its layers by copying one."""
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    source = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    with materialize(source):
-        model = nn.TransformerEncoder(copy.deepcopy(layer), 2, enable_nested_tensor=False).eval()
-    x = torch.randn(1, 3, 4)
-    assert torch.equal(model(x), source(x))
-
-
 def test_the_innermost_block_counts() -> None:
     """What an inner block has built is left as it is by the outer one, and its names are nobody else's business."""
 
@@ -581,20 +581,6 @@ def test_no_model() -> None:
     """A block that builds none is a mistake, and so is one whose model is kept by nobody."""
     with pytest.raises(ConfigurationError, match="no torch module was built in the block"), materialize(nn.Linear(1, 1)):
         pass
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (3, "the source is a int"),
-        ({"a": {"b": torch.ones(1)}}, "has a dict at 'a'"),
-        ({"a": torch.ones(1, device="meta")}, "'a' is on the meta device"),
-    ],
-)
-def test_sources_that_cannot_be(source: Any, message: str) -> None:
-    """Modules, and flat dicts of tensors that have memory."""
-    with pytest.raises(ConfigurationError, match=message), materialize(source):
-        raise AssertionError("the block is not entered")
 
 
 # What is left.
