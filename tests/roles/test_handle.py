@@ -123,6 +123,7 @@ def test_object_info(app: App) -> None:
     assert info == {
         "object_id": handle.object_id,
         "server_id": handle.server_id,
+        "kind": "result",
         "endpoint": "load",
         "cache_key": "load(size=256)",
         "nbytes": 1024,

@@ -16,7 +16,7 @@ import torch
 from shared_rpc import Client, Provider, Server, progress, raise_if_cancelled
 from shared_rpc.errors import ConnectionClosed, TaskError
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message, number_of
+from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -441,10 +441,10 @@ def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connec
             frame = silent.hear_frame()
             frame.close()
             assert frame.request_id not in results
-            if frame.kind == number_of(m.TaskUpdate):
+            if frame.kind == NUMBERS[m.TaskUpdate]:
                 told[frame.request_id] += 1
             else:
-                assert frame.kind == number_of(m.Result)
+                assert frame.kind == NUMBERS[m.Result]
                 results.add(frame.request_id)
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
         assert waits < told.total() < count * waits // 2
