@@ -53,7 +53,7 @@ _STOP_TIMEOUT = 3.0
 
 
 class Broker:
-    """Serves an app's providers from a thread of its own, with the endpoints in worker processes.
+    """A server of an app's providers, in a thread of its own, with the endpoints in worker processes.
 
     :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client asked it to.
     :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
@@ -248,7 +248,7 @@ class Broker:
                 await service.acceptor.serve()
 
     def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
-        """See :class:`WorkerObserver`."""
+        """Serve a provider that is new, or one more endpoint."""
         service = self._services.get(message.key)
         if service is not None and service.restored:
             return  # until it has said all, the endpoints are those of before
@@ -285,7 +285,7 @@ class Broker:
     # Events of workers.
 
     def on_change(self) -> None:
-        """See :class:`WorkerObserver`."""
+        """Meet the first worker that is ready, and send what waits."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
             if self._earlier.pending:
@@ -295,11 +295,11 @@ class Broker:
         self._dispatcher.send_waiting()
 
     def on_caught_up(self) -> None:
-        """See :class:`WorkerObserver`."""
+        """Send what waits."""
         self._dispatcher.send_waiting()
 
     def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
-        """See :class:`WorkerObserver`."""
+        """End or move the runs of a worker, and drop objects whose memory has ended with it."""
         self._dispatcher.lost(worker, crash)
         self._memory.lost(worker)
         bound = self._bound.pop(worker, set())

@@ -34,7 +34,7 @@ _RUNS, _NBYTES = 10_000, 1 << 30
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Where a run is: with a worker, or in the backlog.
+    """The place of a run: with a worker, or in the backlog.
 
     ``session`` is whose memory it has: a task's arguments are those of the session that submitted it.
     """
@@ -68,7 +68,7 @@ class Backlog:
         self._held = dict.fromkeys(self._limits, 0)
 
     def check(self, run: Run[Any], why: str) -> None:
-        """See that one more may wait.
+        """Check that one more may wait.
 
         :param why: what all of them wait for.
         :raises ServerBusy: if not.
@@ -202,7 +202,7 @@ class Dispatcher:
             transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
+        """Take a run back that has not begun; return whether that is settled now."""
         if self._waiting.remove(run):
             run.place.arguments.close()
             return True
@@ -212,12 +212,12 @@ class Dispatcher:
         return True
 
     def cancel(self, run: Run[Any]) -> None:
-        """See :class:`Executor`."""
+        """Ask a run to stop."""
         if run in self._sent:
             run.place.worker.send(w.Stop(), run.place.number)
 
     def abandon(self, run: Run[Any]) -> bool:
-        """See :class:`Executor`."""
+        """Give up a run that waits for memory; return whether it did."""
         if run not in self._sent or not run.place.awaiting:
             return False
         self._disown(run, w.Drop())
@@ -242,7 +242,7 @@ class Dispatcher:
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """Return the handlers of messages about runs."""
+        """The handlers of messages about runs."""
         return {
             w.RunStarted: self._began,
             w.RunProgress: self._progressed,
@@ -361,18 +361,18 @@ class WorkerExecutor:
 
     @property
     def busy(self) -> int:
-        """See :class:`Executor`."""
+        """Threads of this process that run an endpoint: none."""
         return 0
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """See :class:`Executor`."""
+        """Do nothing: no endpoint runs here."""
         return nullcontext()
 
     def close(self) -> None:
-        """See :class:`Executor`."""
+        """Do nothing: workers end with their broker."""
 
     def info(self) -> ExecutorInfo:
-        """See :class:`Executor`."""
+        """Return what there is to know of the workers and their zygote."""
         return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
@@ -381,19 +381,19 @@ class WorkerExecutor:
             transfer.lost(worker)
 
     async def finish(self) -> None:
-        """See :class:`Executor`."""
+        """Do nothing: no endpoint runs here."""
 
     def reclaim(self) -> None:
-        """See :class:`Executor`."""
+        """Tell the workers that an object was dropped."""
         for worker in self._workers():
             worker.reclaim()
 
     def start(self, run: Run[Any], owner: Owner) -> None:
-        """See :class:`Executor`."""
+        """Have a worker do a run, as soon as there is one."""
         self._dispatcher.start(self, run, owner)
 
     def take_back(self, run: Run[Any], record: Record) -> None:
-        """See :class:`Executor`."""
+        """Release the chunks of a result that nobody takes."""
         transfer = self.transfers.find(run.session)
         if transfer is not None:
             transfer.release_results(record.chunks)

@@ -22,7 +22,7 @@ _PATIENCE = 30.0
 
 
 class MemoryRequests:
-    """What was asked of workers. On the loop, but for :meth:`ask`.
+    """Requests for memory to workers. On the loop, but for :meth:`ask`.
 
     :param workers: those that may be asked.
     """

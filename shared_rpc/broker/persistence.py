@@ -1,4 +1,4 @@
-"""What a broker has its service manager keep, so that the next one begins with it.
+"""The entries that a broker has its service manager keep, so that the next broker begins with them.
 
 One entry of the manager's store for each thing, because the manager takes the same open file only once, tells no order, and
 removes by name alone::

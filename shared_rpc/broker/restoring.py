@@ -1,4 +1,4 @@
-"""What an earlier broker served: served again at once, and as the app has it now when that has been loaded."""
+"""An earlier broker's services: served again at once, and as the app has them now when that has been loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Earlier:
 
     @property
     def pending(self) -> list[str]:
-        """Return the keys of providers that are served as they were."""
+        """The keys of providers that are served as they were."""
         return [key for key, service in self._services.items() if service.restored]
 
     def restore(self) -> None:

@@ -99,11 +99,11 @@ class _Storing:
         self._core = core
 
     def listed(self, stored: StoredObject) -> None:
-        """See :class:`shared_rpc.server.state.objects.Watcher`."""
+        """Store an object."""
         specs = {spec.name: spec for spec in self._core.registry.all()}
         terms = self._core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
         self._persistence.keep(self._key, stored, code_of(specs.get(stored.endpoint)), terms)
 
     def unlisted(self, stored: StoredObject) -> None:
-        """See :class:`shared_rpc.server.state.objects.Watcher`."""
+        """Remove an object."""
         self._persistence.remove(stored.object_id)

@@ -42,10 +42,10 @@ def _room(seconds: float) -> bool:
 
 
 class LogHandler(logging.Handler):
-    """Where nobody reads the broker's standard error, what does not fit is dropped: its loop must not wait for a terminal."""
+    """A log on the broker's standard error that drops what does not fit: the broker's loop must not wait for a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :class:`logging.Handler`."""
+        """Write a record, as far as there is room."""
         try:
             data = f"{self.format(record)}\n".encode(errors="replace")
             while data and _write(data):
@@ -58,7 +58,7 @@ class LogHandler(logging.Handler):
 
 
 class Tail:
-    """Reads to the end in a thread of its own, which no slow terminal can make the loop's."""
+    """The standard error of a worker, read in a thread of its own: no slow terminal can hold up the loop."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

@@ -111,7 +111,7 @@ class Supervisor:
 
     @property
     def all(self) -> list[Worker]:
-        """Return every worker that runs."""
+        """Every worker that runs."""
         return [*self.workers, *self._next, *self._old]
 
     def add_measures(self, found: Measures) -> None:

@@ -65,7 +65,7 @@ class ForwardedTransfer(SessionTransfer):
             self._tell()
 
     def release(self, numbers: Iterable[int]) -> None:
-        """See :class:`ChunkSink`: no worker has seen these chunks."""
+        """Take chunks back that no worker has seen."""
         self.put_back(numbers)
 
     def made(self, worker: Worker, record: Record) -> None:
@@ -92,20 +92,20 @@ class ForwardedTransfer(SessionTransfer):
     # What the core asks for.
 
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """See :class:`SessionTransfer`."""
+        """Return the sinks of chunks that a call brings."""
         return dict.fromkeys(chunks, self)
 
     def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """See :class:`SessionTransfer`. The worker holds them when the call is there, and has the last word."""
+        """Return no sinks: the worker holds chunks of results when the call is there, and has the last word."""
         return {} if all(chunk in self._results for chunk in chunks) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
-        """See :class:`SessionTransfer`."""
+        """Return a segment of the pools of results; None if there is none of that id."""
         found = self._segments.get(segment_id)
         return found[0] if found is not None else None
 
     def release_results(self, chunks: Sequence[int]) -> None:
-        """See :class:`SessionTransfer`."""
+        """Release chunks of results, in the workers that have them."""
         owners: dict[Worker, list[int]] = {}
         for chunk in chunks:
             worker = self._results.pop(chunk, None)
@@ -115,19 +115,19 @@ class ForwardedTransfer(SessionTransfer):
             worker.send(w.ReleaseChunks(self.key, self.session, numbers))
 
     def returned(self) -> list[int]:
-        """See :class:`SessionTransfer`."""
+        """Return the client's chunks that have come back since the last time."""
         chunks, self._returned = self._returned, []
         return chunks
 
     def freed(self) -> list[int]:
-        """See :class:`SessionTransfer`."""
+        """Return the client's chunks that have come back, and tell those that wait for some."""
         chunks, self._returned = self._returned, []
         if chunks and self._wanted:
             self._tell()
         return chunks
 
     def put_back(self, chunks: Iterable[int]) -> None:
-        """See :class:`SessionTransfer`."""
+        """Keep chunks for the next reply."""
         self._returned += chunks
         self._tell()
 
@@ -136,7 +136,7 @@ class ForwardedTransfer(SessionTransfer):
             self._wanted.popleft()()
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionTransfer`."""
+        """Call back when chunks have come back, and ask workers for them."""
         self._wanted.append(told)
         if self._returned:
             self._tell()
@@ -145,7 +145,7 @@ class ForwardedTransfer(SessionTransfer):
             worker.send(w.AwaitChunks(self.key, self.session))
 
     def unsubscribe(self, told: Callable[[], None]) -> None:
-        """See :class:`SessionTransfer`."""
+        """Call back no more."""
         if told in self._wanted:
             self._wanted.remove(told)
 
@@ -155,7 +155,7 @@ class ForwardedTransfer(SessionTransfer):
         return {"nbytes": nbytes, "chunks": len(self._results)}
 
     def close(self) -> None:
-        """See :class:`SessionTransfer`."""
+        """Release all that the session has, here and in its workers."""
         super().close()
         for worker in self._workers:
             worker.send(w.SessionEnded(self.key, self.session))

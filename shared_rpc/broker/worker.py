@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Return its process id."""
+        """Its process id."""
         return self.process.pid
 
     def serves(self, key: str, endpoint: str) -> bool:
@@ -122,12 +122,12 @@ class Worker:
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
 
     def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """See :meth:`FramedStream.send`. To one that has ended nothing is sent."""
+        """Send a message, unless the worker has ended. See :meth:`FramedStream.send`."""
         self._link.send(message, number, payload, fds)
 
     @property
     def congested(self) -> bool:
-        """Return whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
+        """Whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
         return self._link.congested
 
     def reclaim(self) -> None:

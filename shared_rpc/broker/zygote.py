@@ -184,7 +184,7 @@ class WorkerZygote:
 
     @property
     def wanted(self) -> bool:
-        """Return whether there may be one yet."""
+        """Whether there may be one yet."""
         return self._state != "off"
 
     def info(self) -> ZygoteInfo:
@@ -385,7 +385,7 @@ def _check_child(pid: int) -> None:
 
 
 def _supposed(imports: Imports) -> dict[str, Any]:
-    """See :class:`shared_rpc.worker.beginning.Supposed`."""
+    """Return what a fork supposes, see :class:`shared_rpc.worker.beginning.Supposed`."""
     early = _early(imports)
     changed = {name for step in imports.steps if isinstance(step, dict) for name in step}
     return {"early": early, "late": sorted(changed - set(early))}

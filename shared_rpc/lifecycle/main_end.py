@@ -22,15 +22,15 @@ class RunningServer(Protocol):
 
     @property
     def socket_path(self) -> str:
-        """Return the path where it listens."""
+        """The path where it listens."""
 
     @property
     def busy(self) -> bool:
-        """Return whether an endpoint runs."""
+        """Whether an endpoint runs."""
 
     @property
     def running(self) -> bool:
-        """Return whether it serves."""
+        """Whether it serves."""
 
     def stop(self) -> None:
         """End it."""

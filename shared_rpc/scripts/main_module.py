@@ -66,7 +66,7 @@ class ScriptFork:
 
     @property
     def highest(self) -> int:
-        """Return the highest number of a descriptor that the script has."""
+        """The highest number of a descriptor that the script has."""
         return max([*self._request.fds, 2])
 
     def become(self, watcher: int, kept: int, fds: list[int]) -> None:

@@ -27,7 +27,7 @@ class Script(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Return the command line for the interpreter, behind its own name and options."""
+        """The command line for the interpreter, behind its own name and options."""
         return [*([MODULE] if self.module else []), self.name, *self.arguments]
 
 

@@ -66,7 +66,7 @@ class Zygote:
 
     @property
     def ready(self) -> bool:
-        """Return whether it has been prepared, and can be forked."""
+        """Whether it has been prepared, and can be forked."""
         return bool(self._names)
 
     def prepare(self, request: Preload) -> Ready | Unfit:
