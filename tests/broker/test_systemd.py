@@ -686,7 +686,7 @@ def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManag
 def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
     """It is restored, and begins anew: the time without a broker was no idle time."""
     app.write("""
-        @provider.share(idle_ttl=3)
+        @provider.share(idle_ttl=2)
         def brief():
             return torch.ones(1)
     """)
@@ -697,7 +697,7 @@ def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
     manager.expect(lambda: len(manager.names("object-")) == 1)
     os.kill(broker.pid, signal.SIGKILL)
     broker.process.wait()
-    eventually(lambda: time.time() > made + 3)
+    eventually(lambda: time.time() > made + 2)
     manager.start()
     assert list(ids(client)) == ["brief()"]
     eventually(lambda: not client.list_objects())

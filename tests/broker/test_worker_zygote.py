@@ -57,10 +57,11 @@ SAYS = """
 """
 
 
-#: ``shared-rpc serve`` with a broker that makes its zygote as soon as it knows of what, and does not wait two seconds for more.
+#: ``shared-rpc serve`` with a broker that makes its zygote as soon as it knows of what, and does not wait two seconds for more,
+#: nor for longer after every kill.
 SERVE = """
 import os, runpy, sys
-from shared_rpc.broker import zygote
+from shared_rpc.broker import supervisor, zygote
 from shared_rpc.cli.__main__ import main
 
 def become(program, words):
@@ -68,6 +69,7 @@ def become(program, words):
     runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
 
 zygote._SETTLE = 0.05
+supervisor._FIRST_PAUSE = 0.0
 os.execv = become
 main()
 """
