@@ -31,32 +31,6 @@ from tests.kit.scripts import RUN, Outcome, Place
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for the zygotes of all tests here: they are as slow to start as a script without one."""
-    path = tmp_path_factory.mktemp("z")
-    path.chmod(0o700)
-    yield path
-    Place(path, path).close()
-
-
-@pytest.fixture
-def place(tmp_path: Path, sockets: Path) -> Place:
-    """A directory of its own for the scripts of a test."""
-    return Place(tmp_path, sockets)
-
-
-@pytest.fixture
-def started(place: Place) -> Iterator[list[Child]]:
-    """Append what was started here; what still runs at the end is killed."""
-    children: list[Child] = []
-    yield children
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-        child.process.communicate()
-
-
 #: All that a program can see of itself and that its imports do not make.
 FACTS = """
     import json, os, resource, signal, sys, threading, time, locale, atexit, gc
@@ -184,8 +158,8 @@ def test_closed_streams_stay_closed(place: Place, closed: tuple[int, ...]) -> No
     assert found[0] == found[1]
 
 
+#: How a script ends without a traceback.
 ENDS = {
-    "quietly": "pass",
     "exit with a code": "import sys; print('x', end=''); sys.exit(7)",
     "exit with a large code": "import sys; sys.exit(259)",
     "exit with a negative code": "import sys; sys.exit(-1)",
@@ -193,18 +167,7 @@ ENDS = {
     "exit with None": "raise SystemExit",
     "exit with True": "import sys; sys.exit(True)",
     "exit in an error's handler": "import sys\ntry: 1 / 0\nexcept ZeroDivisionError: sys.exit(3)",
-    "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
-    "an error with a cause": "try:\n    {}[1]\nexcept KeyError as error:\n    raise ValueError('x') from error",
-    "a group of errors": "raise ExceptionGroup('some', [ValueError(1), TypeError(2)])",
-    "an error with a note": "e = ValueError(1); e.add_note('a note'); raise e",
-    "no syntax": "print('x'\nprint('y')",
-    "no name": "import shared_rpcc",
-    "recursion": "def f(): f()\nf()",
-    "KeyboardInterrupt": "raise KeyboardInterrupt",
-    "KeyboardInterrupt that is handled": "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt: print('no')",
     "a hook of its own": "import sys; sys.excepthook = lambda *x: print('mine', x[0]); 1 / 0",
-    "a hook that fails": "import sys\ndef hook(*x): raise ValueError\nsys.excepthook = hook\n1 / 0",
-    "an unraisable error": "class A:\n    def __del__(self): 1 / 0\nA()\nprint('on')",
     "os._exit": "import os; print('lost'); os._exit(5)",
     "SIGKILL": "import os; os.kill(os.getpid(), 9)",
     "SIGTERM": "import os; os.kill(os.getpid(), 15)",
@@ -212,32 +175,82 @@ ENDS = {
     "SIGSEGV": "import ctypes; ctypes.string_at(0)",
     "a real-time signal": "import os; os.kill(os.getpid(), 40)",
     "the end of its group": "import os; os.setpgid(0, 0); os.killpg(0, 15)",
-    "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two'); 1 / 0",
     "exit callbacks that exit": "import atexit, sys; atexit.register(sys.exit, 4)",
     "a thread that goes on": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
     "a thread that is left": "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
-    "a thread that fails": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
     "what is deleted last": "class A:\n    def __del__(self): print('gone')\na = A()\nb = [a]; b.append(b)",
     "what is not flushed": "import sys; sys.stdout.write('no end'); sys.stderr.write('no end')",
+    "a process in its place": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1); exit(6)'])",
+    "a closed output": "import os; os.close(1); print('x')",
+    "encoding": "# coding: latin-1\nprint(ascii('ä'))",
+}
+
+#: How it ends with one.
+ERRORS = {
+    "an error": "def f(x):\n    return 1 / x\n\nprint('before')\nf(0)",
+    "errors of errors": (
+        "try:\n    {}[1]\nexcept KeyError as error:\n    some = ExceptionGroup('some', [ValueError(1), TypeError(2)])\n"
+        "    some.add_note('a note')\n    raise some from error"
+    ),
+    "no syntax": "print('x'\nprint('y')",
+    "no name": "import shared_rpcc",
+    "recursion": "def f(): f()\nf()",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "a hook that fails": "import sys\ndef hook(*x): raise ValueError\nsys.excepthook = hook\n1 / 0",
+    "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two'); 1 / 0",
+}
+
+#: What a script does on its way.
+PIECES = {
+    "KeyboardInterrupt that is handled": "try:\n    raise KeyboardInterrupt\nexcept KeyboardInterrupt: print('no')",
+    "an unraisable error": "class A:\n    def __del__(self): 1 / 0\nA()\nprint('on')",
+    "a thread that fails": "import threading\nt = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
     "a warning": "import warnings\nwarnings.warn('careful')\nwarnings.warn('again', DeprecationWarning, stacklevel=1)",
     "its stack": "import traceback\ndef f(): traceback.print_stack()\nf()",
     "frames of others": "import inspect\nprint([i.function for i in inspect.stack()], inspect.stack()[-1].filename)",
     "a dump": "import faulthandler; faulthandler.dump_traceback()",
-    "a process in its place": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1); exit(6)'])",
-    "a daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    os._exit(0)\nos.wait(); print('parent')",
+    "a daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    os._exit(0)\nos.wait(); print('parent', flush=True)",
     "a fork that returns": "import os, sys\nif os.fork() == 0: sys.exit(9)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
-    "a closed output": "import os; os.close(1); print('x')",
-    "encoding": "# coding: latin-1\nprint(ascii('ä'))",
     "seeds differ": "import random; print(random.random() == random.Random(1).random())",
-    "pickled classes": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A, A.__module__)",
+    "pickled classes": "import pickle\nclass B: pass\nprint(type(pickle.loads(pickle.dumps(B()))) is B, B.__module__)",
     "annotations": "x: int = 1\nprint(__annotations__)",
+    "a thread that goes on": "import time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()",
+    "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two')",
+    "what is deleted last": "class C:\n    def __del__(self): print('gone')\nc = C()\nd = [c]; d.append(d)",
+    "what is not flushed": "sys.stdout.write('no end'); sys.stderr.write('no end')",
+    "an error": "{}[1]",
 }
 
 
+@pytest.fixture(scope="module")
+def forked_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for zygotes that begin as forks, and whose scripts do not take torch apart at their end."""
+    path = tmp_path_factory.mktemp("f")
+    path.chmod(0o700)
+    yield path
+    Place(path, path).close()
+
+
 @pytest.mark.parametrize("name", ENDS)
-def test_a_script_ends_as_it_would(place: Place, name: str) -> None:
-    """With the same code or signal, output, and text of an error."""
-    script = place.write(ENDS[name])
+def test_a_script_ends_as_it_would(tmp_path: Path, forked_sockets: Path, name: str) -> None:
+    """With the same code or signal, and output."""
+    same_both_ways(Place(tmp_path, forked_sockets, forks=True), ENDS[name])
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_script_fails_as_it_would(place: Place, name: str) -> None:
+    """With the same code or signal, and text of the error: no frame below the script's own is in it."""
+    same_both_ways(place, ERRORS[name])
+
+
+def test_a_script_goes_on_as_it_would(place: Place) -> None:
+    """One thing after the other, to an end that leaves much to do."""
+    same_both_ways(place, "\n".join(PIECES.values()))
+
+
+def same_both_ways(place: Place, source: str) -> None:
+    """Find no difference."""
+    script = place.write(source)
     plain, forked = (Outcome(*map(comparable, ran)) for ran in place.both(script))
     assert forked == plain
 
@@ -270,11 +283,11 @@ def test_a_broken_pipe_is_the_scripts(place: Place) -> None:
     assert found[0] == found[1]
 
 
-def test_who_waits_for_the_end_of_a_stream_waits_for_the_script_alone(place: Place, started: list[Child]) -> None:
+def test_who_waits_for_the_end_of_a_stream_waits_for_the_script_alone(place: Place, children: list[Child]) -> None:
     """What a script has closed nobody else has open: not the command, not the watcher."""
     script = place.write("import os, sys; print('said', flush=True); os.close(1); sys.stdin.readline()")
     child = place.start(script)
-    started.append(child)
+    children.append(child)
     child.expect("said")
     assert child.process.stdout is not None
     assert child.process.stdout.read() == ""  # the end, while the script goes on
@@ -411,7 +424,7 @@ PASSED_ON = [
 
 
 @pytest.mark.parametrize("number", PASSED_ON, ids=lambda number: number.name)
-def test_a_signal_reaches_the_script_once(place: Place, started: list[Child], number: signal.Signals) -> None:
+def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], number: signal.Signals) -> None:
     """Each of those that people and programs send."""
     script = place.write(f"""
         import os, signal, sys
@@ -421,7 +434,7 @@ def test_a_signal_reaches_the_script_once(place: Place, started: list[Child], nu
             os.write(1, b"read " + line.encode())
     """)
     child = place.start(script)
-    started.append(child)
+    children.append(child)
     child.expect("ready")
     child.process.send_signal(number)
     assert child.expect("") == f"got {int(number)}"
@@ -433,13 +446,13 @@ def test_a_signal_reaches_the_script_once(place: Place, started: list[Child], nu
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE]
 )
-def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, started: list[Child], number: signal.Signals) -> None:
+def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children: list[Child], number: signal.Signals) -> None:
     """What waits for the command sees the same."""
     script = place.write("import os, sys; os.write(1, b'ready\\n'); sys.stdin.readline(); print('on')")
     codes = []
     for run in (False, True):
         child = place.start(script, run=run)
-        started.append(child)
+        children.append(child)
         child.expect("ready")
         child.process.send_signal(number)
         if number == signal.SIGPIPE:  # python ignores it
@@ -470,29 +483,29 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_script_that_is_killed_ends_the_command_so(place: Place, started: list[Child]) -> None:
+def test_a_script_that_is_killed_ends_the_command_so(place: Place, children: list[Child]) -> None:
     """The shell says "Killed", as it would."""
     child = place.start(place.write(TELLS_PID))
-    started.append(child)
+    children.append(child)
     os.kill(script_of(child), signal.SIGKILL)
     assert child.process.wait(20) == -signal.SIGKILL
 
 
-def test_a_command_that_is_killed_ends_the_script(place: Place, started: list[Child]) -> None:
+def test_a_command_that_is_killed_ends_the_script(place: Place, children: list[Child]) -> None:
     """Nobody could stop it any more."""
     child = place.start(place.write(TELLS_PID))
-    started.append(child)
+    children.append(child)
     pid = script_of(child)
     child.kill()
     eventually(lambda: is_gone(pid))
 
 
-def test_a_watcher_that_is_killed_ends_both(place: Place, started: list[Child]) -> None:
+def test_a_watcher_that_is_killed_ends_both(place: Place, children: list[Child]) -> None:
     """There is no script that nobody watches."""
     child = place.start(
         place.write("import os\nprint('parent', os.getppid(), flush=True)\n" + TELLS_PID.replace("\n    ", "\n"))
     )
-    started.append(child)
+    children.append(child)
     watcher = int(child.expect("parent").split()[1])
     pid = script_of(child)
     os.kill(watcher, signal.SIGKILL)
@@ -500,10 +513,10 @@ def test_a_watcher_that_is_killed_ends_both(place: Place, started: list[Child]) 
     eventually(lambda: is_gone(pid))
 
 
-def test_a_script_that_is_stopped_stops_the_command(place: Place, started: list[Child]) -> None:
+def test_a_script_that_is_stopped_stops_the_command(place: Place, children: list[Child]) -> None:
     """What waits for the command sees it stop, and continues both."""
     child = place.start(place.write(TELLS_PID))
-    started.append(child)
+    children.append(child)
     pid = script_of(child)
     os.kill(pid, signal.SIGSTOP)
     _, status = os.waitpid(child.pid, os.WUNTRACED)
@@ -615,10 +628,10 @@ APP = """
 """
 
 
-def test_the_server_role_serves_until_it_is_interrupted(place: Place, started: list[Child]) -> None:
+def test_the_server_role_serves_until_it_is_interrupted(place: Place, children: list[Child]) -> None:
     """The main code's end is not the end of the process, and Ctrl-C is."""
     child = place.start(place.write(APP), SHARED_TENSOR_ROLE="server")
-    started.append(child)
+    children.append(child)
     assert child.expect("sum") == "sum 45 server"
     child.expect_error("serving")
     with Client(place.base_path, device="cpu") as client:

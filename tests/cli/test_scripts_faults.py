@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,15 +29,6 @@ HAS_TORCH = "import sys; print('torch' in sys.modules)"
 WITHOUT = "shared-rpc: runs without a zygote: "
 
 
-@pytest.fixture(scope="module")
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for the zygotes of the tests that leave them alive."""
-    path = tmp_path_factory.mktemp("z")
-    path.chmod(0o700)
-    yield path
-    Place(path, path).close()
-
-
 @pytest.fixture
 def place(tmp_path: Path, sockets: Path) -> Place:
     """A directory of its own for the scripts of a test."""
@@ -51,17 +42,6 @@ def zygote(place: Place) -> int:
     assert place.run(place.write("pass", "warm.py")).code == 0
     (asked,) = [one["pid"] for one in place.zygotes() if (one["pid"], one["runs"]) not in before]
     return int(asked)
-
-
-@pytest.fixture
-def started() -> Iterator[list[Child]]:
-    """Append what was started here; what still runs at the end is killed."""
-    children: list[Child] = []
-    yield children
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-        child.process.communicate()
 
 
 def socket_of(place: Place, pid: int) -> str:
@@ -80,11 +60,10 @@ def test_a_zygote_that_was_killed_is_replaced(place: Place, zygote: int) -> None
     assert zygote not in [one["pid"] for one in place.zygotes()]
 
 
-def test_a_script_outlives_its_zygote(place: Place, zygote: int, started: list[Child]) -> None:
+def test_a_script_outlives_its_zygote(place: Place, zygote: int, children: list[Child]) -> None:
     """Killed or stopped, it is no loss: exit code and signals of what runs come through."""
     script = place.write("import sys; print('ready', flush=True); sys.exit(int(sys.stdin.readline()))")
-    children = [place.start(script), place.start(script)]
-    started += children
+    children += [place.start(script), place.start(script)]
     for child in children:
         child.expect("ready")
     os.kill(zygote, signal.SIGSTOP)
@@ -111,12 +90,12 @@ def test_a_zygote_that_is_stopped_is_passed_by(place: Place, zygote: int) -> Non
     assert counted.read_text() == "x"
 
 
-def test_a_zygote_that_dies_while_it_starts(place: Place, tmp_path: Path, started: list[Child]) -> None:
+def test_a_zygote_that_dies_while_it_starts(place: Place, tmp_path: Path, children: list[Child]) -> None:
     """The one who waited for it runs the script without."""
     other = Place(place.folder, tmp_path)
     tmp_path.chmod(0o700)
     child = other.start(place.write(HAS_TORCH))
-    started.append(child)
+    children.append(child)
     found: list[int] = []
 
     def starting() -> bool:
@@ -310,7 +289,7 @@ LISTS = """
 """
 
 
-def test_a_descriptor_of_one_command_never_reaches_another_ones_script(place: Place, started: list[Child]) -> None:
+def test_a_descriptor_of_one_command_never_reaches_another_ones_script(place: Place, children: list[Child]) -> None:
     """Many at once, each with a file of its own: each has that, its streams, and nothing else. No zygote or watcher has it."""
     script = place.write(LISTS)
     files = []
@@ -330,14 +309,14 @@ def test_a_descriptor_of_one_command_never_reaches_another_ones_script(place: Pl
                 pass_fds=(file.fileno(),),
                 options=(),
             )
-        started.append(child)
-    for child in started:
+        children.append(child)
+    for child in children:
         child.expect("ready")
     others = [pid for pid in pids() if "shared_rpc.scripts" in command_of(pid)]
     held = [link for pid in others for link in links_of(pid)]
     assert others
     assert not [link for link in held if str(place.folder) in link]
-    for child, path in zip(started, files, strict=True):
+    for child, path in zip(children, files, strict=True):
         child.tell("")
         found = {int(fd): link for fd, link in json.loads(child.expect("{")).items()}
         assert set(found) - {3} == {0, 1, 2, 50}, "3 is the directory that was listed"

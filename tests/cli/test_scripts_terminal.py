@@ -20,21 +20,6 @@ pytestmark = pytest.mark.timeout(180)
 LONG = 60.0
 
 
-@pytest.fixture(scope="module")
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One directory for the zygotes of all tests here."""
-    path = tmp_path_factory.mktemp("z")
-    path.chmod(0o700)
-    yield path
-    Place(path, path).close()
-
-
-@pytest.fixture
-def place(tmp_path: Path, sockets: Path) -> Place:
-    """A directory of its own for the scripts of a test."""
-    return Place(tmp_path, sockets)
-
-
 @pytest.fixture
 def terminal(place: Place) -> Iterator[Callable[..., Tty]]:
     """``terminal(*words)`` runs python at a terminal of its own."""

@@ -1,0 +1,39 @@
+"""Commands that go on, and scripts that ``shared-rpc run`` begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit.commands import MODULE
+from tests.kit.processes import Child
+from tests.kit.scripts import Place
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One directory for the zygotes of a module's tests: they are as slow to start as a script without one."""
+    path = tmp_path_factory.mktemp("z")
+    path.chmod(0o700)
+    yield path
+    Place(path, path).close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, sockets: Path) -> Place:
+    """A directory of its own for the scripts of a test."""
+    return Place(tmp_path, sockets)
+
+
+@pytest.fixture
+def start(base_path: str, tmp_path: Path, children: list[Child]) -> Callable[..., Child]:
+    """``start(*arguments)`` starts ``shared-rpc``, which does not end by itself."""
+
+    def start(*arguments: str, cwd: Path | None = None, environ: dict[str, str] | None = None) -> Child:
+        child = Child(*MODULE, *arguments, cwd=cwd or tmp_path, environ=environ)
+        children.append(child)
+        return child
+
+    return start
