@@ -89,7 +89,6 @@ def demo(session: nox.Session) -> None:
     """The main job on real weights, the verification, and the other scenarios: each fails if something it claims is false."""
     _run(session, "python", "examples/semantic_search_demo.py", *session.posargs)
     _run(session, "python", "examples/fastapi_workers/run.py")
-    _run(session, "shared-rpc", "verify", "--device", "cpu")
     _test(session, "tests/docs/test_verify.py", *Path("tests/docs").glob("test_example_*.py"))
 
 
@@ -118,8 +117,8 @@ def pictures(session: nox.Session) -> None:
 
 
 def _test(session: nox.Session, *which: str | Path) -> None:
-    # What several tests look at, all benchmarks say, runs once: those tests are a group, which one worker has.
-    _run(session, "pytest", *PARALLEL, "--dist", "loadgroup", "-m", "not gpu", *map(str, which))
+    # What several tests of a file look at, all that benchmarks say, runs once: one worker has the file.
+    _run(session, "pytest", *PARALLEL, "--dist", "loadfile", "-m", "not gpu", *map(str, which))
 
 
 def _run(session: nox.Session, program: str, *arguments: str, **environ: str) -> None:

@@ -128,13 +128,22 @@ def recovery(
     processes: Annotated[int | None, typer.Option(help="Processes that attach; half a core each, up to 4.")] = None,
     kills: Annotated[int, typer.Option(help="Times that so many attaches are made and the worker is killed.")] = 3,
     restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
+    pace: Annotated[float, typer.Option(help="Seconds from one kill to the next: a few in a short time are a loop.")] = 8.0,
     json: Json = None,
 ) -> None:
     """Measure a broker whose worker is killed: attaches meanwhile, the next worker, and the broker's own memory."""
     from benchmarks.recovery import run
 
     run(
-        device=device, shape=shape, attaches=attaches, rate=rate, processes=processes, kills=kills, restarts=restarts, path=json
+        device=device,
+        shape=shape,
+        attaches=attaches,
+        rate=rate,
+        processes=processes,
+        kills=kills,
+        restarts=restarts,
+        pace=pace,
+        path=json,
     )
 
 

@@ -35,7 +35,7 @@ MAKING: dict[Mechanism, Parts] = {
         (
             f"{_DRIVER}:cuMemPoolExportToShareableHandle",
             f"{_DRIVER}:cuMemPoolExportPointer",
-            "shared_rpc.memory.backends.fd_server:FD_SERVER.leave",
+            "shared_rpc.memory.backends.fd_server:FD_SERVER.register",
             "shared_rpc.memory.backends.liveness:issue",
         ),
     ),

@@ -26,10 +26,8 @@ __all__ = ["run"]
 OURS = "shared_rpc"
 #: Seconds that anything here may take.
 _PATIENCE = 120.0
-#: Seconds from one kill to the next: a few crashes in a short time are taken for a loop.
-_PACE = 8.0
-#: The same where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
-_LONG_PACE = 14.0
+#: The pace's multiple where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
+_LONG = 1.75
 #: How many of the longest attaches of a turn are kept.
 _SLOWEST = 20
 
@@ -58,9 +56,13 @@ def run(
     processes: int | None,
     kills: int,
     restarts: int,
+    pace: float,
     path: Path | None,
 ) -> None:
-    """Measure, print, write."""
+    """Measure, print, write.
+
+    :param pace: seconds from one kill to the next.
+    """
     import torch
 
     chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,11 +84,11 @@ def run(
         ):
             with client.call(*call) as handle:
                 nbytes = handle.get_object_info()["nbytes"]
-            killer = _Killer(client)
+            killer = _Killer(client, pace)
             _kill_rows(report, killer, attaching, attaches, rate, kills)
             _digest_rows(report, servers, killer, config, attaching, before, nbytes, chosen)
             with _broker(servers, plain, "--no-preload"), Client(socket_path=plain, timeout=_PATIENCE) as other:
-                _ready_rows(report, servers, killer, _Killer(other), restarts)
+                _ready_rows(report, servers, killer, _Killer(other, pace), restarts)
             _broker_rows(report, client, broker, chosen)
     report.finish(path)
 
@@ -122,14 +124,15 @@ def _broker(servers: Servers, socket: str, *options: str) -> Iterator[subprocess
 class _Killer:
     """Kills the worker of a broker, and knows when the next one is there."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, pace: float) -> None:
         self._client = client
+        self._pace = pace
         self._earlier = 0
         self._last = 0.0
 
-    def pause(self, pace: float = _PACE) -> None:
-        """Wait until ``pace`` seconds after the kill before."""
-        time.sleep(max(self._last + pace - time.monotonic(), 0))
+    def pause(self, times: float = 1.0) -> None:
+        """Wait until a kill is the pace's seconds after the one before, or a multiple of them."""
+        time.sleep(max(self._last + times * self._pace - time.monotonic(), 0))
 
     def kill(self) -> None:
         """Kill the ready worker by SIGKILL."""
@@ -293,7 +296,7 @@ def _ready_rows(report: Report, servers: Servers, killer: _Killer, plain: _Kille
         imports.append(time.perf_counter() - begin)
         own.append(float(_on_server_cores(servers, own_imports)))
         for one, times in ((killer, forked), (plain, new)):
-            one.pause(_LONG_PACE)
+            one.pause(_LONG)
             begin = time.perf_counter()
             one.kill()
             one.wait_for_another()

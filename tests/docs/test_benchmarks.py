@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +32,16 @@ from benchmarks.targets import GOALS
 from benchmarks.throughput import starvation
 from tests.kit.processes import ROOT
 
-#: All commands run at once, and the first test waits for most of them.
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("benchmarks")]
+#: The first tests wait for commands that wait for others.
+pytestmark = pytest.mark.timeout(400)
 
+#: The options of each command; the one that waits most begins first.
 SMALL = {
+    "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1 --pace 1",
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "steps": "--rounds 2 --names",
-    "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1",
     "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
@@ -62,33 +64,31 @@ class Run:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Run]]:
-    """``results(name)`` is the run of one command; all of them run at once, for most of their time they wait."""
+    """``results(name)`` is the run of one command; a few run at once, for some of their time they wait."""
     folder = tmp_path_factory.mktemp("results")
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", name, *options.split(), "--json", str(folder / name / "numbers.json")],
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> Run:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", name, *SMALL[name].split(), "--json", str(folder / name / "numbers.json")],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name, options in SMALL.items()
-    }
-    done: dict[str, Run] = {}
+        running.append(process)
+        printed, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        return Run(printed, json.loads((folder / name / "numbers.json").read_text()))
 
-    def result(name: str) -> Run:
-        if name not in done:
-            printed, errors = running[name].communicate(timeout=170)
-            assert running[name].returncode == 0, errors
-            done[name] = Run(printed, json.loads((folder / name / "numbers.json").read_text()))
-        return done[name]
-
-    yield result
-    for name, process in running.items():
-        if name not in done:
-            process.send_signal(signal.SIGINT)  # so that it ends its own servers
-            process.communicate()
+    with ThreadPoolExecutor(3) as pool:
+        runs = {name: pool.submit(begin, name) for name in SMALL}
+        yield lambda name: runs[name].result()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # so that it ends its own servers
 
 
 @pytest.mark.parametrize("name", SMALL)

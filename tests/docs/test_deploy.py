@@ -38,9 +38,6 @@ def read_yaml(name: str) -> Any:
     return yaml.safe_load((DEPLOY / name).read_text())
 
 
-pytestmark = pytest.mark.xdist_group("deploy")
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
     """A scrape of a broker that serves the app, after two clients have run and a worker has crashed."""

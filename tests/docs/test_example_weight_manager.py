@@ -18,7 +18,7 @@ from tests.kit.processes import PYTHONPATH, ROOT, eventually
 
 pytest.importorskip("safetensors")
 #: Seconds. Each starts several processes with torch, on a machine that may be busy.
-pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("weight manager")]
+pytestmark = pytest.mark.timeout(150)
 
 EXAMPLE = ROOT / "examples" / "weight_manager"
 #: The story in small: 6 MiB of weights, workers that live for ten requests.

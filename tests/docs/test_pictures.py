@@ -26,9 +26,6 @@ def words(svg: Path) -> set[str]:
     return set(found) - {"KiB", "MiB", "GiB", "TiB"}
 
 
-pytestmark = pytest.mark.xdist_group("pictures")
-
-
 @pytest.fixture(scope="module")
 def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the same pictures, taken now, of a real server."""

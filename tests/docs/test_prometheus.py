@@ -26,13 +26,10 @@ from tests.docs.test_deploy import DASHBOARD, DEPLOY, read_yaml
 from tests.kit.processes import Child, eventually
 from tests.kit.repetitions import repetitions
 
-pytestmark = [
-    pytest.mark.xdist_group("prometheus"),
-    pytest.mark.skipif(
-        not repetitions(0, 1) or shutil.which("prometheus") is None,
-        reason="Prometheus is run in 'nox -s deep', where it is there",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not repetitions(0, 1) or shutil.which("prometheus") is None,
+    reason="Prometheus is run in 'nox -s deep', where it is there",
+)
 
 #: What Grafana fills in.
 VARIABLES = {"$instance": ".*", "$endpoint": ".*", "$__rate_interval": "30s", "$__interval": "5s", "$__range": "1m"}

@@ -27,8 +27,9 @@ from shared_rpc.extras.verification.verdict import Observer, Outcome, size
 from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
 from tests.kit import forks, verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
+from tests.kit.repetitions import repetitions
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("verify")]
+pytestmark = pytest.mark.timeout(180)
 
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
 NAMES = [check.name for check in CHECKS]
@@ -175,6 +176,15 @@ def test_all_checks_pass_where_sharing_works(whole: dict[str, Any]) -> None:
         (name, "passed", []) for name in NAMES
     ]
     assert whole["passed"] is True
+
+
+@pytest.mark.skipif(not repetitions(0, 1), reason="takes half a minute: the same checks are made above with a smaller model")
+def test_all_checks_pass_as_people_run_them(start: Callable[..., Verification]) -> None:
+    """With the sizes and numbers that it has by default."""
+    code, output, errors = start("--device", "cpu").end()
+
+    assert (code, errors) == (0, ""), output
+    assert output.splitlines()[-1].startswith(f"{len(NAMES)} passed, in ")
 
 
 def test_the_json_says_what_was_checked_where(whole: dict[str, Any]) -> None:
