@@ -12,7 +12,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,48 +19,9 @@ import torch
 from shared_rpc import Client, Provider, Server, __version__
 from shared_rpc.cli.doctor import examine
 from shared_rpc.provider.amounts import in_bytes
+from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH, ROOT, Child
-
-MODULE = ("-m", "shared_rpc.cli")
-
-
-class Ran:
-    """A command that ended."""
-
-    def __init__(self, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-        done = run(
-            [sys.executable, *arguments],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            timeout=50,
-            check=False,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
-        )
-        self.code = done.returncode
-        self.output = done.stdout
-        self.errors = done.stderr
-
-    @property
-    def data(self) -> Any:
-        """The JSON document that is all of its output, of a command that went well and had nothing to complain of."""
-        assert (self.code, self.errors) == (0, "")
-        return json.loads(self.output)
-
-    @property
-    def complaint(self) -> str:
-        """The one line on standard error of a command that failed, and printed nothing else."""
-        assert (self.code, self.output) == (1, "")
-        (line,) = self.errors.splitlines()
-        assert line.startswith("shared-rpc: ")
-        return line.removeprefix("shared-rpc: ")
-
-
-def cli(*arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run ``shared-rpc`` to its end."""
-    return Ran(*MODULE, *arguments, environ=environ, cwd=cwd)
 
 
 class Net(torch.nn.Linear):
@@ -120,18 +80,6 @@ def app(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def start(base_path: str, tmp_path: Path, children: list[Child]) -> Callable[..., Child]:
-    """``start(*arguments)`` starts ``shared-rpc``, which does not end by itself."""
-
-    def start(*arguments: str, cwd: Path | None = None, environ: dict[str, str] | None = None) -> Child:
-        child = Child(*MODULE, *arguments, cwd=cwd or tmp_path, environ=environ)
-        children.append(child)
-        return child
-
-    return start
 
 
 # ls
@@ -550,8 +498,11 @@ def test_an_app_that_lacks_a_module(app: Callable[..., Path], base_path: str, tm
     assert ran.errors.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_library'"
 
 
-@pytest.mark.parametrize("kind", [[], ["--in-process"]], ids=["broker", "in-process"])
-@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+@pytest.mark.parametrize(
+    ("closed", "kind"),
+    [("0", []), ("1", ["--in-process"]), ("2", []), ("012", []), ("012", ["--in-process"])],
+    ids=["0-broker", "1-in-process", "2-broker", "012-broker", "012-in-process"],
+)
 def test_serving_without_standard_streams(
     app: Callable[..., Path],
     connect: Callable[..., Client],
@@ -574,8 +525,11 @@ def test_serving_without_standard_streams(
     assert child.close()[0] == 0
 
 
-@pytest.mark.parametrize("kind", [[], ["--in-process"]], ids=["broker", "in-process"])
-@pytest.mark.parametrize("option", ["--base-path", "--socket", ""])
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("--base-path", []), ("--socket", ["--in-process"]), ("", []), ("", ["--in-process"])],
+    ids=["base path-broker", "socket-in-process", "environment-broker", "environment-in-process"],
+)
 def test_a_path_that_is_no_text(app: Callable[..., Path], tmp_path: Path, kind: list[str], option: str) -> None:
     """A server could not tell where it is: it says so, and ends."""
     app("provider.share('endpoint')(lambda: 0)")
@@ -711,12 +665,19 @@ def test_no_command_shows_the_help() -> None:
     """Every command is in the help, with what it does."""
     ran = cli("--help")
     assert ran.code == 0
-    for command in ("serve", "ls", "info", "objects", "invalidate", "devices", "doctor"):
+    for command in ("serve", "ls", "info", "objects", "invalidate", "devices", "doctor", "tasks", "wait", "cancel", "call"):
         assert re.search(rf"\b{command} +[A-Z]", ran.output)
     assert cli().output.strip() == ran.output.strip()
 
 
-@pytest.mark.parametrize("arguments", [["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"], ["serve", "app", "--max-tasks", "0"]),
+        *(["wait"], ["cancel"], ["call"], ["wait", "a-1", "--timeout", "-1"]),
+    ],
+    ids=str,
+)
 def test_misuse(arguments: list[str]) -> None:
     """What the command line does not know is exit code 2, with nothing on standard output."""
     ran = cli(*arguments)

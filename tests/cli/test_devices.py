@@ -12,7 +12,7 @@ import pytest
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
 from shared_rpc.provider.amounts import quotas_of
-from tests.cli.test_commands import MODULE, Ran, cli
+from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.processes import Child
 
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pty
 import re
 import shlex
 import signal
@@ -14,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ import torch
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.rendering import percent, steps, task_object
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from tests.cli.test_commands import MODULE, Ran, cli
+from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.forks import Popen, run
 from tests.kit.processes import PYTHONPATH, Child, eventually
-
-#: What moves the cursor and colours the text.
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+from tests.kit.terminals import HIDDEN, SHOWN, Tty
 
 
 class Refused(Exception):
@@ -113,18 +111,6 @@ def another(base_path: str, gate: threading.Event) -> Iterator[Client]:
     share_all(provider, gate)
     with Server(provider) as server, Client(socket_path=server.socket_path, timeout=30.0) as client:
         yield client
-
-
-@pytest.fixture
-def start(base_path: str, tmp_path: Path, children: list[Child]) -> Callable[..., Child]:
-    """``start(*arguments)`` starts ``shared-rpc``, which does not end by itself."""
-
-    def start(*arguments: str) -> Child:
-        child = Child(*MODULE, *arguments, cwd=tmp_path)
-        children.append(child)
-        return child
-
-    return start
 
 
 def begun(client: Client, endpoint: str, /, **kwargs: Any) -> str:
@@ -598,117 +584,64 @@ def test_a_call_that_does_not_fit(client: Client, arguments: list[str], complain
 # On a terminal.
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        try:
-            self.process = Popen(
-                [sys.executable, *MODULE, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=slave,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": PYTHONPATH, "TERM": "xterm-256color", "COLUMNS": "120"},
-            )
-        finally:
-            os.close(slave)
-        self._read = b""
-
-    @property
-    def text(self) -> str:
-        """What was drawn until now."""
-        return ESCAPES.sub("", self._read.decode(errors="replace"))
-
-    def expect(self, *texts: str) -> None:
-        """Read until all of these were drawn."""
-        while not all(text in self.text for text in texts):
-            assert self._more(), f"{texts} not in {self.text!r}"
-
-    def end(self) -> tuple[int, str, str]:
-        """Its exit code, the last line that it left, and what it wrote to standard error."""
-        while self._more():
-            pass
-        _, errors = self.process.communicate(timeout=50)
-        lines = self.text.splitlines()
-        return self.process.returncode, lines[-1] if lines else "", errors
-
-    def _more(self) -> bool:
-        try:
-            more = os.read(self._master, 65536)
-        except OSError:  # all that had the terminal open are gone
-            return False
-        self._read += more
-        return bool(more)
-
-    def close(self) -> None:
-        """End the command, and the terminal."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
-        os.close(self._master)
-
-
 @pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    """``terminal(*arguments)`` runs ``shared-rpc`` on one."""
-    terminals: list[Terminal] = []
+def terminal() -> Iterator[Callable[..., Tty]]:
+    """``terminal(*arguments)`` runs ``shared-rpc`` on one that is wide enough for any line."""
+    with ExitStack() as stack:
 
-    def run(*arguments: str) -> Terminal:
-        terminals.append(Terminal(*arguments))
-        return terminals[-1]
+        def begin(*arguments: str) -> Tty:
+            tty = Tty(*MODULE, *arguments, columns=300)
+            stack.callback(tty.close)
+            return tty
 
-    yield run
-    for one in terminals:
-        one.close()
+        yield begin
 
 
-def test_a_bar_on_a_terminal(client: Client, gate: threading.Event, terminal: Callable[..., Terminal]) -> None:
+def last_line(tty: Tty) -> str:
+    """What is left of what was shown."""
+    return [line for line in tty.lines if line][-1]
+
+
+def test_a_bar_on_a_terminal(client: Client, gate: threading.Event, terminal: Callable[..., Tty]) -> None:
     """How much is done of all, drawn and written, on one line that is gone when the result is told."""
     shown = terminal("wait", begun(client, "gated"))
-    shown.expect("gated: running", "━", "1/4 the first of [red]all")
+    shown.until("gated: running", "━", "1/4 the first of [red]all")
     gate.set()
-    code, last, errors = shown.end()
-    assert (code, errors) == (0, "")
-    assert re.search(r"gated: completed in \d+\.\d s, 16 B on cpu, object \w+$", last)
+    assert shown.end() == 0
+    assert re.fullmatch(r"gated: completed in \d+\.\d s, 16 B on cpu, object \w+", shown.text.strip())
 
 
-def test_a_spinner_on_a_terminal(client: Client, gate: threading.Event, terminal: Callable[..., Terminal]) -> None:
+def test_a_spinner_on_a_terminal(client: Client, gate: threading.Event, terminal: Callable[..., Tty]) -> None:
     """Where the total is not known there is no bar to draw."""
     shown = terminal("wait", begun(client, "gated", known=False))
-    shown.expect("gated: running", "1 the first of [red]all", "⠙")
+    shown.until("gated: running", "1 the first of [red]all")
     gate.set()
-    assert (shown.end()[0], "━" in shown.text) == (0, False)
+    assert (shown.end(), "⠙" in shown.written.decode(), "━" in shown.written.decode()) == (0, True, False)
 
 
-def test_a_failure_on_a_terminal(client: Client, terminal: Callable[..., Terminal]) -> None:
+def test_a_failure_on_a_terminal(client: Client, terminal: Callable[..., Tty]) -> None:
     """It is the same one line as on a pipe."""
     task = ended(client, "fails")
-    code, _, errors = terminal("wait", task).end()
-    complaint = f"shared-rpc: task {task} of 'fails' failed: tests.cli.test_tasks.Refused: not now\n"
-    assert (code, errors) == (1, complaint)
+    shown = terminal("wait", task)
+    complaint = f"shared-rpc: task {task} of 'fails' failed: tests.cli.test_tasks.Refused: not now"
+    assert (shown.end(), shown.text.strip()) == (1, complaint)
 
 
-def test_leaving_a_wait_on_a_terminal(client: Client, terminal: Callable[..., Terminal]) -> None:
+def test_leaving_a_wait_on_a_terminal(client: Client, terminal: Callable[..., Tty]) -> None:
     """The cursor, which was hidden meanwhile, is there again."""
     task = begun(client, "forever")
     shown = terminal("wait", task)
-    shown.expect("forever: running")
-    shown.process.send_signal(signal.SIGINT)
-    code, _, errors = shown.end()
-    assert (code, errors.splitlines()) == (
-        130,
-        [f"shared-rpc: task {task} goes on; to cancel it: shared-rpc cancel {task}"],
-    )
-    assert shown._read.rindex(b"\x1b[?25h") > shown._read.rindex(b"\x1b[?25l")
+    shown.until("forever: running")
+    shown.kill(signal.SIGINT)
+    told = f"shared-rpc: task {task} goes on; to cancel it: shared-rpc cancel {task}"
+    assert (shown.end(), last_line(shown)) == (130, told)
+    assert shown.written.rindex(SHOWN) > shown.written.rindex(HIDDEN)
 
 
-def test_machines_may_have_a_terminal_too(client: Client, terminal: Callable[..., Terminal]) -> None:
+def test_machines_may_have_a_terminal_too(client: Client, terminal: Callable[..., Tty]) -> None:
     """``--json`` is JSON there as well."""
     shown = terminal("call", "load", "size=16", "--json")
-    code, last, _ = shown.end()
-    assert (code, json.loads(last)["nbytes"]) == (0, 1024)
+    assert (shown.end(), json.loads(last_line(shown))["nbytes"]) == (0, 1024)
 
 
 # What endpoints may say.
@@ -815,25 +748,6 @@ def test_how_long_a_task_is_remembered(start: Callable[..., Child], connect: Cal
     task = client.submit("fails")
     eventually(lambda: not client.list_tasks())
     assert cli("wait", task).complaint.startswith(f"task {task} has expired: a finished task is remembered for 0 s")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["wait"], ["cancel"], ["call"], ["wait", "a-1", "--timeout", "-1"], ["serve", "app", "--max-tasks", "0"]],
-    ids=str,
-)
-def test_misuse(arguments: list[str]) -> None:
-    """What the command line does not know is exit code 2, with nothing on standard output."""
-    ran = cli(*arguments)
-    assert (ran.code, ran.output) == (2, "")
-    assert "Usage:" in ran.errors
-
-
-def test_the_help_has_them() -> None:
-    """Every command is in the help, with what it does."""
-    output = cli("--help").output
-    for command in ("tasks", "wait", "cancel", "call"):
-        assert re.search(rf"\b{command} +[A-Z]", output)
 
 
 @pytest.mark.parametrize(

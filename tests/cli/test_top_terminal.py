@@ -19,8 +19,8 @@ import torch
 
 from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.observability import events as happenings
-from tests.cli.test_commands import MODULE, Ran, cli
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.processes import Child, eventually
 from tests.kit.terminals import ALTERNATE, NORMAL, Tty
 
