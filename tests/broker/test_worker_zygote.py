@@ -97,25 +97,11 @@ def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Impat
     app.close()
 
 
-def test_the_next_worker_is_a_fork(app: ImpatientApp) -> None:
-    """After a crash and after a reload; the first one is a new process, and tells what to import."""
-    app.start(fresh=True)
-    client = app.connect()
-    assert not is_fork(worker_pids(client)[0])
-    zygote = zygote_ready(client)
-    facts = zygote_of(client)
-    assert (facts["state"], facts["dropped"]) == ("ready", {})
-    assert facts["modules"] > 100
-    assert facts["pss"] > 1 << 20
-    assert is_fork(replaced(client))
-    client.reload()
-    assert is_fork(worker_pids(client)[0])
-    assert client.call("model").weight[0, 0] == 4
-    assert zygote_of(client)["pid"] == zygote
+def test_the_next_workers_are_forks(app: ImpatientApp) -> None:
+    """After a reload and after a crash; the first ones are new processes, and tell what to import.
 
-
-def test_a_fork_of_its_own_for_each_worker(app: ImpatientApp) -> None:
-    """With random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link."""
+    Each fork has random numbers of its own, no descriptor of the broker's or of another worker, and its own end of the link.
+    """
     app.write(
         SAYS,
         """
@@ -128,7 +114,12 @@ def test_a_fork_of_its_own_for_each_worker(app: ImpatientApp) -> None:
     )
     broker = app.start("--workers", "2", fresh=True)
     client = app.connect()
-    zygote_ready(client)
+    assert not any(map(is_fork, worker_pids(client)))
+    zygote = zygote_ready(client)
+    about = zygote_of(client)
+    assert (about["state"], about["dropped"]) == ("ready", {})
+    assert about["modules"] > 100
+    assert about["pss"] > 1 << 20
     client.reload()
     workers = worker_pids(client)
     assert all(map(is_fork, workers))
@@ -136,14 +127,15 @@ def test_a_fork_of_its_own_for_each_worker(app: ImpatientApp) -> None:
     for pid in workers:
         links = {fd.name: os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
         seen[pid] = {name for name in links.values() if name.startswith(("socket:", "pipe:")) and links.get("1") != name}
-    shared = set.intersection(*seen.values())
-    assert shared == set(), "of sockets and pipes"
+    assert set.intersection(*seen.values()) == set(), "of sockets and pipes"
     ours = {os.readlink(fd) for fd in Path(f"/proc/{broker.pid}/fd").iterdir() if os.readlink(fd).startswith("socket:")}
     assert all(ours.isdisjoint(found) for found in seen.values())
     first = text(client, "facts")
     os.kill(workers[0], signal.SIGKILL)
-    another_worker(client, workers[0])
+    eventually(lambda: len(new := set(worker_pids(client)) - set(workers)) == 1 and all(map(is_fork, new)), 40.0)
     assert len({first, *(text(client, "facts") for _ in range(6))}) == 7
+    assert client.call("model").weight[0, 0] == 4
+    assert zygote_of(client)["pid"] == zygote
 
 
 def test_how_a_fork_ended_is_told(app: ImpatientApp) -> None:
