@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.client.connection import Connection, Stranger, nobody_listens
-from shared_rpc.client.steps import Reply, Request
+from shared_rpc.client.steps import Reply, Request, message_of
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.handle import Lease
 from shared_rpc.protocol import messages as m
@@ -86,14 +86,8 @@ def to_hold(handles: Sequence[Lease[Any]]) -> Request:
 
 
 def held_of(reply: Reply) -> list[str]:
-    """Return the ids of the leased objects, each as often as it was asked for.
-
-    :raises ProtocolError: if the server answers something else.
-    """
-    reply.frame.close()
-    if not isinstance(reply.message, m.Held):
-        raise ProtocolError(f"the server answered the leases of this client with {type(reply.message).__name__}")
-    return reply.message.object_ids
+    """Return the ids of the leased objects, each as often as it was asked for."""
+    return message_of(reply, "the leases of this client", m.Held).object_ids
 
 
 class Takeover:

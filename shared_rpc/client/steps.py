@@ -44,9 +44,11 @@ __all__ = [
     "ask",
     "drive",
     "goes_to_operation",
+    "message_of",
     "reached",
 ]
 
+M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=m.Message)
 
@@ -313,8 +315,15 @@ def reached(known: Known | None) -> Operation[Any]:
 
 def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:
     """Send a request whose reply is of one kind and carries no descriptors."""
-    reply: Reply = yield request
+    return message_of((yield request), request.what, kind)
+
+
+def message_of(reply: Reply, what: str, kind: type[M]) -> M:
+    """Return the message of a reply, which is of one kind and carries no descriptors.
+
+    :raises ProtocolError: if the server answers something else.
+    """
     reply.frame.close()
     if not isinstance(reply.message, kind):
-        raise ProtocolError(f"the server answered {request.what} with {type(reply.message).__name__}")
+        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
     return reply.message

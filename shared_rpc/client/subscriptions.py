@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.steps import Request
-from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.client.steps import Request, message_of
+from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 
 __all__ = ["ConnectionSource", "Source", "Subscription", "Subscriptions"]
 
 _log = logging.getLogger("shared_rpc")
-
-#: Seconds. Nothing may be refreshed for as long as a client lives.
-_FOREVER = 10 * 365 * 86400.0
 
 
 class Source(Protocol):
@@ -47,12 +44,9 @@ class ConnectionSource(Source):
 
     def news(self, after: int) -> tuple[list[Generation], int]:
         """Ask the server for news."""
-        request = Request(g.AwaitRefreshes(after), "the wait for refreshes")
-        reply = self._connection.exchange(request, time.monotonic() + _FOREVER)
-        reply.frame.close()
-        if not isinstance(reply.message, g.Refreshes):
-            raise ProtocolError(f"the server answered a wait for refreshes with {type(reply.message).__name__}")
-        return reply.message.generations, reply.message.after
+        request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
+        news = message_of(self._connection.exchange(request, math.inf), request.what, g.Refreshes)
+        return news.generations, news.after
 
     def hang_up(self) -> None:
         """Hang up under the thread that waits."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, reached
+from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of, reached
 from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.handle import Lease
@@ -45,10 +45,7 @@ class GenerationOperations:
         """
         what = f"refresh({endpoint!r})"
         reply, _, _ = yield from ctx._sent(g.Refresh, endpoint, args, kwargs, what)
-        reply.frame.close()
-        if not isinstance(reply.message, g.Refreshed):
-            raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
-        return reply.message.generation
+        return message_of(reply, what, g.Refreshed).generation
 
     @lending
     def latest(ctx: Context, handle: Lease[T]) -> Steps[Leased[T]]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask
-from shared_rpc.errors import ProtocolError
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask, message_of
 from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -66,10 +65,7 @@ def _unheard(_: TaskInfo) -> None:
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
     what = f"submit({endpoint!r})"
     reply, _, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
-    reply.frame.close()
-    if not isinstance(reply.message, m.TaskIs):
-        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
-    return reply.message.info.task_id
+    return message_of(reply, what, m.TaskIs).info.task_id
 
 
 def _polls(timeout: float | None) -> Operation[bool]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
 from shared_rpc.errors import ConnectError
@@ -57,7 +57,7 @@ class ServerStarter:
         """
         until = min(deadline, time.monotonic() + patience)
         check_directory(os.path.dirname(path))
-        with _election(path) as election:
+        with closing(Election(path)) as election:
             while not _listens(path):
                 if election.acquire():
                     # The process that had the lock may have been about to listen when this one looked.
@@ -108,15 +108,6 @@ class ServerStarter:
             f"(pid {pid}). Call again, or raise server_startup_timeout ({patience:g} s). Its last words, in {log_path(path)}:\n"
             f"{text}"
         )
-
-
-@contextmanager
-def _election(path: str) -> Iterator[Election]:
-    election = Election(path)
-    try:
-        yield election
-    finally:
-        election.close()
 
 
 def _listens(path: str) -> bool:
