@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.detaching import detach
+from shared_rpc.broker.daemon import daemonize
 from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
@@ -29,7 +29,7 @@ def main() -> int:
     logging.lastResort = LogHandler(logging.WARNING)
     words = _parser().parse_args()
     if words.detach is not None:
-        detach(words.detach)
+        daemonize(words.detach)
     asked = End()
 
     def end(why: str) -> None:

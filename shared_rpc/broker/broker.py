@@ -19,7 +19,7 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.idle_exit import wait_until_idle
 from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
-from shared_rpc.broker.restoring import Earlier, Service
+from shared_rpc.broker.restoration import Restoration, Service
 from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
@@ -74,7 +74,7 @@ class Broker:
         self._on_end = on_end
         self._services: dict[str, Service] = {}
         self._manager = ServiceManager(inherited or Inherited())
-        self._earlier = Earlier(self._services, self._manager, self._add_service)
+        self._restoration = Restoration(self._services, self._manager, self._add_service)
         self._exporter = exporter
         self._bound: dict[Worker, set[str]] = {}
         #: Whether its loop ended though nobody asked for that.
@@ -173,10 +173,10 @@ class Broker:
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._spawn(self._zygote.run)
-                    self._earlier.restore()
+                    self._restoration.restore()
                     await self._supervisor.start(self._spawn, wait=not self._services)
-                    self._manager.check(self.served(), loaded=not self._earlier.pending)
-                    self._manager.notifier.ready(self._earlier.status())
+                    self._manager.check(self.served(), loaded=not self._restoration.pending)
+                    self._manager.notifier.ready(self._restoration.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     if self._options.idle_exit is None:
@@ -288,8 +288,8 @@ class Broker:
         """Meet the first worker that is ready, and send what waits."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
-            if self._earlier.pending:
-                self._earlier.meet(ready)
+            if self._restoration.pending:
+                self._restoration.reconcile(ready)
             for service in self._services.values():
                 self._manager.keep_service(service.facts, service.core)
         self._dispatcher.send_waiting()
@@ -357,13 +357,13 @@ class Broker:
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        with self._manager.reloading(self._earlier.status):
+        with self._manager.reloading(self._restoration.status):
             return await self._load_anew(objects)
 
     async def _load_anew(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
-        if self._earlier.pending:
-            self._earlier.meet(workers[0])
+        if self._restoration.pending:
+            self._restoration.reconcile(workers[0])
         try:
             services = self._replace_endpoints(workers[0], objects)
         finally:

@@ -202,7 +202,7 @@ class Dispatcher:
             transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Take a run back that has not begun; return whether that is settled now."""
+        """Drop a run that has not begun; return whether it had not."""
         if self._waiting.remove(run):
             run.place.arguments.close()
             return True
@@ -217,7 +217,7 @@ class Dispatcher:
             run.place.worker.send(w.Stop(), run.place.number)
 
     def abandon(self, run: Run[Any]) -> bool:
-        """Give up a run that waits for memory; return whether it did."""
+        """Drop a result that waits for memory; return whether there was one."""
         if run not in self._sent or not run.place.awaiting:
             return False
         self._disown(run, w.Drop())

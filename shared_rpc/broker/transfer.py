@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from shared_rpc.broker.worker import Worker
 from shared_rpc.memory.records import ChunkSink, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.server.session_transfer import SessionTransfer
-
-if TYPE_CHECKING:
-    from shared_rpc.broker.worker import Worker
 
 __all__ = ["ForwardedTransfer"]
 

@@ -440,15 +440,15 @@ class _Born:
 
     def _nest_when_detached(self) -> None:
         """Do so in the process that a broker goes on in, which has the children."""
-        from shared_rpc.broker import detaching
+        from shared_rpc.broker import daemon
 
-        detach = detaching.detach
+        daemonize = daemon.daemonize
 
-        def detach_and_nest(lock: int) -> None:
-            detach(lock)
+        def daemonize_and_nest(lock: int) -> None:
+            daemonize(lock)
             self._nest()
 
-        detaching.detach = detach_and_nest
+        daemon.daemonize = daemonize_and_nest
 
 
 _execv = os.execv

@@ -131,3 +131,9 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 def test_the_end_of_a_process_reports_nothing() -> None:
     """Objects whose methods are registered, as a server's modules have, live until the interpreter takes its modules apart."""
     assert run("import shared_rpc.server.server").stderr == ""
+
+
+def test_nothing_else_registers_with_the_interpreter() -> None:
+    """Its order is that of the registry, and a module that registers itself is in no order."""
+    users = {path.name for path in (ROOT / "shared_rpc").rglob("*.py") if "register_at_fork" in path.read_text()}
+    assert users == {"forks.py"}

@@ -18,7 +18,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 
-__all__ = ["Earlier", "Service"]
+__all__ = ["Restoration", "Service"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -37,8 +37,8 @@ class Service:
     restored: bool = False
 
 
-class Earlier:
-    """On the broker's loop only.
+class Restoration:
+    """The return of what an earlier broker stored, until the app is loaded. On the broker's loop only.
 
     :param services: those of the broker, by the providers' keys.
     :param add: makes one of what a worker said, with the id of an earlier server or None.
@@ -68,17 +68,17 @@ class Earlier:
                 service.core.restore(stored, terms)
             service.core.objects.settle()  # to the budget, which may be another one now
 
-    def meet(self, worker: Worker) -> None:
+    def reconcile(self, worker: Worker) -> None:
         """Go on as after a reload: the first worker has loaded the app as it is now."""
         for key in self.pending:
             service = self._services[key]
             service.restored = False
             specs = list(worker.endpoints.get(key, {}).values())
-            self._meet(key, service, worker.served.get(key), specs)
+            self._reconcile(key, service, worker.served.get(key), specs)
         self._manager.check({service.acceptor.path: [] for service in self._services.values()}, loaded=True, raises=False)
         self._manager.notifier.status(self.status())
 
-    def _meet(self, key: str, service: Service, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
+    def _reconcile(self, key: str, service: Service, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
         earlier = service.facts
         if message is None:
             service.core.replace_endpoints([], "changed")

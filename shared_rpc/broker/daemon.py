@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-__all__ = ["detach"]
+__all__ = ["daemonize"]
 
 
-def detach(lock: int) -> None:
+def daemonize(lock: int) -> None:
     """Go on in a process that is nobody's child, whose id is written to standard output; what is written there later goes
     where errors go. Before there are threads.
 
