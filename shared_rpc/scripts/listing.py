@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,55 +29,48 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
     :param passed_over: called with the reason where one does not answer.
     """
     found = []
-    for path in _paths(base_path):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            if not _connect(sock, path):
-                continue
-            try:
-                found.append(_asked(sock, "tell"))
-            except (OSError, Lost, ValueError) as error:
-                passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) does not answer: {error}")
+    for path, sock in _connections(base_path):
+        try:
+            found.append(_asked(sock, "tell"))
+        except (OSError, Lost, ValueError) as error:
+            passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) does not answer: {error}")
     return found
 
 
 def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
     """End the zygotes, and return when they have ended. Scripts go on: they need them no more."""
     ended = []
-    for path in _paths(base_path):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            if not _connect(sock, path):
-                continue
-            pid = peer_of(sock).pid
-            try:
-                pidfd = os.pidfd_open(pid)
-            except OSError:  # it has just ended
-                continue
-            try:
-                facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": str(path)}
-                with suppress(OSError, Lost, ValueError):
-                    facts = _asked(sock, "stop")
-                if not has_ended(pidfd, _PATIENCE):
-                    # It holds nothing that anybody could miss.
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    has_ended(pidfd)
-                ended.append(facts)
-            finally:
-                os.close(pidfd)
+    for path, sock in _connections(base_path):
+        pid = peer_of(sock).pid
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it has just ended
+            continue
+        try:
+            facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": path}
+            with suppress(OSError, Lost, ValueError):
+                facts = _asked(sock, "stop")
+            if not has_ended(pidfd, _PATIENCE):
+                # It holds nothing that anybody could miss.
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                has_ended(pidfd)
+            ended.append(facts)
+        finally:
+            os.close(pidfd)
     return ended
 
 
-def _paths(base_path: str | None) -> list[Path]:
-    return sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))
-
-
-def _connect(sock: socket.socket, path: Path) -> bool:
-    """Connect to a zygote of this user's; False if nobody listens there, or somebody else does."""
-    sock.settimeout(_PATIENCE)
-    try:
-        sock.connect(str(path))
-    except OSError:
-        return False
-    return peer_of(sock).uid == os.geteuid()
+def _connections(base_path: str | None) -> Iterator[tuple[str, socket.socket]]:
+    """Connect to the zygotes of this user, one after the other; to none that has just ended."""
+    for path in map(str, sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(_PATIENCE)
+            try:
+                sock.connect(path)
+            except OSError:
+                continue
+            if peer_of(sock).uid == os.geteuid():
+                yield path, sock
 
 
 def _asked(sock: socket.socket, what: str) -> dict[str, Any]:

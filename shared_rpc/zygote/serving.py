@@ -79,11 +79,8 @@ class Zygote:
         if done.spoiled:
             why = f"importing {done.module} leaves a process that must not be forked: {done.spoiled}"
             return Unfit(why, done.module)
-        for name, value in done.variables.items():
-            if value is None:
-                self.variables.pop(name, None)
-            else:
-                self.variables[name] = value
+        changed = self.variables | done.variables
+        self.variables = {name: value for name, value in changed.items() if value is not None}
         self.path += [entry for entry in sys.path if entry not in begin]
         for name in request.own:
             if name in sys.modules:
