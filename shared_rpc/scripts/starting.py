@@ -49,6 +49,7 @@ def log_path(path: str) -> str:
 class Starting(NamedTuple):
     """A wish for a zygote that listens at ``path``.
 
+    :param variables: the environment of a zygote that is started.
     :param fds: descriptors of this process that a new one would inherit, and the zygote must not.
     :param connect: returns a connection to the zygote, or None.
     :param pause: waits for a moment.
