@@ -202,7 +202,8 @@ def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tt
     path = child.expect(".sock")
     view = f"""
         import sys
-        from shared_rpc.cli import discovery, main
+        from shared_rpc.cli import discovery
+        from shared_rpc.cli.__main__ import main
 
         discovery._PATIENCE = 0.5
         sys.argv[1:] = ["top", "-d", "0.1", "--socket", {path!r}]
