@@ -33,7 +33,7 @@ def send(sock: socket.socket, segment: Segment, *others: int) -> None:
 def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
     """Receive a segment and its descriptors, which the caller owns."""
     body, (fd, *others), _, _ = socket.recv_fds(sock, 4096, 4)
-    return Segment(msgspec.json.decode(body, type=SegmentInfo), fd), others
+    return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
 
 
 class _End:

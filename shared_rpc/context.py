@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
+import msgspec
+
 from shared_rpc.errors import TaskCancelled, sendable
 from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["CALLED_BY", "CURRENT_RUN", "RunContext", "cancelled", "progress", "progress_of", "raise_if_cancelled", "request_id"]
 
 
-class RunContext:
+class RunContext(msgspec.Struct, eq=False):
     """One run of an endpoint, as the endpoint sees it. Thread-safe.
 
     :param chain: names and keys of the calls it serves: they tell a call that would wait for itself.
@@ -23,14 +25,11 @@ class RunContext:
     :param request_id: of the call that it was started for.
     """
 
-    __slots__ = ("cancelled", "chain", "report", "request_id")
-
-    def __init__(self, chain: frozenset[str], report: Callable[[Progress], None], request_id: str = "") -> None:
-        self.chain = chain
-        self.report = report
-        self.request_id = request_id
-        #: Whether it was asked to stop.
-        self.cancelled = False
+    chain: frozenset[str]
+    report: Callable[[Progress], None]
+    request_id: str = ""
+    #: Whether it was asked to stop.
+    cancelled: bool = False
 
 
 #: The run of the endpoint that this thread, or this coroutine, carries out.

@@ -131,11 +131,10 @@ class Dispatcher:
         arguments = run.arguments
         assert isinstance(arguments, Arguments), "a broker has no callers of its own"
         run.place = _Place(next(self._numbers), executor, owner, arguments, arguments.session or run.session)
-        able = self._able(run)
-        if self._send_or_end(run, able):
+        if self._send_or_end(run):
             return
         try:
-            self._waiting.check(run, _awaited(able))
+            self._waiting.check(run, _awaited(self._able(run)))
         except ServerBusy as error:
             self._end(run, Failure.of(error))
         else:
@@ -148,7 +147,7 @@ class Dispatcher:
     def send_waiting(self) -> None:
         """Send what waits, as far as workers take it; end it where no worker will come any more."""
         for run in self._waiting:
-            self._send_or_end(run, self._able(run))
+            self._send_or_end(run)
 
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can do a run."""
@@ -157,12 +156,12 @@ class Dispatcher:
         held = run.place.executor.pool_owner(run) if run.place.arguments.held else None
         return [held] if held in able else able
 
-    def _send_or_end(self, run: Run[Any], able: list[Worker]) -> bool:
+    def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it where no worker will ever do it; False if it has to wait.
 
         A worker that does not read gets nothing more: what waits here can be taken back, and go to another one.
         """
-        worker = None
+        worker, able = None, self._able(run)
         for one in able:
             if not one.congested and (worker is None or len(one.runs) < len(worker.runs)):
                 worker = one
@@ -183,7 +182,32 @@ class Dispatcher:
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
         arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
-        message, fds = _message(run, worker, transfer)
+        # Of a session that has ended nothing comes back: its memory is that of any caller.
+        lent = transfer is not None
+        arenas = sorted(arguments.arenas) if lent and arguments.chunks else []
+        known = worker.arenas.get(place.session, ())
+        kept = [number for number in arenas if arguments.segments[number].info.id in known]
+        message = w.StartRun(
+            run.spec.name,
+            arguments.args,
+            arguments.kwargs,
+            table=msgspec.Raw(arguments.table),
+            segments=[segment.info for segment in arguments.segments],
+            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
+            kept=kept,
+            arenas=arenas,
+            chunks=list(arguments.chunks) if lent else [],
+            held=list(arguments.held) if lent else [],
+            pooled=run.pooled and lent,
+            returnable=arguments.returnable and lent,
+            chain=sorted(run.chain),
+            key=place.executor.key,
+            session=place.session,
+            background=run.background,
+            request_id=run.request_id,
+            cached=run.cached,
+        )
+        fds = tuple([segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept])
         if place.waits:
             self._waiting.remove(run)
             place.waits = False
@@ -192,9 +216,9 @@ class Dispatcher:
         except (ProtocolError, OSError) as error:
             self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
             return
-        if message.arenas:
+        if arenas:
             known = worker.arenas.setdefault(place.session, set())
-            known.update([arguments.segments[number].info.id for number in message.arenas])
+            known.update([arguments.segments[number].info.id for number in arenas])
         place.worker = worker
         worker.runs[place.number] = run
         self._sent.add(run)
@@ -294,9 +318,9 @@ class Dispatcher:
         if run is None:
             return
         place: _Place = run.place
-        outcome = _outcome(message, frame)
-        record = outcome.record if isinstance(outcome, Completed) else None
         transfer = place.executor.transfers.find(place.session)
+        outcome = _outcome(message, frame, transfer)
+        record = outcome.record if isinstance(outcome, Completed) else None
         if transfer is not None:
             if record is not None:
                 transfer.made(worker, record)
@@ -404,44 +428,20 @@ class WorkerExecutor:
         return transfer.owner(run.place.arguments.held) if transfer is not None else None
 
 
-def _message(run: Run[Any], worker: Worker, transfer: ForwardedTransfer | None) -> tuple[w.StartRun, tuple[int, ...]]:
-    """Return the message of a run, and the descriptors that go with it."""
-    place: _Place = run.place
-    arguments = place.arguments
-    known = worker.arenas.get(place.session, ())
-    #: Of a session that has ended nothing comes back: its memory is that of any caller.
-    arenas = sorted(arguments.arenas) if transfer is not None and arguments.chunks else []
-    kept = [number for number in arenas if arguments.segments[number].info.id in known]
-    message = w.StartRun(
-        run.spec.name,
-        arguments.args,
-        arguments.kwargs,
-        table=msgspec.Raw(arguments.table),
-        segments=[segment.info for segment in arguments.segments],
-        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-        kept=kept,
-        arenas=arenas,
-        chunks=list(arguments.chunks) if transfer is not None else [],
-        held=list(arguments.held) if transfer is not None else [],
-        pooled=run.pooled and transfer is not None,
-        returnable=arguments.returnable and transfer is not None,
-        chain=sorted(run.chain),
-        key=place.executor.key,
-        session=place.session,
-        background=run.background,
-        request_id=run.request_id,
-        cached=run.cached,
-    )
-    fds = tuple([segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept])
-    return message, fds
-
-
-def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame) -> Completed | Failure:
+def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: ForwardedTransfer | None) -> Completed | Failure:
     """Return the outcome that a worker reports. The frame's descriptors belong to the record."""
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
-    fds = frame.detach_fds() if frame.fds else []
-    segments = [Segment(info, fd) for info, fd in zip(message.segments, fds, strict=True)]
+    segments: list[Segment] = []
+    for number in message.kept:
+        arena = transfer.result_segment(message.segments[number].id) if transfer is not None else None
+        if arena is None:
+            return Failure.of(ConnectionClosed("the session of the call has ended, and its memory with it"))
+        segments.append(Segment(arena.info, arena.descriptor))
+    if frame.fds or len(segments) < len(message.segments):
+        sent = [info for number, info in enumerate(message.segments) if number not in message.kept]
+        others = [Segment.owning(info, fd) for info, fd in zip(sent, frame.detach_fds(), strict=True)]
+        segments = [segments.pop(0) if number in message.kept else others.pop(0) for number in range(len(message.segments))]
     return Completed(
         Record(
             frame.payload,

@@ -114,4 +114,4 @@ class RelayedMemory(DeviceMemory):
             return super().allocate(device, nbytes)
         answer, fds = self._requests.ask(w.Allocate(device, nbytes))
         assert answer.segment is not None, "a worker that does not refuse has it"
-        return Segment(answer.segment, fds[0])
+        return Segment.owning(answer.segment, fds[0])

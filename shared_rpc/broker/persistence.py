@@ -336,7 +336,7 @@ def _duplicates(infos: Iterable[SegmentInfo], segments: dict[str, int]) -> list[
         for info in infos:
             if info.mechanism == "memfd" and os.fstat(segments[info.id]).st_size < info.nbytes:
                 raise ValueError(f"its segment {info.id} is smaller than {info.nbytes} bytes")
-            made.append(Segment(info, os.dup(segments[info.id])))
+            made.append(Segment.owning(info, os.dup(segments[info.id])))
     except BaseException:
         for segment in made:
             segment.close()

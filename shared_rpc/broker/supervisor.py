@@ -161,7 +161,7 @@ class Supervisor:
         """
         try:
             begun = await self._zygote.begin(number)
-            callbacks = (self._handle, self._ended, self._observer.on_caught_up)
+            callbacks = (self._handlers, self._end_if_idle, self._ended, self._observer.on_caught_up)
             worker = Worker(self._command, number, *callbacks, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
             raise WorkerCrashed(f"no worker can be started: {error}") from error
@@ -181,15 +181,6 @@ class Supervisor:
             exit_code=self._last.exit_code,
             stderr=self._last.stderr,
         )
-
-    def _handle(self, worker: Worker, message: Message, frame: Frame) -> None:
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            _log.error("worker %d sent a %s", worker.pid, type(message).__name__)
-            return
-        handler(worker, message, frame)
-        if worker.state == "draining":
-            self._end_if_idle(worker)
 
     def _serves_provider(self, worker: Worker, message: w.Serve, frame: Frame) -> None:
         worker.served[message.key] = message

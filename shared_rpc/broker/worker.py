@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,9 @@ class Worker:
     :param number: which of the broker's workers it is, from 0.
     :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
-    :param handle: called with every message of its; ``ended`` once, when the process is gone and all it sent was taken.
+    :param handlers: what is called with its messages.
+    :param rest: called after each message while it only ends what it has.
+    :param ended: called once, when the process is gone and all it sent was taken.
     :param caught_up: called when it has read what it had left unread.
     """
 
@@ -55,7 +57,8 @@ class Worker:
         self,
         command: WorkerCommand,
         number: int,
-        handle: Handler,
+        handlers: Mapping[type[Message], Handler],
+        rest: Callable[[Worker], None],
         ended: Callable[[Worker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
@@ -78,7 +81,8 @@ class Worker:
         self.condemned = ""
         #: Why it cannot serve the app, by its own word.
         self.refusal: Exception | None = None
-        self._handle = handle
+        self._handlers = handlers
+        self._rest = rest
         self._ended = ended
         self._caught_up = caught_up
         #: Whether it is to hear of dropped objects when it reads again.
@@ -104,6 +108,8 @@ class Worker:
             self._pidfd = os.pidfd_open(self.process.pid)
             self._loop.add_reader(self._pidfd, self._gone)
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
+            #: To one that has ended nothing is sent.
+            self.send = self._link.send
             self._link.start()
         except BaseException:
             ours.close()
@@ -120,10 +126,6 @@ class Worker:
         if self.state == "ended":
             return False
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
-
-    def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
-        """Send a message, unless the worker has ended. See :meth:`FramedStream.send`."""
-        self._link.send(message, number, payload, fds)
 
     @property
     def congested(self) -> bool:
@@ -191,7 +193,14 @@ class Worker:
             self._unwatch()
 
     def _hear(self, frame: Frame) -> None:
-        self._handle(self, decode_message(frame), frame)
+        message = decode_message(frame)
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            _log.error("worker %d sent a %s", self.pid, type(message).__name__)
+            return
+        handler(self, message, frame)
+        if self.state == "draining":
+            self._rest(self)
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:

@@ -128,7 +128,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation as :func:`shared_rpc.client.steps.drive` does."""
-        deadline = Within(self._limit(timeout)).deadline(anyio.current_time())
+        deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
         step: Step | None = None
         try:

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
-from shared_rpc.client.sending import no_transfer, send
+from shared_rpc.client.sending import send
 from shared_rpc.client.session import ClientSession, LeaseBook
-from shared_rpc.client.steps import Driver, Lend, Operation, Reply, reached
+from shared_rpc.client.steps import Driver, Lend, Operation, Reply
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
@@ -155,11 +155,6 @@ class BaseClient(Driver):
     def _known(self) -> ClientSession | None:
         """Return the session, if there is one."""
 
-    def _transfer(self) -> ClientTransfer | None:
-        """Return the pools of the session that there is now."""
-        session = self._known()
-        return session.transfer if session is not None else None
-
     def _lend(self, step: Lend, session: ClientSession | None) -> Lease[Any]:
         """Return the handle of a value that came in a session, which is None once the client was closed."""
         if session is None:
@@ -170,10 +165,8 @@ class BaseClient(Driver):
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
-        server: ClientSession = yield from reached(self._known())
-        transfers = self._transfer if pooled else no_transfer
-        return (yield from send(kind, endpoint, args, kwargs, server.device, server.server_id, what, transfers))
+    ) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
+        return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
     def _watch_in(self, server: ClientSession) -> Subscriptions:
         """Return the subscriptions, whose connection is in this session."""
@@ -189,6 +182,3 @@ class BaseClient(Driver):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-
-    def _limit(self, timeout: float | None) -> float | None:
-        return self._timeout if timeout is OWN_TIMEOUT else timeout

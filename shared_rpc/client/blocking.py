@@ -93,9 +93,9 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation, which may be interrupted anywhere: nothing is left over then, see :class:`ConnectionPool`."""
         turn = Turn(self._connect_timeout if patience is None else patience)
-        turn.deadline = Within(self._limit(timeout)).deadline(time.monotonic())
+        turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(time.monotonic())
         try:
-            self._pool.enter(turn)
+            self._pool.turns.add(turn)
             return drive(operation, functools.partial(self._perform, turn))
         except BaseException as error:
             if is_interrupt(error):
@@ -103,7 +103,9 @@ class BlockingDriver(BaseClient, BlockingMethods):
             raise
         finally:
             turn.ended = True
-            self._pool.exit(turn)
+            self._pool.turns.discard(turn)
+            if self._pool.retired:
+                self._pool.end_soon()
 
     def _perform(self, turn: Turn, step: Step) -> Any:
         match step:

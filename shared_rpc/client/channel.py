@@ -83,7 +83,8 @@ class Channel(ExchangeSocket):
         """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
         exchanges, request = self._exchanges, exchange.request
         await self._flush()
-        request.poll()
+        if request.transfer is not None:
+            request.transfer.poll()  # while the server works
         while True:
             while exchange.updates:
                 info = exchange.updates.popleft()

@@ -121,8 +121,6 @@ class ExchangeSocket:
     @property
     def alive(self) -> bool:
         """Whether the server still holds the other end, as far as is known without asking."""
-        if self._socket.fileno() < 0:
-            return False
         try:
             while self._exchanges.broken is None and self._socket.sock.recv(1, _PEEK):
                 if self._exchanges.under_way:
@@ -202,7 +200,8 @@ class Connection(ExchangeSocket):
         """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
         exchanges, request = self._exchanges, exchange.request
         self._send(deadline)
-        request.poll()
+        if request.transfer is not None:
+            request.transfer.poll()  # while the server works
         while True:
             while exchange.updates:
                 info = exchange.updates.popleft()

@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from shared_rpc.client.replies import raise_error, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
@@ -49,19 +51,16 @@ class TooLate(TimeoutError):
     """The deadline of a driver's wait passed. A class of its own, because a callback may raise TimeoutError too."""
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """A request under way: the updates that were not passed on yet, and its answer."""
 
-    __slots__ = ("answer", "number", "request", "updates", "withdrawn")
-
-    def __init__(self, number: int, request: Request) -> None:
-        self.number = number
-        self.request = request
-        self.updates: deque[TaskInfo] = deque()
-        #: Whether a cancellation was queued: nobody waits.
-        self.withdrawn = False
-        #: The message of :attr:`Request.frame`, or why it cannot be read.
-        self.answer: m.Message | str | None = None
+    number: int
+    request: Request
+    updates: deque[TaskInfo] = msgspec.field(default_factory=deque)
+    #: Whether a cancellation was queued: nobody waits.
+    withdrawn: bool = False
+    #: The message of :attr:`Request.frame`, or why it cannot be read.
+    answer: m.Message | str | None = None
 
 
 class Exchanges:
@@ -126,7 +125,12 @@ class Exchanges:
         if number is None:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
-        request.queue(self._buffers, number, self._sent)
+        message, fds = request.addressed(self._sent) if request.arenas else (request.message, request.fds)
+        self._buffers.queue(message, number, request.payload, fds)
+        request.sent = True
+        request.end = self._buffers.queued
+        if request.arenas:
+            self._sent.update([segment.info.id for segment in request.arenas.values()])
         self.under_way[number] = exchange
         return exchange
 
@@ -201,24 +205,25 @@ class Exchanges:
                 self._told(exchange, frame)
             else:
                 news.append(exchange)
-                self._read(exchange, frame)
+                try:
+                    exchange.answer = decode_message(frame)
+                except ProtocolError as error:
+                    if is_of_handler(error):
+                        raise
+                    exchange.answer = str(error)
+                if frame.fds:
+                    self._learn(exchange, frame)
                 exchange.request.frame = frame
                 del self.under_way[exchange.number]
             del buffers.frames[0]
         return news
 
-    def _read(self, exchange: Exchange, frame: Frame) -> None:
-        try:
-            exchange.answer = message = decode_message(frame)
-        except ProtocolError as error:
-            if is_of_handler(error):
-                raise
-            exchange.answer = str(error)
-            return
-        if frame.fds and exchange.request.transfer is not None:
-            # The next answer may be of the same arena, and be taken first. Where no file can be opened, this one tells of it.
-            with passed_over(OSError):
-                exchange.request.transfer.learn(message, frame)
+    @staticmethod
+    def _learn(exchange: Exchange, frame: Frame) -> None:
+        """Note arenas that an answer brings: the next one may be of the same arena, and be taken first."""
+        if exchange.request.transfer is not None and isinstance(exchange.answer, m.Result):
+            with passed_over(OSError):  # where no file can be opened, this answer tells of them
+                exchange.request.transfer.learn(exchange.answer, frame)
 
     def _told(self, exchange: Exchange, frame: Frame) -> None:
         message = decode_message(frame)

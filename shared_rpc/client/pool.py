@@ -9,6 +9,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+import msgspec
+
 from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
 from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Search, Takeover, held_of, to_hold
 from shared_rpc.client.steps import Reply, Request
@@ -24,22 +26,19 @@ __all__ = ["ConnectionPool", "Turn"]
 _LOOK = 0.5
 
 
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """One operation of a client, from before its first request until its caller has the result."""
 
-    __slots__ = ("connection", "deadline", "ended", "patience", "request", "session")
-
-    def __init__(self, patience: float = 0.0) -> None:
-        #: Seconds to wait for a server that is not there yet; and when to give up, in terms of time.monotonic().
-        self.patience = patience
-        self.deadline = math.inf
-        self.ended = False
-        #: The connection that it uses now, being opened or taken from the idle ones.
-        self.connection: Connection | None = None
-        #: Its latest request, which has the answer.
-        self.request: Request | None = None
-        #: The session of its latest request, and so of the lease that came with the reply.
-        self.session: ClientSession | None = None
+    #: Seconds to wait for a server that is not there yet; and when to give up, in terms of time.monotonic().
+    patience: float = 0.0
+    deadline: float = math.inf
+    ended: bool = False
+    #: The connection that it uses now, being opened or taken from the idle ones.
+    connection: Connection | None = None
+    #: Its latest request, which has the answer.
+    request: Request | None = None
+    #: The session of its latest request, and so of the lease that came with the reply.
+    session: ClientSession | None = None
 
 
 class ConnectionPool:
@@ -84,15 +83,15 @@ class ConnectionPool:
         self._lock = threading.Lock()
         #: Whether the finaliser thread polls parked connections for owed answers.
         self._polling = False
-        #: Operations that run.
-        self._turns: set[Turn] = set()
+        #: Operations that run. :attr:`Turn.ended` notes the end of each; :meth:`end_soon` acts on it.
+        self.turns: set[Turn] = set()
         #: Sessions in which an operation was interrupted, with the operations that may still be in them.
-        self._retired: dict[ClientSession, set[Turn]] = {}
+        self.retired: dict[ClientSession, set[Turn]] = {}
         #: None before the first connection, after one was retired, and after :meth:`close`.
         self.session: ClientSession | None = None
 
     def _sessions(self) -> list[ClientSession]:
-        return [session for session in (self.session, *self._retired) if session is not None]
+        return [session for session in (self.session, *self.retired) if session is not None]
 
     @property
     def has_sessions(self) -> bool:
@@ -101,15 +100,9 @@ class ConnectionPool:
 
     # Operations.
 
-    def enter(self, turn: Turn) -> None:
-        """Note that an operation begins. :attr:`Turn.ended` notes its end, after which :meth:`exit` is called."""
-        self._turns.add(turn)
-
-    def exit(self, turn: Turn) -> None:
+    def end_soon(self) -> None:
         """End retired sessions that waited for an operation that has ended."""
-        self._turns.discard(turn)
-        if self._retired:
-            FINALIZER.submit(functools.partial(_end_retired, weakref.ref(self)))
+        FINALIZER.submit(functools.partial(_end_retired, weakref.ref(self)))
 
     def retire(self, turn: Turn) -> None:
         """Retire the session of an operation that was interrupted at a place that is not known."""
@@ -134,9 +127,9 @@ class ConnectionPool:
             if session is not self.session:
                 return  # it was retired before, or has ended
             self.session = None
-            self._retired[session] = set(self._turns)
+            self.retired[session] = set(self.turns)
         FINALIZER.start()
-        FINALIZER.submit(functools.partial(_end_retired, weakref.ref(self)))
+        self.end_soon()
 
     def end_retired(self) -> bool:
         """End the retired sessions that no operation is in any more; return False if one is to be tried again.
@@ -144,7 +137,7 @@ class ConnectionPool:
         It is called in a thread that no signal handler runs in.
         """
         done = True
-        for session, turns in tuple(self._retired.items()):
+        for session, turns in tuple(self.retired.items()):
             if all(turn.ended for turn in turns):
                 done = self._end(session) and done
         return done
@@ -168,7 +161,7 @@ class ConnectionPool:
         except SharedRPCError:
             pass  # it has ended, and everything with it
         self._hang_up(session)
-        self._retired.pop(session, None)
+        self.retired.pop(session, None)
         return True
 
     def _spare(self, session: ClientSession) -> None:
@@ -190,46 +183,49 @@ class ConnectionPool:
         turn = turn if turn is not None else Turn()
         turn.request = request
         while True:
-            session, connection = self._acquire(self._home(request, turn), deadline, patience, turn)
+            home = self._home(request, turn) if self.retired else None
+            session, connection = self._acquire(home, deadline, patience, turn)
             if request.transfer is not None and request.transfer is not session.transfer:
                 self._put_back(session, connection)
                 raise TransferClosed
             try:
-                reply = self._exchange_over(session, connection, request, deadline)
+                reply = connection.exchange(request, deadline)
+            except ConnectionClosed as error:
+                self._gave_up(session, connection, error)
+                if self.closed:
+                    raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
+                if is_of_handler(error) or not request.repeatable or time.monotonic() > deadline:
+                    raise
+            except BaseException as error:
+                self._gave_up(session, connection, error)
+                raise
+            else:
+                self._put_back(session, connection)
                 turn.connection = None
                 return reply
-            except ConnectionClosed as error:
-                if is_of_handler(error) or self.closed or not request.repeatable or time.monotonic() > deadline:
-                    raise
 
     def _home(self, request: Request, turn: Turn) -> ClientSession | None:
         """Return the retired session that a request must go to; None for the current one."""
-        if not self._retired:
-            return None
         with self._lock:
             if request.transfer is not None:
-                return next((session for session in self._retired if session.transfer is request.transfer), None)
-            return turn.session if turn.session in self._retired else None
+                return next((session for session in self.retired if session.transfer is request.transfer), None)
+            return turn.session if turn.session in self.retired else None
 
-    def _exchange_over(self, session: ClientSession, connection: Connection, request: Request, deadline: float) -> Reply:
+    def _gave_up(self, session: ClientSession, connection: Connection, error: BaseException) -> None:
+        """See to a connection over which a request has failed."""
         try:
-            reply = connection.exchange(request, deadline)
-        except BaseException as error:
-            if self.closed and isinstance(error, ConnectionClosed):
-                raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
-            if isinstance(error, ConnectionClosed) and not connection.usable and not connection.owed:
-                # The server has ended it, and what of the session does not live on in other connections.
-                self._drop(session, connection)
-            elif not connection.usable and not self.closed and not is_interrupt(error):
-                # Given up between request and reply: the session must outlive the connection.
-                self._replace(session, connection)
-            raise
+            if not connection.usable and not self.closed:
+                if isinstance(error, ConnectionClosed) and not connection.owed:
+                    # The server has ended it, and what of the session does not live on in other connections.
+                    self._drop(session, connection)
+                elif not is_interrupt(error):
+                    # Given up between request and reply: the session must outlive the connection.
+                    self._replace(session, connection)
         finally:
             if connection.usable:
                 self._put_back(session, connection)
             elif self.closed:
                 self._drop(session, connection)
-        return reply
 
     def need_session(self, turn: Turn) -> ClientSession:
         """Return the current session, of a server that is there; one that was restarted since is noticed here."""
@@ -243,7 +239,7 @@ class ConnectionPool:
         with self._lock:
             self.closed = True
             for session in self._sessions():
-                self._retired.setdefault(session, set())
+                self.retired.setdefault(session, set())
             self.session = None
         try:
             self._end_all()
@@ -253,9 +249,9 @@ class ConnectionPool:
             raise
 
     def _end_all(self) -> None:
-        for session in tuple(self._retired):
+        for session in tuple(self.retired):
             self._hang_up(session)
-            self._retired.pop(session, None)
+            self.retired.pop(session, None)
 
     def _hang_up(self, session: ClientSession) -> None:
         """End a session, also one whose end was interrupted before."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_rpc.client.steps import Operation, Reply, Request, Tell, Work, ask
+from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
-__all__ = ["ReceivedResult", "result_of", "valued"]
+__all__ = ["ReceivedResult", "rebuild", "result_of"]
 
 
 @dataclass(slots=True)
@@ -34,7 +33,7 @@ class ReceivedResult:
     def close(self) -> None:
         """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
         for segment in self.segments:
-            segment.close()
+            segment.descriptor = None
         for chunk, references in self.pooled.items():
             references.release([chunk])
         self.pooled = {}
@@ -46,15 +45,15 @@ class ReceivedResult:
         self.close()
 
 
-def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()) -> ReceivedResult:
+def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, held: list[int] | None = None) -> ReceivedResult:
     """Take the result from a reply; it owns the descriptors.
 
-    :param held: chunks of the client's pool that went with the call and were held for it: the result keeps the one that it
-        lies in, and the others are given back.
+    :param held: chunks of the client's pool that went with the call and were held for it: the result has that hold of the one
+        that it lies in, and the others are given back.
     :raises ProtocolError: if there is none.
     :raises ConnectionClosed: if its memory went with the session, which another request has found ended.
     """
-    message, frame = reply.message, reply.frame
+    message, frame, held = reply.message, reply.frame, held or []
     kept = len(message.kept) if isinstance(message, m.Result) else 0
     if (
         not isinstance(message, m.Result)
@@ -62,57 +61,38 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
         or (transfer is None and (kept or message.own))
     ):
         frame.close()
+        if transfer is not None:
+            transfer.arguments.release(held)
         raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
     if transfer is None:
-        segments = [Segment(info, -1) for info in message.segments]
+        segments = [Segment(info) for info in message.segments]
         for segment in segments:
             segment.adopt(frame.fds)
         return ReceivedResult(what, message, frame.payload, segments)
-    if message.freed:
-        transfer.arguments.release(message.freed)
     if message.own:
         frame.close()
+        transfer.arguments.release(message.freed)
         chunk = transfer.own_chunk(message, held)
         return ReceivedResult(what, message, frame.payload, [], {chunk.number: transfer.own}, chunk)
+    if message.freed or held:
+        transfer.arguments.release(message.freed + held)
     segments = transfer.segments(message.segments, message.kept, message.arenas, frame.fds)
-    if transfer.closed and any(segment.closed for segment in segments):
+    if transfer.closed and any(segment.descriptor is None for segment in segments):
         for segment in segments:
             segment.close()
         raise ConnectionClosed(f"the server went away before the result of {what} was taken")
     return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references))
 
 
-def valued(result: ReceivedResult, values: MutableMapping[str, Any]) -> Operation[tuple[m.Result, Any]]:
-    """Rebuild a result; return ``(message, value)``. Where that fails, the lease that came with it is given back.
+def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
+    """Rebuild the value of a result, which is closed then.
 
     :param values: the values that live in this process, by object id.
     """
-    object_id = result.message.object_id
-    known = values.get(object_id)
-    if known is not None:
-        result.close()
-        return result.message, known
-    try:
-        nbytes = len(result.skeleton) + len(result.message.table)
-        value = yield Work(lambda: _rebuild(result, values), nbytes)
-    except GeneratorExit:
-        result.close()
-        raise
-    except BaseException as error:
-        result.close()
-        if result.message.managed and not is_interrupt(error):
-            yield from ask(Request(m.Release([object_id]), "release"), m.Count)
-        elif result.message.managed:  # cancelled or interrupted, so it must not wait
-            yield Tell(m.Release([object_id]))
-        raise
-    return result.message, value
-
-
-def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec.results import decode_result
     from shared_rpc.codec.single import rebuild_argument
 
-    with result:
+    try:
         pooled, result.pooled = result.pooled, {}
         message = result.message
         if result.chunk is not None:
@@ -125,3 +105,5 @@ def _rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
                 value.append(values.setdefault(result.message.object_id, value[0]))
                 del value[0]
         return value.pop()
+    finally:
+        result.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from shared_rpc.client.steps import Operation, Reply, Request, Work, ask
+from shared_rpc.client.steps import Known, Operation, Reach, Reply, Request, Work, ask
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.context import CALLED_BY
 from shared_rpc.errors import DeadlineExceeded, SegmentNotFound, ServerBusy
@@ -19,38 +20,62 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import encode_call, lower_call
 
-__all__ = ["Transfers", "lower", "no_transfer", "send"]
-
-#: A function that returns the pools of a client's present session.
-Transfers = Callable[[], ClientTransfer | None]
+__all__ = ["Home", "lower", "send"]
 
 
-def no_transfer() -> None:
-    """Return None, for a client without pools."""
+class Home(Known, Protocol):
+    """Destination of a call. A server without an id is sent all memory."""
+
+    @property
+    def transfer(self) -> ClientTransfer | None:
+        """The pools of the session."""
 
 
 def send(
+    known: Callable[[], Home | None],
     kind: type[m.Call],
     endpoint: str,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    device: str,
-    server: str,
     what: str,
-    transfers: Transfers,
-) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
-    """Send a call of a kind; return the reply, the pools that it used, and the chunks of its own that its result may lie in:
+    *,
+    pooled: bool,
+) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
+    """Send a call of a kind; return the reply, the pools that it used, and the chunks of the client's own that are held for it:
     the arguments of :func:`~shared_rpc.client.results.result_of`.
 
-    :param device: the id of the server's device; ``server`` its own, ``""`` to send it all memory.
+    :param known: the current session, None where there is none.
+    :param pooled: whether its arguments and result may lie in pools.
     :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
-        transfer = transfers()
+        home: Home = known() or (yield Reach())
+        transfer = home.transfer if pooled else None
         try:
-            arguments = yield from lower(args, kwargs, device, server, transfer, what)
-            reply, held = yield from _send_lowered(kind, endpoint, arguments, what, transfer)
-            return reply, transfer, held
+            arguments = _plain(args, kwargs)
+            if arguments is None:
+                arguments = yield _encoding(args, kwargs, home.device, home.server_id, transfer, what)
+            held: list[int] = []
+            freed = transfer.returned() if transfer is not None else []
+            request: Request | None = None
+            try:
+                if transfer is not None and arguments.chunks and transfer.arguments.taken <= transfer.may_stay:
+                    # For as long as the call, and its result if that stays there: the server may give the chunks back before.
+                    held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
+                request = _request(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
+                reply: Reply = yield request
+                kept, held = held, []
+                return reply, transfer, kept
+            finally:
+                arguments.close()
+                if transfer is not None:
+                    if held:
+                        transfer.arguments.release(held)
+                    if request is None or not request.sent:
+                        transfer.arguments.release(arguments.chunks)
+                        transfer.references.requeue(freed)
+                    elif request.out_of_memory:
+                        transfer.waiting -= 1
         except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
@@ -62,34 +87,6 @@ def send(
             if (yield Work(transfer.reclaim)):
                 continue
             yield from _await_room(transfer, what, str(full))
-
-
-def _send_lowered(
-    kind: type[m.Call], endpoint: str, arguments: Arguments, what: str, transfer: ClientTransfer | None
-) -> Operation[tuple[Reply, list[int]]]:
-    held: list[int] = []
-    freed = transfer.returned() if transfer is not None else []
-    request: Request | None = None
-    try:
-        if transfer is not None and arguments.chunks and transfer.returnable:
-            # For as long as the call, and its result if that stays there: the server may give the chunks back before.
-            held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
-        request = _request(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
-        reply: Reply = yield request
-        if isinstance(reply.message, m.Result) and reply.message.own:
-            kept, held = held, []
-            return reply, kept
-        return reply, []
-    finally:
-        arguments.close()
-        if transfer is not None:
-            if held:
-                transfer.arguments.release(held)
-            if request is None or not request.sent:
-                transfer.arguments.release(arguments.chunks)
-                transfer.references.requeue(freed)
-            elif request.out_of_memory:
-                transfer.waiting -= 1
 
 
 #: The table of a call without memory.
@@ -106,6 +103,11 @@ def _request(
     *,
     returnable: bool,
 ) -> Request:
+    pooled, chain = transfer is not None, sorted(CALLED_BY.get())
+    if not arguments.segments and not arguments.skeletons:
+        table = _NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table)
+        message = kind(endpoint, arguments.args, arguments.kwargs, table, freed=freed, pooled=pooled, chain=chain)
+        return Request(message, what, transfer=transfer)
     message = kind(
         endpoint,
         arguments.args,
@@ -113,18 +115,22 @@ def _request(
         table=_NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table),
         segments=[segment.info for segment in arguments.segments],
         skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-        kept=[number for number, segment in enumerate(arguments.segments) if segment.closed],
+        kept=[number for number, segment in enumerate(arguments.segments) if segment.descriptor is None],
         arenas=list(arguments.arenas),
         chunks=list(arguments.chunks),
         held=list(arguments.held),
         freed=freed,
-        pooled=transfer is not None,
-        chain=sorted(CALLED_BY.get()),
+        pooled=pooled,
+        chain=chain,
         returnable=returnable,
     )
     arenas = {number: arguments.segments[number] for number in arguments.arenas}
     fds = tuple(
-        segment.fileno() for number, segment in enumerate(arguments.segments) if not segment.closed and number not in arenas
+        [
+            segment.descriptor.number
+            for number, segment in enumerate(arguments.segments)
+            if segment.descriptor is not None and number not in arenas
+        ]
     )
     return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
 
@@ -145,38 +151,55 @@ class _HasMemory(Exception):
     """The error for an argument that needs the codec."""
 
 
-def lower(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: str,
-    server: str,
-    transfer: ClientTransfer | None = None,
-    what: str = "",
-) -> Operation[Arguments]:
-    """Encode arguments as they travel: plain data without torch; tensors, modules and dtypes by the codec."""
+def lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
+    """Return the arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec.
+
+    :param device: the id of the server's device.
+    """
+    arguments: Arguments | None = _plain(args, kwargs)
+    if arguments is None:
+        arguments = yield _encoding(args, kwargs, device, "", None, "")
+    assert arguments is not None, "the codec makes some"
+    return arguments
+
+
+#: The types of plain data.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, tuple, dict})
+
+
+def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
+    """Return arguments that are plain data; None where the codec is needed."""
+    if not args and not kwargs:
+        return Arguments()
+    if not _PLAIN.issuperset(map(type, args)) or not _PLAIN.issuperset(map(type, kwargs.values())):
+        return None
     try:
         return Arguments(*encode_call(*lower_call(args, kwargs, _no_memory)))
     except _HasMemory:
-        pass
-    pool = transfer.arguments if transfer is not None else None
-
-    def undo(arguments: Arguments) -> None:
-        arguments.close()
-        if pool is not None:
-            pool.release(arguments.chunks)
-
-    work = Work(lambda: _encode_all(args, kwargs, device, server, pool, f"arguments of {what}"), undo=undo)
-    arguments: Arguments = yield work
-    return arguments
+        return None
 
 
 def _no_memory(value: Any, path: str) -> NoReturn:
     raise _HasMemory(path)
 
 
+def _encoding(
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, transfer: ClientTransfer | None, what: str
+) -> Work:
+    pool = transfer.arguments if transfer is not None else None
+    work = functools.partial(_encode_all, args, kwargs, device, server, pool, what)
+    return Work(work, undo=functools.partial(_undo, pool))
+
+
 def _encode_all(
-    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, purpose: str
+    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, what: str
 ) -> Arguments:
     from shared_rpc.codec.arguments import encode_arguments
 
-    return encode_arguments(args, kwargs, device_kind(device), server, pool, purpose)
+    return encode_arguments(args, kwargs, device_kind(device), server, pool, f"arguments of {what}")
+
+
+def _undo(pool: Pool | None, arguments: Arguments) -> None:
+    arguments.close()
+    if pool is not None:
+        pool.release(arguments.chunks)

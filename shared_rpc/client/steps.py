@@ -87,18 +87,6 @@ class Request:
     tries: int = 0
     end: int = 0
 
-    def queue(self, connection: FrameBuffers, number: int, sent: set[str]) -> None:
-        """Queue it as a frame.
-
-        :param sent: the arenas whose descriptors have gone over this connection; those that go now are added.
-        """
-        message, fds = self._addressed(sent) if self.arenas else (self.message, self.fds)
-        connection.queue(message, number, self.payload, fds)
-        self.sent = True
-        self.end = connection.queued
-        if self.arenas:
-            sent.update(segment.info.id for segment in self.arenas.values())
-
     def interrupted(self, connection: FrameBuffers) -> None:
         """Note that the connection broke. A frame whose last byte was not written is none, and the server never acts on it."""
         self.sent = connection.written >= self.end
@@ -113,11 +101,6 @@ class Request:
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def poll(self) -> None:
-        """Poll for memory to return, while the server works."""
-        if self.transfer is not None:
-            self.transfer.poll()
-
     def when_out_of_memory(self) -> m.Free:
         """Return the message for a server that needs memory for the result."""
         if self.transfer is None:
@@ -127,7 +110,7 @@ class Request:
             self.transfer.waiting += 1
         return self.transfer.out_of_memory()
 
-    def _addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
+    def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """Return the message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
         message = self.message
         if not isinstance(message, m.Call):

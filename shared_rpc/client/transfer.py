@@ -39,6 +39,8 @@ class ClientTransfer:
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
+        #: Bytes of it that may be taken where results stay in it: a part is left to those who wait for the server.
+        self.may_stay = options.limit - options.limit // 4
         self.references = ChunkReferences(weakly(self._chunk_dropped))
         #: Chunks of the pool for arguments that came back as results.
         self.own = ChunkReferences(_nothing)
@@ -58,7 +60,7 @@ class ClientTransfer:
         """Return the chunks that this process has done with, as far as is known, for a request that returns them."""
         self._asked = time.monotonic()
         self.poll(look=True)
-        return self.references.pop_returned()
+        return self.references.pop_returned() if self.references.free else []
 
     def poll(self, *, look: bool = False) -> bool:
         """Find the chunks that this process has done with: a safe point, best while there is nothing to do but to wait.
@@ -66,23 +68,19 @@ class ClientTransfer:
         :param look: see :meth:`ChunkReferences.poll`.
         :returns: whether there is more room for arguments.
         """
-        self.references.poll(look=look)
-        self.own.poll(look=look)
-        if self.references.has_fenced:
-            self._listen()
-        returned = self.own.pop_returned()
-        return bool(returned) and self.arguments.release(returned) > 0
+        references, own = self.references, self.own
+        if references.dropped or references.fenced:
+            references.poll(look=look)
+            if references.fenced and not self._listening:
+                self._listen()
+        if own.dropped or own.fenced:
+            own.poll(look=look)
+        return bool(own.free) and self.arguments.release(own.pop_returned()) > 0
 
     def reclaim(self) -> bool:
         """Free chunks that came back as results, after waiting for the GPU; return whether there were any."""
         self.own.drain()
         return self.poll(look=True)
-
-    @property
-    def returnable(self) -> bool:
-        """Whether results may stay in the pool for arguments: a part of it is left for arguments."""
-        limit = self.arguments.options.limit
-        return self.arguments.taken <= limit - limit // 4
 
     def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
         """Return the chunk of the pool for arguments that a result lies in.
@@ -124,22 +122,16 @@ class ClientTransfer:
         found: list[Segment] = []
         for number, info in enumerate(infos):
             if number not in kept:
-                found.append(Segment(info, -1))
+                found.append(Segment(info))
                 found[-1].adopt(fds)
                 if number in arenas and info.id not in self._spare and not self.closed:
                     duplicate = found[-1].duplicate()
                     if self._spare.setdefault(info.id, duplicate) is not duplicate:
                         duplicate.close()
             else:
-                found.append(self._kept(info))
+                spare = self._spare.get(info.id)
+                found.append(Segment(info, spare.descriptor if spare is not None else None))
         return found
-
-    def _kept(self, info: SegmentInfo) -> Segment:
-        spare = self._spare.get(info.id)
-        try:
-            return spare.duplicate() if spare is not None else Segment(info, -1)
-        except ValueError:  # another thread closes this just now
-            return Segment(info, -1)
 
     def discard(self, message: m.Message, frame: Frame) -> None:
         """Process what a reply that nobody takes says of memory."""
@@ -161,10 +153,9 @@ class ClientTransfer:
             FINALIZER.submit(self._flush_now, after=_IDLE)
 
     def _listen(self) -> None:
-        if not self._listening:
-            self._listening = True
-            FINALIZER.start()
-            FINALIZER.submit(self._end_silence, after=_SILENCE)
+        self._listening = True
+        FINALIZER.start()
+        FINALIZER.submit(self._end_silence, after=_SILENCE)
 
     def _end_silence(self) -> None:
         left = self._asked + _SILENCE - time.monotonic()
@@ -173,7 +164,7 @@ class ClientTransfer:
             return
         self._listening = False
         self._flush_now()
-        if self.references.has_fenced and not self.closed:
+        if self.references.fenced and not self.closed:
             self._listen()
 
     def _flush_now(self) -> None:

@@ -21,7 +21,7 @@ from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Arguments
-from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_KWARGS
 from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef, decode_call, encode_call, lift, lower_call, refuse
 
 __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
@@ -75,6 +75,9 @@ def encode_arguments(
     )
 
 
+#: The arguments of a call with one tensor and nothing else.
+_ALONE = encode_call([TensorRef(0)], {})
+
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 
 
@@ -85,12 +88,13 @@ def _encode_single(
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None
-    lowered = lower_call(args, kwargs, lambda value, path: TensorRef(0))
+    alone = len(args) == 1 and not kwargs
+    written = _ALONE if alone else encode_call(*lower_call(args, kwargs, lambda value, path: TensorRef(0)))
     copied = copy_single(rest[0], kind, pool, purpose, server)
     if copied is None:
         return None
     copied.wait()
-    return Arguments(*encode_call(*lowered), copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
+    return Arguments(*written, copied.table, [], [copied.segment], (0,), (copied.chunk.number,))
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
@@ -123,6 +127,8 @@ def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
         single = rebuild_single(
             arguments.table, arguments.segments, cast("dict[int, ChunkReferences]", arguments.pooled), arguments.arenas
         )
+        if single is not None and arguments.args == _ALONE[0] and arguments.kwargs == NO_KWARGS:
+            return [single], {}
         if single is not None:
             return _lifted(arguments, [single], [])
     with MAPPINGS.attach(arguments.segments, keep=True, pooled=arguments.arenas) as mappings:

@@ -88,7 +88,7 @@ class Placement:
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
             if named or mapping.segment is None:
-                self.segments.append(Segment(mapping.info, -1))
+                self.segments.append(Segment(mapping.info))
             else:
                 if mapping.fresh and access == "read":
                     mapping.seal()
@@ -178,7 +178,7 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
     placement = Placement(scan, found, reader)
     try:
         for device, rest in _elsewhere(placement, found, "read_write").items():
-            if pool is not None and pool.options.takes(sum(aligned(block.nbytes) for block in rest)):
+            if pool is not None and sum(aligned(block.nbytes) for block in rest) <= pool.largest:
                 _copy_into(pool, placement, rest, device, purpose)
             else:
                 for mapping, chosen in _segments(rest, device):

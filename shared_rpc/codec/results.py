@@ -17,7 +17,7 @@ from shared_rpc.codec.buffers import buffers_of
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
-from shared_rpc.codec.single import FIRST, Copied, copy_single, detach_argument, rebuild_single
+from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.codec.untraced import keep_untraced
@@ -34,7 +34,7 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, Access
 
-__all__ = ["Soon", "decode_result", "publish", "publish_argument", "publish_soon"]
+__all__ = ["Soon", "decode_result", "publish", "publish_soon"]
 
 #: The skeleton of no result.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
@@ -77,7 +77,7 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
         if pool is not None and access == "read_write":
             skeleton, scan = dump_result(value, endpoint, kind)
             used = spans(scan, exact=True)
-            small = pool.options.takes(sum(aligned(span.nbytes) for span in used))
+            small = sum(aligned(span.nbytes) for span in used) <= pool.largest
             # A pool's memory is not mapped copy-on-write, and the arrays in it would be its reader's alone.
             if small and (scan.buffers is None or not scan.buffers.views):
                 return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
@@ -136,16 +136,6 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
         return True
     stream = torch.cuda.current_stream(torch_device(device)).cuda_stream
     return backend_for(device).wait(stream, seconds)
-
-
-@without_modes
-def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
-    """Publish a tensor that is an argument of its reader's, where that needs no copy; see :func:`detach_argument`."""
-    found = detach_argument(value, references, seconds)
-    if found is None:
-        return None
-    table, chunk, nbytes, device = found
-    return Record(FIRST[0], table, (), nbytes, device, own=(chunk,))
 
 
 def _copy_record(copied: Copied) -> Record:

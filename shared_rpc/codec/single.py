@@ -13,17 +13,18 @@ import torch
 
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.storages import current_stream, make_storage
-from shared_rpc.codec.tensors import make_tensor, make_trusted, named, read_table
+from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, read_table
 from shared_rpc.errors import CodecError
-from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.arena import ALIGNMENT
 from shared_rpc.memory.chunk_references import ChunkReferences, keep
 from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["FIRST", "Copied", "copy_single", "detach_argument", "rebuild_argument", "rebuild_single"]
+__all__ = ["FIRST", "Copied", "copy_single", "publish_argument", "rebuild_argument", "rebuild_single"]
 
 #: The skeletons of a value that is tensor 0 of its table and nothing else.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
@@ -31,26 +32,19 @@ FIRST = (b"I0\nQ.", ONE_TENSOR)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Copied:
-    """A tensor in a chunk of a pool. The copy is queued on the tensor's current stream, see :meth:`wait`.
+class Copied(msgspec.Struct):
+    """A tensor in a chunk of a pool. The copy is queued on a stream, to be waited for on ``backend``.
 
     ``segment`` is the arena's, with a descriptor of its own that belongs to the object's user.
     """
 
-    __slots__ = ("_backend", "_pool", "_stream", "chunk", "nbytes", "segment", "table")
-
-    def __init__(self, tensor: torch.Tensor, pool: Pool, chunk: Chunk, nbytes: int) -> None:
-        self._pool = pool
-        self.chunk = chunk
-        self.nbytes = nbytes
-        mapping = chunk.arena.mapping
-        assert mapping.segment is not None, "an arena can be sent"
-        self._backend = mapping.backend
-        self._stream = current_stream(tensor.device)
-        entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
-        self.table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
-        self._backend.copy(mapping.address + chunk.offset, tensor.data_ptr(), nbytes, self._stream)
-        self.segment = mapping.segment.duplicate()
+    pool: Pool
+    chunk: Chunk
+    nbytes: int
+    table: bytes
+    segment: Segment
+    backend: Backend
+    stream: int
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the copy is done, and what was queued on its stream before; give the chunk back if that fails.
@@ -59,10 +53,10 @@ class Copied:
         :returns: whether it was done in time.
         """
         try:
-            return self._backend.wait(self._stream, seconds)
+            return self.backend.wait(self.stream, seconds)
         except BaseException:
             self.segment.close()
-            self._pool.release((self.chunk.number,))
+            self.pool.release((self.chunk.number,))
             raise
 
 
@@ -73,15 +67,9 @@ def _plain(tensor: torch.Tensor) -> bool:
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
-        or named(tensor)
+        or (NAMES and any(getattr(tensor, "names")))  # noqa: B009  not in every release
         or tensor.__dict__
     )
-
-
-def _is_known(tensor: torch.Tensor, reader: str) -> bool:
-    """Return whether the reader may be told where a tensor lies: see :meth:`Placement.stays`."""
-    found = MAPPINGS.find(tensor.data_ptr())
-    return found is not None and not (found[0].pooled and (not reader or found[0].owner != reader))
 
 
 _capturing = torch.cuda.is_current_stream_capturing
@@ -97,46 +85,57 @@ def copy_single(
     :param limit: bytes of which there may be at most; None for as many as the pool takes.
     :raises PoolFull: if the pool has no room now.
     """
-    nbytes = tensor.nbytes
+    nbytes, device = tensor.nbytes, tensor.device
+    size = -(-nbytes // ALIGNMENT) * ALIGNMENT
     if (
         nbytes == 0
         or (limit is not None and nbytes > limit)
-        or not pool.options.takes(aligned(nbytes))
-        or tensor.device.type != kind
+        or size > pool.largest
+        or device.type != kind
         or not _plain(tensor)
         or not tensor.is_contiguous()
-        or _is_known(tensor, reader)
         or (kind == "cuda" and _capturing())
     ):
         return None
-    (chunk,) = pool.acquire(id_of(tensor.device), (nbytes,), purpose)
+    address = tensor.data_ptr()
+    found = MAPPINGS.find(address)
+    if found is not None and not (found[0].pooled and (not reader or found[0].owner != reader)):
+        return None  # the reader may be told where it lies: see Placement.stays()
+    chunk = pool.acquire_one(id_of(device), size, purpose)
     try:
-        return Copied(tensor, pool, chunk, nbytes)
+        mapping = chunk.arena.mapping
+        assert mapping.descriptor is not None, "an arena can be sent"
+        stream = 0 if kind == "cpu" else current_stream(device)
+        entry = TensorEntry(0, str(tensor.dtype)[6:], 0, tuple(tensor.shape), tensor.stride())
+        table = _encode(TensorTable((), (StorageEntry(0, chunk.offset, nbytes, 0, chunk.number),), (entry,)))
+        mapping.backend.copy(mapping.address + chunk.offset, address, nbytes, stream)
+        return Copied(pool, chunk, nbytes, table, mapping.descriptor.duplicate(), mapping.backend, stream)
     except BaseException:
         pool.release((chunk.number,))
         raise
 
 
-def detach_argument(
-    value: list[Any], references: ChunkReferences, seconds: float | None = None
-) -> tuple[bytes, int, int, str] | None:
+@without_modes
+def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
     """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
 
     None where somebody else in this process has a tensor over the chunk, and could write to what the reader takes for a value.
 
     :param value: the tensor, which is not there any more where this returns something, and may be another one where not.
     :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
-    :returns: the table, with the offset in the reader's arena; the chunk's number; the tensor's bytes and its device's id.
+    :returns: the record, whose table has the offset in the reader's arena.
     """
     tensor = value[0]
-    if type(tensor) is not torch.Tensor or not _plain(tensor):
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
     reference = references.reference_of(storage)
+    if reference is None or not _plain(tensor):
+        return None
     # It stays mapped whatever becomes of the session.
-    hold = references.arena(reference.mapping.info.id) if reference is not None else None
+    hold = references.holds.get(reference.mapping.info.id)
     nbytes, device = tensor.nbytes, tensor.device
-    if reference is None or hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
+    if hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
     stream, offset = current_stream(device), storage.data_ptr() - hold.mapping.address
     if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
@@ -150,7 +149,7 @@ def detach_argument(
     pin = reference()
     if pin is None:
         table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, reference.number),), (entry,))
-        return _encode(table), reference.number, nbytes, hold.mapping.info.device
+        return Record(FIRST[0], _encode(table), (), nbytes, hold.mapping.info.device, own=(reference.number,))
     storage = make_storage(hold.mapping, offset, nbytes, device)
     keep(storage, pin)
     value.append(make_tensor(entry, storage))
@@ -159,7 +158,7 @@ def detach_argument(
 
 @without_modes
 def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
-    """Rebuild the tensor that :func:`detach_argument` took apart on the other side. It keeps its chunk in use.
+    """Rebuild the tensor that :func:`publish_argument` took apart on the other side. It keeps its chunk in use.
 
     :param references: to whom the chunk is given back.
     :raises CodecError: if the table says anything else.
@@ -205,15 +204,16 @@ def rebuild_single(
         return None
     place, entry = found.storages[0], found.tensors[0]
     references = pooled.get(place.chunk)
-    hold = references.arena(segments[0].info.id) if references is not None else None
+    hold = references.holds.get(segments[0].info.id) if references is not None else None
     if references is None or hold is None or place.segment != 0 or entry.storage != 0:
         return None
     mapping = hold.mapping
     if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > mapping.info.nbytes:
         return None
     mapping.owner = owner or mapping.owner
-    make: Any = make_trusted if trusted else make_tensor
-    storage = make_storage(mapping, place.offset, place.nbytes, torch_device(mapping.info.device))
+    device = torch_device(mapping.info.device)
+    make: Any = make_trusted if trusted and device.type == "cuda" else make_tensor
+    storage = make_storage(mapping, place.offset, place.nbytes, device)
     del pooled[place.chunk]
     references.acquire(place.chunk, place.nbytes, mapping, (storage,))
     try:

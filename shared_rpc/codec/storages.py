@@ -140,7 +140,7 @@ def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> MappingHold:
     except (OSError, EOFError) as error:
         error.add_note(f"the process that sent memory of segment {info.id} must live until it has been received")
         raise
-    with Segment(info, fd) as segment:
+    with Segment.owning(info, fd) as segment:
         hold = MAPPINGS.receive(segment, owner)
     if MAPPINGS.has_unused:
         MAPPINGS.drain()  # a safe point for what earlier messages left behind, of which this process may have no other

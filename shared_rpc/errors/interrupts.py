@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
+
+#: Where no handler is, and where most errors have been that are asked about: those that end a wait.
+_ROOT = os.path.dirname(os.path.dirname(__file__))
+_QUIET = tuple(os.path.join(_ROOT, room, "") for room in ("client", "protocol"))
 
 __all__ = ["is_interrupt", "is_of_handler", "passed_over"]
 
@@ -19,13 +24,13 @@ def is_of_handler(error: BaseException) -> bool:
     """
     if isinstance(error, KeyboardInterrupt):
         return True
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    traceback = error.__traceback__
+    traceback, passed = error.__traceback__, set()
     while traceback is not None:
-        if traceback.tb_frame.f_code in handlers:
-            return True
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith(_QUIET):
+            passed.add(code)
         traceback = traceback.tb_next
-    return False
+    return bool(passed) and not passed.isdisjoint(map(_code_of, map(signal.getsignal, signal.valid_signals())))
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -51,15 +51,16 @@ class FinalizerThread:
         self._jobs: queue.SimpleQueue[tuple[float, int, Job]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        #: Whether the thread runs.
+        self.started = False
 
     def start(self) -> None:
         """Start the thread if it does not run; call it before a finaliser that submits is registered."""
-        if self._thread is None:
+        if not self.started:
             with self._starting:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="shared-rpc-finalizer", daemon=True)
-                    self._thread.start()
+                if not self.started:
+                    threading.Thread(target=self._run, name="shared-rpc-finalizer", daemon=True).start()
+                    self.started = True
 
     def submit(self, job: Job, after: float = 0.0) -> None:
         """Queue a job, to be done ``after`` so many seconds. Safe in a finaliser."""

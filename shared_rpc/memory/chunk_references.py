@@ -12,8 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from shared_rpc.errors import CodecError
-from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
+from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
@@ -24,16 +26,13 @@ __all__ = ["ChunkReference", "ChunkReferences", "chunk_of", "keep"]
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
-class _ChunkPin:
+class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
     """The object that the tensors over one chunk hold."""
 
-    __slots__ = ("__weakref__", "hold", "number", "reference")
-
-    reference: ChunkReference
-
-    def __init__(self, hold: MappingHold, number: int) -> None:
-        self.hold = hold
-        self.number = number
+    hold: MappingHold
+    number: int
+    #: Set as soon as there is one.
+    reference: ChunkReference | None = None
 
 
 #: The attribute by which an object holds its pin.
@@ -64,6 +63,16 @@ class ChunkReference(weakref.ref[_ChunkPin]):
     # A weak reference takes its attributes after it is made; see ChunkReferences.acquire().
 
 
+def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
+    """Return what is called with each pin's end, in a finaliser: it enqueues, and nothing else."""
+
+    def gone(reference: ChunkReference) -> None:
+        chunks.append(reference)
+        dropped()
+
+    return gone
+
+
 class ChunkReferences:
     """References of one session. Thread-safe.
 
@@ -72,19 +81,21 @@ class ChunkReferences:
 
     def __init__(self, dropped: Callable[[], object]) -> None:
         self._notify = dropped
-        self._told = weakly(self._pin_gone)
         self._lock = threading.Lock()
         self._closed = False
-        self._holds: dict[str, MappingHold] = {}
+        #: What keeps arenas mapped that something was borrowed of before, by the segments' ids.
+        self.holds: dict[str, MappingHold] = {}
         self._references: set[ChunkReference] = set()
-        self._dropped: deque[ChunkReference] = deque()
-        #: About how many bytes that are; threads may disturb each other's count.
-        self._dropped_bytes = 0
-        #: Whether none of them lie on a GPU.
+        #: Those whose pins are gone, until :meth:`poll` sees to them.
+        self.dropped: deque[ChunkReference] = deque()
+        self._gone = _enqueuer(self.dropped, dropped)
+        #: Whether none of them lie on a GPU, so that there is no work to wait for.
         self._cheap = True
-        #: Dropped, and the work that may still use them: whether it has been done, by what is asked.
-        self._fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
-        self._returned: list[int] = []
+        #: Dropped, and the work that may still use them: whether it has been done, by what is asked. They wait for nothing but
+        #: the GPU, and for somebody who asks it.
+        self.fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
+        #: The chunks that :meth:`returned` has to give back.
+        self.free: list[int] = []
 
     def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
         """Keep a chunk while one of the objects lives, which take an attribute; then release it.
@@ -92,35 +103,28 @@ class ChunkReferences:
         :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
         :raises CodecError: if it is no arena.
         """
-        FINALIZER.start()
+        if not FINALIZER.started:
+            FINALIZER.start()
         if not mapping.pooled:
             raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
-        pin = _ChunkPin(self._hold(mapping), number)
-        reference = ChunkReference(pin, self._told)
+        hold = self.holds.get(mapping.info.id)
+        if hold is None or hold.mapping is not mapping:
+            hold = self._hold(mapping)
+        pin = _ChunkPin(hold, number)
+        reference = ChunkReference(pin, self._gone)
         reference.number, reference.nbytes, reference.backend, reference.mapping = number, nbytes, mapping.backend, mapping
         pin.reference = reference
         self._references.add(reference)
-        self._cheap = self._cheap and mapping.backend.unmaps_in_background
+        if self._cheap:
+            self._cheap = mapping.backend.unmaps_in_background
         for user in users:
             setattr(user, _HELD, pin)
 
     def _hold(self, mapping: Mapping) -> MappingHold:
-        hold = self._holds.get(mapping.info.id)
-        if hold is None or hold.mapping is not mapping:
-            hold = MAPPINGS.hold(mapping)
-            if not self._closed:
-                self._holds[mapping.info.id] = hold
+        hold = MAPPINGS.hold(mapping)
+        if not self._closed:
+            self.holds[mapping.info.id] = hold
         return hold
-
-    def arena(self, segment_id: str) -> MappingHold | None:
-        """Return what keeps an arena mapped, if a chunk of it was acquired before."""
-        return self._holds.get(segment_id)
-
-    def _pin_gone(self, reference: ChunkReference) -> None:
-        # Runs in a finaliser: enqueue, nothing else.
-        self._dropped_bytes += reference.nbytes
-        self._dropped.append(reference)
-        self._notify()
 
     def reference_of(self, user: object) -> ChunkReference | None:
         """Return the reference by which an object uses a chunk, if it does."""
@@ -135,7 +139,7 @@ class ChunkReferences:
     def requeue(self, numbers: Iterable[int]) -> None:
         """Take back numbers that :meth:`pop_returned` gave, and that could not be sent."""
         with self._lock:
-            self._returned.extend(numbers)
+            self.free.extend(numbers)
 
     def poll(self, *, background: bool = False, look: bool = False) -> None:
         """Find chunks that nobody uses any more: a safe point, which does not wait.
@@ -143,67 +147,60 @@ class ChunkReferences:
         :param background: leave a GPU alone that may be disturbed here, and only look.
         :param look: only look, because there is no time to mark a GPU's work.
         """
-        if (
-            self._dropped
-            and (self._cheap or not look)
-            and (self._cheap or len(self._dropped) >= _BATCH or self._dropped_bytes >= _BATCH_BYTES)
+        if not self.dropped:
+            pass
+        elif self._cheap:
+            with self._lock:
+                users = [self.dropped.popleft() for _ in range(len(self.dropped))]
+                self._references.difference_update(users)
+                self.free += [reference.number for reference in users]
+        elif not look and (
+            len(self.dropped) >= _BATCH or sum([reference.nbytes for reference in [*self.dropped]]) >= _BATCH_BYTES
         ):
             with self._lock:
                 gone: dict[Backend, list[ChunkReference]] = {}
-                self._dropped_bytes = 0
-                for _ in range(len(self._dropped)):
-                    reference = self._dropped.popleft()
+                for _ in range(len(self.dropped)):
+                    reference = self.dropped.popleft()
                     gone.setdefault(reference.backend, []).append(reference)
                 for backend, references in gone.items():
                     self._fence(backend, references, background)
-        if not self._fenced:
+        if not self.fenced:
             return
         with self._lock:
-            for _ in range(len(self._fenced)):
-                passed, numbers = self._fenced.popleft()
+            for _ in range(len(self.fenced)):
+                passed, numbers = self.fenced.popleft()
                 if passed():
-                    self._returned += numbers
+                    self.free += numbers
                 else:
-                    self._fenced.append((passed, numbers))
+                    self.fenced.append((passed, numbers))
 
     def _fence(self, backend: Backend, references: list[ChunkReference], background: bool) -> None:
         passed = backend.fence() if backend.unmaps_in_background or not background else None
         if passed is None:
-            self._dropped_bytes += sum(reference.nbytes for reference in references)
-            self._dropped.extend(references)
+            self.dropped.extend(references)
             return
         self._references.difference_update(references)
-        self._fenced.append((passed, [reference.number for reference in references]))
+        self.fenced.append((passed, [reference.number for reference in references]))
 
     def drain(self) -> None:
         """Poll, after waiting for the GPU: where the memory is needed now."""
-        waiting = [*self._dropped]
+        waiting = [*self.dropped]
         done = {backend for backend in {reference.backend for reference in waiting} if backend.synchronize()}
         with self._lock:
             for reference in waiting:
                 if reference.backend in done and reference in self._references:
-                    self._dropped.remove(reference)
+                    self.dropped.remove(reference)
                     self._references.remove(reference)
-                    self._returned.append(reference.number)
+                    self.free.append(reference.number)
         self.poll()
 
     def pop_returned(self) -> list[int]:
         """Return the chunks that their pool is to be told of now."""
-        if not self._returned:
+        if not self.free:
             return []
         with self._lock:
-            numbers, self._returned = self._returned, []
+            numbers, self.free = self.free, []
         return numbers
-
-    @property
-    def has_returned(self) -> bool:
-        """Whether :meth:`pop_returned` has something."""
-        return bool(self._returned)
-
-    @property
-    def has_fenced(self) -> bool:
-        """Whether chunks wait for nothing but the GPU, and for a poll."""
-        return bool(self._fenced)
 
     @property
     def in_use(self) -> int:
@@ -213,4 +210,4 @@ class ChunkReferences:
     def close(self) -> None:
         """End the session: mappings go with the tensors over them."""
         self._closed = True
-        self._holds = {}
+        self.holds = {}

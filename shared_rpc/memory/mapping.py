@@ -142,7 +142,8 @@ class MappingTable:
         self._lock = fork_safe_lock()
         self._mappings: dict[tuple[str, Access, int], Mapping] = {}
         self._copies = itertools.count(1)
-        self._by_address: list[tuple[int, Mapping]] = []
+        #: Addresses, in order, and what is mapped there: replaced as a whole, so that whoever reads needs no lock.
+        self._by_address: tuple[list[int], list[Mapping]] = ([], [])
         self._gone: deque[_Use] = deque()
         self._draining = fork_safe_lock()
         #: Those that a block has let go of, and that may have no other user.
@@ -282,8 +283,12 @@ class MappingTable:
                 raise
             key, by_address = mapping.key, self._by_address
             if not hidden:
-                by_address = [*by_address]
-                bisect.insort(by_address, (address, mapping), key=lambda entry: entry[0])
+                addresses, mapped = by_address
+                place = bisect.bisect_right(addresses, address)
+                by_address = (
+                    [*addresses[:place], address, *addresses[place:]],
+                    [*mapped[:place], mapping, *mapped[place:]],
+                )
             # Without a call from here on, after which a signal handler might raise: it is known and pinned, or neither.
             self._mappings[key] = mapping
             self._by_address = by_address
@@ -327,13 +332,12 @@ class MappingTable:
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """Return the mapping that holds ``address`` and the offset in it, in bytes."""
-        with self._lock:
-            index = bisect.bisect_right(self._by_address, address, key=lambda entry: entry[0]) - 1
-            if index < 0:
-                return None
-            start, mapping = self._by_address[index]
-            offset = address - start
-            return (mapping, offset) if offset < mapping.info.nbytes else None
+        addresses, mapped = self._by_address
+        index = bisect.bisect_right(addresses, address) - 1
+        if index < 0:
+            return None
+        mapping, offset = mapped[index], address - addresses[index]
+        return (mapping, offset) if offset < mapping.info.nbytes else None
 
     @property
     def has_unused(self) -> bool:
@@ -388,7 +392,8 @@ class MappingTable:
             return
         by_address = self._by_address
         if not mapping.hidden:
-            by_address = [entry for entry in by_address if entry[1] is not mapping]
+            mapped = [other for other in by_address[1] if other is not mapping]
+            by_address = [other.address for other in mapped], mapped
         # Without a call from here on, after which a signal handler might raise.
         del self._mappings[key]
         self._by_address = by_address

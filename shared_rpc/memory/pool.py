@@ -38,10 +38,6 @@ class PoolOptions:
         if self.limit < 0 or self.initial <= 0:
             raise ConfigurationError(f"{self}: initial is at least 1 byte, and limit at least 0, for no pool")
 
-    def takes(self, nbytes: int) -> bool:
-        """Return whether so many bytes go into a pool."""
-        return nbytes <= self.limit // 4
-
 
 class PoolClosed(Exception):
     """Use of a pool whose session has ended."""
@@ -87,6 +83,8 @@ class Pool:
 
     def __init__(self, options: PoolOptions, what: str) -> None:
         self.options = options
+        #: Bytes of the largest block that goes into the pool.
+        self.largest = options.limit // 4
         self._what = what
         self._lock = threading.Lock()
         self._arenas: dict[str, list[Arena]] = {}
@@ -119,6 +117,13 @@ class Pool:
                     self._free(chunk)
                 raise
         return chunks
+
+    def acquire_one(self, device: str, nbytes: int, purpose: str) -> Chunk:
+        """Take a single chunk: :meth:`acquire` for a number of bytes that is aligned."""
+        with self._lock:
+            if self._closed:
+                raise PoolClosed(f"{self._what} was closed with its session")
+            return self._acquire(self._arenas.setdefault(device, []), device, nbytes, purpose)
 
     def _acquire(self, arenas: list[Arena], device: str, nbytes: int, purpose: str) -> Chunk:
         # The newest arena is the largest one.

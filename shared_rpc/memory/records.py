@@ -56,7 +56,7 @@ class Record:
     def close(self) -> None:
         """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""
         for segment in self.segments:
-            segment.close()
+            segment.descriptor = None
 
 
 @dataclass(slots=True)
@@ -95,7 +95,8 @@ class Arguments:
     def close(self) -> None:
         """Close the descriptors, and give back the chunks that nothing has used."""
         for segment in self.segments:
-            segment.close()
+            segment.descriptor = None
         if self.pooled:
-            for chunk, references in self.detach_pooled().items():
+            pooled, self.pooled = self.pooled, {}
+            for chunk, references in pooled.items():
                 references.release([chunk])

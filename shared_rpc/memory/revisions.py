@@ -56,13 +56,13 @@ def new_page() -> Segment:
 
 def restored_page(fd: int) -> Segment:
     """Return a page that :func:`new_page` made in another process. It owns the descriptor."""
-    return Segment(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
+    return Segment.owning(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
 
 
 def read_only(page: Segment) -> Segment:
     """Return a descriptor of the same page for readers, which the caller owns."""
     info = SegmentInfo(page.info.id, page.info.nbytes, page.info.device, "read", page.info.mechanism)
-    return Segment(info, os.open(f"/proc/self/fd/{page.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+    return Segment.owning(info, os.open(f"/proc/self/fd/{page.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
 
 
 class Page:
@@ -79,7 +79,9 @@ class Page:
         self._memory = tuple(info for info in memory if info.device != "cpu")
         with page:
             futex.supported()
-            self._descriptor = page.descriptor()
+            if page.descriptor is None:
+                raise ValueError(f"segment {page.info.id} is closed")
+            self._descriptor = page.descriptor
         made: list[int] = []
         weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
         self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access, made)

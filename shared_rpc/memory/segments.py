@@ -25,15 +25,12 @@ def new_segment_id() -> str:
     return secrets.token_hex(8)
 
 
-class Descriptor:
+class Descriptor(msgspec.Struct, eq=False, weakref=True):
     """Open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
     point at which a finaliser, a signal handler or another thread may run.
     """
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
     @classmethod
     def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
@@ -56,29 +53,29 @@ class Descriptor:
             os.close(self.number)
 
 
-class Segment:
-    """A :class:`SegmentInfo` and the file descriptor that keeps its memory alive.
+class Segment(msgspec.Struct, eq=False, weakref=True):
+    """A :class:`SegmentInfo` and the file descriptor that keeps its memory alive, None once it is closed.
 
     The object owns the descriptor, together with its duplicates: the last of them that is closed closes it. One that is
     dropped unclosed warns.
-
-    :param fd: the descriptor; -1 for a segment without one.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "info")
+    info: SegmentInfo
+    descriptor: Descriptor | None = None
 
-    def __init__(self, info: SegmentInfo, fd: int) -> None:
-        self.info = info
-        self._descriptor = Descriptor(fd) if fd >= 0 else None
-        if info.mechanism in EXPORTER_OWNED:
-            # A forked child's copy of the descriptor would keep the memory for as long as the child lives.
-            after_fork(self.close)
+    @classmethod
+    def owning(cls, info: SegmentInfo, fd: int) -> Segment:
+        """Make an owner of a descriptor."""
+        segment = cls(info, Descriptor(fd))
+        segment._note()
+        return segment
 
     @classmethod
     def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
         """Make an owner of the descriptor that a function returns, see :meth:`Descriptor.opened`."""
-        segment = cls(info, -1)
-        segment._descriptor = Descriptor.opened(function, *arguments)
+        segment = cls(info)
+        segment.descriptor = Descriptor.opened(function, *arguments)
+        segment._note()
         return segment
 
     def adopt(self, fds: list[int]) -> None:
@@ -87,43 +84,42 @@ class Segment:
         # No call from here on, after which a signal handler might raise: it is in the list or has an owner.
         descriptor.number = fds[0]
         del fds[0]
-        self._descriptor = descriptor
+        self.descriptor = descriptor
+        self._note()
+
+    def _note(self) -> None:
+        if self.info.mechanism in EXPORTER_OWNED and self.descriptor is not None:
+            # A forked child's copy of the descriptor would keep the memory for as long as the child lives.
+            after_fork(self.descriptor.close)
 
     def fileno(self) -> int:
-        """Return the descriptor, still owned by this object.
+        """Return the descriptor's number, still owned by this object.
 
         :raises ValueError: if it is closed.
         """
-        return self.descriptor().number
-
-    def descriptor(self) -> Descriptor:
-        """Return its descriptor, which lives as long as somebody refers to it, though this object is closed.
-
-        :raises ValueError: if it is closed.
-        """
-        descriptor = self._descriptor
-        if descriptor is None:
+        descriptor = self.descriptor
+        if descriptor is None or descriptor.number < 0:
             raise ValueError(f"segment {self.info.id} is closed")
-        return descriptor
+        return descriptor.number
 
     @property
     def closed(self) -> bool:
         """Whether the descriptor was closed or given away."""
-        return self._descriptor is None
+        return self.descriptor is None or self.descriptor.number < 0
 
     def duplicate(self, access: Access | None = None) -> Segment:
         """Return another owner of the same memory, by the same descriptor: those that a process may have are few.
 
         :raises ValueError: if it is closed.
         """
-        info = self.info if access is None else msgspec.structs.replace(self.info, access=access)
-        other = Segment(info, -1)
-        other._descriptor = self.descriptor()
-        return other
+        descriptor = self.descriptor
+        if descriptor is None:
+            raise ValueError(f"segment {self.info.id} is closed")
+        return Segment(self.info if access is None else msgspec.structs.replace(self.info, access=access), descriptor)
 
     def close(self) -> None:
         """Close the descriptor, unless a duplicate needs it; closing twice is harmless."""
-        self._descriptor = None
+        self.descriptor = None
 
     def __enter__(self) -> Segment:
         return self
@@ -132,7 +128,7 @@ class Segment:
         self.close()
 
     def __del__(self) -> None:
-        if self._descriptor is not None:
+        if self.descriptor is not None and self.descriptor.number >= 0:
             warnings.warn(f"segment {self.info.id} was dropped with its fd {self.fileno()} open", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import weakref
@@ -9,10 +10,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from shared_rpc.client.results import result_of, valued
-from shared_rpc.client.steps import BlockingMethods, CoroutineMethods, Driver, Known, Lend, Operation, Reply, Tell
+from shared_rpc.client.results import rebuild, result_of
+from shared_rpc.client.steps import (
+    BlockingMethods,
+    CoroutineMethods,
+    Driver,
+    Known,
+    Lend,
+    Operation,
+    Reply,
+    Request,
+    Tell,
+    Work,
+    ask,
+)
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.protocol import messages as m
 
@@ -49,7 +63,7 @@ class Context(ABC):
     @abstractmethod
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None, Sequence[int]]]:
+    ) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
         """Send a call of a kind; return what :func:`taken` needs.
 
         :param pooled: whether its arguments and result may lie in pools.
@@ -129,15 +143,37 @@ def _shown(annotation: str, kind: type[Driver]) -> str:
 
 
 def taken(
-    ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None, held: Sequence[int] = ()
+    ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None, held: list[int] | None = None
 ) -> Operation[Any]:
-    """Take the result from a reply: a handle, where a lease came with the value.
+    """Take the result from a reply: a handle, where a lease came with the value; it goes back where that cannot be rebuilt.
 
     :param transfer: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
     """
-    if not reply.live:
-        message, value = yield from valued(result_of(what, reply, transfer, held), ctx._values)
+    if reply.live:
+        return (yield from _taken_live(reply))
+    result = result_of(what, reply, transfer, held)
+    message = result.message
+    value = ctx._values.get(message.object_id) if message.object_id else None
+    if value is not None:
+        result.close()
         return (yield Lend(message, value)) if message.managed else value
+    try:
+        nbytes = len(result.skeleton) + len(message.table)
+        value = yield Work(functools.partial(rebuild, result, ctx._values), nbytes)
+    except GeneratorExit:
+        result.close()
+        raise
+    except BaseException as error:
+        result.close()
+        if message.managed and not is_interrupt(error):
+            yield from ask(Request(m.Release([message.object_id]), "release"), m.Count)
+        elif message.managed:  # cancelled or interrupted, and not to wait for anything
+            yield Tell(m.Release([message.object_id]))
+        raise
+    return (yield Lend(message, value)) if message.managed else value
+
+
+def _taken_live(reply: Reply) -> Operation[Any]:
     assert isinstance(reply.message, m.Result), "a value comes with a result"
     if not reply.message.managed:
         return reply.value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.sending import Transfers, lower, no_transfer, send
+from shared_rpc.client.sending import lower, send
 from shared_rpc.client.steps import Operation, Request, ask, reached
 from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
@@ -15,22 +16,22 @@ from shared_rpc.protocol import monitoring as mo
 __all__ = ["CallOperations", "fetch"]
 
 
-def fetch(
-    endpoint: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: str,
-    server: str = "",
-    transfers: Transfers = no_transfer,
-) -> Operation[ReceivedResult]:
+@dataclass
+class _Server:
+    """A server of which only its device is known: it is sent all memory, and has no pools."""
+
+    device: str
+    server_id: str = ""
+    transfer: None = None
+
+
+def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[ReceivedResult]:
     """Call an endpoint and take its record, without rebuilding the value. Needs torch only for tensors in arguments.
 
     :param device: the id of the server's device.
-    :param server: the server's id: memory that this server keeps is not sent; ``""`` to send all of it.
-    :param transfers: the pools of the current session, None to do without.
     """
-    what = f"{endpoint}()"
-    reply, transfer, held = yield from send(m.Call, endpoint, args, kwargs, device, server, what, transfers)
+    what, server = f"{endpoint}()", _Server(device)
+    reply, transfer, held = yield from send(lambda: server, m.Call, endpoint, args, kwargs, what, pooled=False)
     return result_of(what, reply, transfer, held)
 
 
@@ -59,7 +60,7 @@ class CallOperations:
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:
         """Drop the cached result of one call; return 1 if there was one. Handles stay valid."""
         server = yield from reached(ctx._known())
-        arguments = yield from lower(args, kwargs, server.device, "")
+        arguments = yield from lower(args, kwargs, server.device)
         arguments.close()  # only what tells the call from others is needed
         message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
         reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)

@@ -94,7 +94,7 @@ class GenerationOperations:
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
             frame.close()
             raise ProtocolError(f"the server answered a question for a revision with {type(message).__name__}")
-        segment = Segment(message.page, -1)
+        segment = Segment(message.page)
         segment.adopt(frame.fds)
         return Page(segment, message.memory, object_id)
 

@@ -88,8 +88,8 @@ class AwaitingMemory(Message):
 class RunFinished(Message):
     """A run that went well: its record, with the skeleton as payload and the descriptors with the frame.
 
-    ``arenas``, ``chunks``, ``own`` and ``returned`` are what ``arenas``, ``chunks``, ``own`` and ``freed`` are in a result for
-    a client.
+    ``arenas``, ``chunks``, ``own``, ``returned`` and ``kept`` are what ``arenas``, ``chunks``, ``own``, ``freed`` and ``kept``
+    are in a result for a client: the descriptor of an arena comes once.
     """
 
     table: msgspec.Raw
@@ -101,6 +101,7 @@ class RunFinished(Message):
     own: list[int]
     returned: list[int]
     private_nbytes: int
+    kept: list[int]
 
 
 class RunFailed(Message):

@@ -29,12 +29,22 @@ def read_arguments(
     :param objects: those of the server, which knows their segments by id; None in a worker, whose broker sends a descriptor of
         every segment that is no arena, and whose ids are good.
     """
-    if message.freed:
-        transfers.of(session).release_results(message.freed)
+    transfer = transfers.find(session)
+    if transfer is None and (message.freed or message.arenas or message.chunks or message.held):
+        transfer = transfers.of(session)
+    if transfer is not None and message.freed:
+        transfer.release_results(message.freed)
     memory = message.segments or message.skeletons or message.kept or message.arenas or message.chunks or message.held
     if not (memory or frame.fds or frame.payload):
         return Arguments(message.args, message.kwargs, bytes(message.table), nbytes=len(frame.body))
-    _check(frame, message)
+    numbers, kept = range(len(message.segments)), set(message.kept)
+    if (
+        len(numbers) != len(frame.fds) + len(kept)
+        or not kept.union(message.arenas).issubset(numbers)
+        or sum(message.skeletons) != len(frame.payload)
+        or min(message.skeletons, default=0) < 0
+    ):
+        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
     arguments = Arguments(message.args, message.kwargs, bytes(message.table), arenas=frozenset(message.arenas))
     arguments.chunks, arguments.held = message.chunks, message.held
     arguments.nbytes = len(frame.body) + len(frame.payload)
@@ -42,7 +52,6 @@ def read_arguments(
     arguments.returnable = message.returnable and message.pooled
     #: Those that are known by their ids have to be looked for.
     segments: list[Segment | None] = [None] * len(message.segments)
-    transfer = transfers.of(session) if message.arenas or message.chunks or message.held else None
     try:
         if transfer is not None and message.chunks:
             arguments.pooled = transfer.lent(message.chunks)
@@ -55,8 +64,11 @@ def read_arguments(
             if held is None:
                 raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
             arguments.pooled.update(held)
-        if message.kept:
-            _find_kept(segments, message, transfer or transfers.find(session), objects)
+        if not kept.issubset(message.arenas):
+            _find_kept(segments, message, transfer, objects)
+        for number in message.kept:
+            if segments[number] is None and transfer is not None:
+                segments[number] = transfer.arena(message.segments[number].id)
         start = 0
         for size in message.skeletons:
             arguments.skeletons.append(frame.payload[start : start + size])
@@ -69,16 +81,6 @@ def read_arguments(
         raise
     arguments.segments = [segment for segment in segments if segment is not None]
     return arguments
-
-
-def _check(frame: Frame, message: m.Call) -> None:
-    if (
-        len(message.segments) != len(frame.fds) + len(set(message.kept))
-        or not set(message.kept) | set(message.arenas) <= set(range(len(message.segments)))
-        or sum(message.skeletons) != len(frame.payload)
-        or min(message.skeletons, default=0) < 0
-    ):
-        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
 
 
 def _take_sent(
@@ -94,7 +96,7 @@ def _take_sent(
             if number in arenas and transfer is not None:
                 segments[number] = transfer.add_arena(info, sent.popleft())
             else:
-                segments[number] = Segment(info if trusted else _renamed(info), sent.popleft())
+                segments[number] = Segment.owning(info if trusted else _renamed(info), sent.popleft())
     finally:
         for fd in sent:
             os.close(fd)
@@ -108,7 +110,7 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
 def _find_kept(
     segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, objects: ObjectStore | None
 ) -> None:
-    """Duplicate the segments that are known by their ids: arenas of the session's, and what the server keeps."""
+    """Duplicate the segments that are known by their ids and are no arenas: what the server keeps."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
@@ -122,6 +124,3 @@ def _find_kept(
             segments[number] = found.duplicate("read_write")
     if unknown:
         raise SegmentNotFound(f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown)
-    for number in message.kept:
-        if segments[number] is None and transfer is not None:
-            segments[number] = transfer.arena(message.segments[number].id)

@@ -396,14 +396,15 @@ class Core:
         try:
             if self.stopped:
                 raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
-            spec = self.registry.get(endpoint)
+            spec = self.registry.find(endpoint) or self.registry.get(endpoint)
             key = count = None
             if lowered is None and isinstance(arguments, Arguments):
                 count = count_args(arguments.args, arguments.kwargs)
             # What is not cached need not be read where it fits the signature.
             if spec.cache or count is None or not takes(spec, count):
                 key = key_of(spec, *_read(lowered, arguments))
-            check_chain(spec, key, chain)
+            if chain:
+                check_chain(spec, key, chain)
         except BaseException:
             self.runs.statistics.refused += 1
             raise

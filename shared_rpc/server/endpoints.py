@@ -306,7 +306,7 @@ class Registry:
     """Endpoints by name."""
 
     def __init__(self, specs: Iterable[EndpointSpec] = ()) -> None:
-        self._specs = {spec.name: spec for spec in specs}
+        self.replace(specs)
         #: Called with every endpoint that is added.
         self.on_add: Callable[[EndpointSpec], None] | None = None
 
@@ -319,6 +319,8 @@ class Registry:
     def replace(self, specs: Iterable[EndpointSpec]) -> None:
         """Have these endpoints and no others."""
         self._specs = {spec.name: spec for spec in specs}
+        #: The spec of an endpoint, None where there is none.
+        self.find: Callable[[str], EndpointSpec | None] = self._specs.get
 
     def get(self, name: str) -> EndpointSpec:
         """Return the spec of an endpoint.

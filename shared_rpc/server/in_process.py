@@ -101,23 +101,11 @@ class InProcessExecutor:
         endpoint = self._endpoints[run.spec.name]
         reporter = Reporter(asyncio.get_running_loop(), functools.partial(owner.progressed, run))
         context = run.place = RunContext(run.chain, reporter.put, run.request_id)
-
-        def begun() -> None:
-            self._queued.pop(run, None)
-            run.running = True
-            owner.began(run)
-
-        def ended(outcome: Completed | Failure) -> None:
-            run.place = None
-            reporter.close()
-            if isinstance(outcome, AwaitingRoom):
-                self._park(endpoint, run, owner, outcome, ended)
-            else:
-                owner.ended(run, outcome)
-
+        begun = functools.partial(self._begun, run, owner)
+        ended = functools.partial(self._ended, endpoint, run, owner, reporter)
         threads = self._background if run.background else self._threads
         if not endpoint.spec.is_async:
-            job = self._job(run, lambda: self._call(endpoint, run, context), ended, begun)
+            job = self._job(run, functools.partial(self._call, endpoint, run, context), ended, begun)
         elif not run.background and loads_soon(run):
             begun()
             loaded = guarded(lambda: Completed(None, load(run)))
@@ -135,6 +123,19 @@ class InProcessExecutor:
             )
         self._queued[run] = threads, job
         threads.start(job)
+
+    def _begun(self, run: Run[Any], owner: Owner) -> None:
+        self._queued.pop(run, None)
+        run.running = True
+        owner.began(run)
+
+    def _ended(self, endpoint: Endpoint, run: Run[Any], owner: Owner, reporter: Reporter, outcome: Completed | Failure) -> None:
+        run.place = None
+        reporter.close()
+        if isinstance(outcome, AwaitingRoom):
+            self._park(endpoint, run, owner, outcome, functools.partial(self._ended, endpoint, run, owner, reporter))
+        else:
+            owner.ended(run, outcome)
 
     def withdraw(self, run: Run[Any]) -> bool:
         queued = self._queued.pop(run, None)
@@ -245,14 +246,7 @@ class InProcessExecutor:
         begun: Callable[[], None] | None = None,
     ) -> Job:
         """Return the job of a run that ends with it."""
-
-        def settled() -> Completed | Failure:
-            # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
-            outcome = [guarded(work)]
-            let_go(run, outcome[0])
-            return outcome.pop()
-
-        return Job(settled, ended, begun, lambda: self._settle(run))
+        return Job(functools.partial(_outcome, run, work), ended, begun, functools.partial(self._settle, run))
 
     def _settle(self, run: Run[Any]) -> None:
         """Poll what the endpoint has done with, when its caller has been told, which need not wait for that."""
@@ -275,3 +269,11 @@ class InProcessExecutor:
         # The arguments' memory may be what the result replaces.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
+
+
+def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failure:
+    # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
+    outcome = [guarded(work)]
+    if type(outcome[0]) is Failure:
+        let_go(run, outcome[0])
+    return outcome.pop()

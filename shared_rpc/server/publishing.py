@@ -48,7 +48,8 @@ class Publisher:
         :param only: the value, which nobody else in the library has.
         """
         from shared_rpc.codec.payload import check_result
-        from shared_rpc.codec.results import publish, publish_argument
+        from shared_rpc.codec.results import publish
+        from shared_rpc.codec.single import publish_argument
 
         transfer = self._transfers.find(run.session) if run.pooled else None
         if transfer is not None and self._shares and returnable(run):
@@ -92,7 +93,8 @@ class Publisher:
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
-        from shared_rpc.codec.results import Soon, publish_argument, publish_soon
+        from shared_rpc.codec.results import Soon, publish_soon
+        from shared_rpc.codec.single import publish_argument
 
         try:
             if returnable(run):

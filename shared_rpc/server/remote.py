@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 
@@ -114,7 +115,7 @@ class RemoteClient:
         if self.session is None:
             self._welcome(frame)
             return
-        caller = RemoteCaller(self, frame)
+        caller = RemoteCaller(self.core, self.session_id, self, frame.request_id, frame)
         try:
             message = decode_message(frame)
         except ProtocolError as error:
@@ -146,22 +147,19 @@ class RemoteClient:
             self.close()
 
 
-class RemoteCaller:
+class RemoteCaller(msgspec.Struct, eq=False):
     """The asker of one request of a connection: a :class:`shared_rpc.server.handlers.Caller`."""
 
-    __slots__ = ("_client", "_frame", "_number", "_out_of_memory", "_waiter", "core", "session")
-
-    local = False
-
-    def __init__(self, client: RemoteClient, frame: Frame) -> None:
-        self.core = client.core
-        self.session = client.session_id
-        self._client = client
-        self._frame = frame
-        self._number = frame.request_id
-        self._waiter: Waiter | None = None
-        #: Why its result waits for memory.
-        self._out_of_memory = ""
+    core: Core
+    session: str
+    _client: RemoteClient
+    _number: int
+    #: What it came in, until it waits.
+    _frame: Frame | None
+    _waiter: Waiter | None = None
+    #: Why its result waits for memory.
+    _out_of_memory: str = ""
+    local: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -170,6 +168,7 @@ class RemoteCaller:
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
+        assert self._frame is not None, "it does not wait yet"
         return None, read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
 
     def wait(self) -> Waiter:
@@ -179,7 +178,7 @@ class RemoteCaller:
         if len(waiting) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
         waiting[self._number] = self
-        del self._frame  # while it waits, nobody needs it
+        self._frame = None
         self._waiter = Waiter(self.session, self.deliver, request_id=f"{self._client.name}-{self._number}")
         return self._waiter
 
@@ -258,7 +257,7 @@ class RemoteCaller:
             own=list(record.own),
             freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
         )
-        fds = tuple(segment.fileno() for number, segment in enumerate(record.segments) if number not in kept)
+        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in kept])
         if self.reply(message, record.skeleton, fds):
             sent.update(message.segments[number].id for number in record.arenas)
             return True

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
+
 from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["Reporter"]
@@ -20,22 +22,21 @@ _PERIOD = 0.05
 _lock = threading.Lock()
 
 
-class Reporter:
+class Reporter(msgspec.Struct, eq=False):
     """The way of reports from any thread to the loop. What comes too fast is thinned out; the last is told.
 
     :param tell: is called on the loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[Progress], None]) -> None:
-        self._loop = loop
-        self._tell = tell
-        # Most runs report nothing: what is needed for that is made with the first report.
-        self._waiting: deque[Progress] | None = None
-        self._scheduled = False
-        self._allowance = float(_BURST)
-        self._counted = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+    _loop: asyncio.AbstractEventLoop
+    _tell: Callable[[Progress], None]
+    #: Most runs report nothing: what is needed for that is made with the first report.
+    _waiting: deque[Progress] | None = None
+    _scheduled: bool = False
+    _allowance: float = float(_BURST)
+    _counted: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    _closed: bool = False
 
     def put(self, progress: Progress) -> None:
         """Report; from any thread. After the end of the run, or of the loop, nobody is told."""

@@ -225,7 +225,7 @@ class Runs:
 
     def began(self, run: Run[Waiter]) -> None:
         self.statistics.of(run.spec.name)["builds"] += 1
-        self.calls.begin(run, time.monotonic())
+        run.running, run.begun_at = True, time.monotonic()
         if HOOKS.registered:
             HOOKS.emit(
                 BuildStarted(
@@ -260,7 +260,7 @@ class Runs:
             self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
         if isinstance(outcome, Completed) and outcome.record is not None and not run.waiters:
             self._executor.take_back(run, outcome.record)
-        if run in self.calls:
+        if run in self.calls.runs:
             self._finish(run, outcome)
         elif isinstance(outcome, Completed) and outcome.record is not None:
             outcome.record.close()  # the server was stopped

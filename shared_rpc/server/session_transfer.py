@@ -32,7 +32,7 @@ class SessionTransfer(ABC):
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
-        segment = Segment(msgspec.structs.replace(info, id=new_segment_id()), fd)
+        segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd)
         # Several connections may bring the same one, and the first is good for all.
         if self._arenas.setdefault(info.id, segment) is not segment:
             segment.close()
@@ -49,7 +49,7 @@ class SessionTransfer(ABC):
         known = self._arenas.get(segment_id)
         if known is None:
             raise SegmentNotFound(f"the session has no arena {segment_id[:100]}", [segment_id[:100]])
-        return known.duplicate()
+        return Segment(known.info, known.descriptor)
 
     @abstractmethod
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
@@ -110,6 +110,8 @@ class Transfers(Generic[TransferT_co]):
     def __init__(self, make: Callable[[str], TransferT_co]) -> None:
         self._make = make
         self._transfers: dict[str, TransferT_co] = {}
+        #: A session's transfer, None if it has none.
+        self.find: Callable[[str], TransferT_co | None] = self._transfers.get
 
     def of(self, session: str) -> TransferT_co:
         """Return a session's transfer, made when it is first needed."""
@@ -117,10 +119,6 @@ class Transfers(Generic[TransferT_co]):
         if transfer is None:
             transfer = self._transfers[session] = self._make(session)
         return transfer
-
-    def find(self, session: str) -> TransferT_co | None:
-        """Return a session's transfer, if it has one."""
-        return self._transfers.get(session)
 
     def all(self) -> tuple[TransferT_co, ...]:
         """Return every transfer."""

@@ -6,11 +6,16 @@ histograms do, is counted from events where metrics are asked for, see :mod:`sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from shared_rpc.protocol.infos import EndpointStatistics, ServerStatistics
 
 __all__ = ["Statistics"]
+
+
+def _zeros() -> EndpointStatistics:
+    return EndpointStatistics(calls=0, hits=0, misses=0, joined=0, builds=0, build_seconds=0.0, errors=0)
 
 
 class Statistics:
@@ -20,17 +25,10 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, EndpointStatistics] = {}
+        self._counts: defaultdict[str, EndpointStatistics] = defaultdict(_zeros)
+        #: An endpoint's counts, to be read or added to. Its name must be a registered one.
+        self.of: Callable[[str], EndpointStatistics] = self._counts.__getitem__
         self.refused = 0
-
-    def of(self, endpoint: str) -> EndpointStatistics:
-        """Return an endpoint's counts, to be read or added to. Its name must be a registered one."""
-        counts = self._counts.get(endpoint)
-        if counts is None:
-            counts = self._counts[endpoint] = EndpointStatistics(
-                calls=0, hits=0, misses=0, joined=0, builds=0, build_seconds=0.0, errors=0
-            )
-        return counts
 
     def infos(self) -> dict[str, EndpointStatistics]:
         """Return a copy of all counts, by the endpoint's name."""

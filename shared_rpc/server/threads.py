@@ -13,8 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from shared_rpc.errors import ConfigurationError
 
@@ -24,8 +25,7 @@ __all__ = ["Job", "WorkerThreads"]
 _log = logging.getLogger("shared_rpc.server")
 
 
-@dataclass(eq=False, slots=True)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """Work for a thread; ``work`` and ``after`` must not raise.
 
     ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
@@ -74,7 +74,8 @@ class WorkerThreads:
         """Do a job as soon as there is a thread for it, perhaps before this returns."""
         self._loop = asyncio.get_running_loop()
         self._waiting.append(job)
-        self._begin()
+        if self._begun < self._limit:
+            self._begin()
 
     def withdraw(self, job: Job) -> bool:
         """Drop a job that has not begun; False if it has."""
@@ -101,7 +102,8 @@ class WorkerThreads:
         job, result = self._results.popleft()
         self._begun -= 1
         job.done(result)
-        self._begin()
+        if self._waiting:
+            self._begin()
 
     def _serve(self) -> None:
         try:

@@ -37,6 +37,8 @@ class ServerTransfer(SessionTransfer):
         self.references = ChunkReferences(self._chunk_dropped)
         #: Chunks of the results' pool that came back as arguments.
         self.own = ChunkReferences(self._own_dropped)
+        #: Arenas of it whose descriptors the broker has, by their segments' ids, where this process is a worker.
+        self.sent: set[str] = set()
         #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
         self._parked: deque[tuple[object, Callable[[], None]]] = deque()
         #: Who waits for chunks of the client's own: called from another thread.
@@ -48,8 +50,9 @@ class ServerTransfer(SessionTransfer):
     def poll(self) -> None:
         """Poll what the endpoints have done with. A safe point, in the thread of one of them."""
         self.references.poll()
-        self.own.poll()
-        self._give_own()
+        if self.own.dropped or self.own.fenced or self.own.free:
+            self.own.poll()
+            self._give_own()
 
     def reclaim(self) -> bool:
         """Free what came back as arguments and is not used any more, after waiting for the GPU; whether that was anything."""
@@ -99,7 +102,7 @@ class ServerTransfer(SessionTransfer):
         self.references.release(chunks)
 
     def freed(self) -> list[int]:
-        chunks = self.references.pop_returned()
+        chunks = self.references.pop_returned() if self.references.free else []
         while chunks and self._wanted:
             self._wanted.popleft()()
         return chunks
@@ -113,7 +116,7 @@ class ServerTransfer(SessionTransfer):
     def _look(self) -> None:
         self._looking = False
         self.references.drain()
-        if self.references.has_returned:
+        if self.references.free:
             with suppress(IndexError):  # the loop's thread may take some
                 while True:
                     self._wanted.popleft()()

@@ -67,7 +67,7 @@ class Hosted:
 def given_back(hosted: Hosted | None, session: str) -> list[int]:
     """Return chunks of the client's that can go back to it."""
     transfer = hosted.transfers.find(session) if hosted is not None else None
-    return transfer.returned() if transfer is not None else []
+    return transfer.returned() if transfer is not None and transfer.references.free else []
 
 
 class WorkerHost:
@@ -253,6 +253,8 @@ class WorkerHost:
             known = error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot take the call: {error}")
             self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
             return
+        if message.pooled and hosted.transfers.find(message.session) is None:
+            hosted.transfers.of(message.session)  # which makes it
         run: Run[None] = Run(
             endpoint.spec,
             None,
@@ -260,7 +262,7 @@ class WorkerHost:
             chain=frozenset(message.chain),
             background=message.background,
             session=message.session,
-            pooled=message.pooled and hosted.transfers.of(message.session) is not None,
+            pooled=message.pooled,
             request_id=message.request_id,
             cached=message.cached,
             number=number,
@@ -286,25 +288,28 @@ class WorkerHost:
         failure = outcome if isinstance(outcome, Failure) else self._hand_over(hosted, run, outcome)
         if failure is not None:
             self._fail(run.number, hosted, run.session, failure)
-        self._tell_end(run, failure.code if failure is not None else "")
+        if run.begun_at:
+            self._tell_end(run, failure.code if failure is not None else "")
 
     def _tell_end(self, run: Run[None], error: str = "") -> None:
         """Tell hooks of the app how a run ended of whose beginning they were told."""
-        if run.begun_at:
-            HOOKS.emit(
-                BuildFinished(
-                    endpoint=run.spec.name,
-                    request_id=run.request_id,
-                    cached=run.cached,
-                    seconds=time.monotonic() - run.begun_at,
-                    error=error,
-                )
+        HOOKS.emit(
+            BuildFinished(
+                endpoint=run.spec.name,
+                request_id=run.request_id,
+                cached=run.cached,
+                seconds=time.monotonic() - run.begun_at,
+                error=error,
             )
+        )
 
     def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
         """Hand a result over, and return why that cannot be done, where that is so."""
         record = produced.record
         assert record is not None, "what goes to a broker is published"
+        transfer = hosted.transfers.find(run.session)
+        sent = transfer.sent if transfer is not None else set()
+        kept = [number for number in record.arenas if record.segments[number].info.id in sent]
         message = w.RunFinished(
             msgspec.Raw(record.table),
             [segment.info for segment in record.segments],
@@ -315,11 +320,13 @@ class WorkerHost:
             list(record.own),
             given_back(hosted, run.session),
             record.private_nbytes,
+            kept,
         )
+        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in kept])
         try:
-            self._stream.send(message, run.number, record.skeleton, tuple(segment.fileno() for segment in record.segments))
+            self._stream.send(message, run.number, record.skeleton, fds)
+            sent.update([record.segments[number].info.id for number in record.arenas])
         except Exception as error:
-            transfer = hosted.transfers.find(run.session)
             if transfer is not None:
                 transfer.release_results(record.chunks)
                 transfer.put_back(message.returned)
@@ -350,7 +357,8 @@ class WorkerHost:
     def _forget(self, hosted: Hosted, run: Run[None]) -> None:
         del self._runs[run.number]
         self._stream.send(w.RunWithdrawn(given_back(hosted, run.session)), run.number)
-        self._tell_end(run)
+        if run.begun_at:
+            self._tell_end(run)
 
     def _transfer(self, message: w.ReleaseChunks | w.AwaitChunks) -> ServerTransfer | None:
         hosted = self._hosted.get(message.key)

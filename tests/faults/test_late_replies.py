@@ -104,9 +104,9 @@ def chunks(server: Server) -> int:
 
 def transfer_of(client: Client | AsyncClient) -> ClientTransfer:
     """The pools of its session."""
-    transfer = client._transfer()
-    assert transfer is not None
-    return transfer
+    session = client._known()
+    assert session is not None
+    return session.transfer
 
 
 # Replies that come after all.

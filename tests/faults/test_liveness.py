@@ -204,7 +204,9 @@ def test_a_memfd_that_can_change_is_no_export_descriptor(seals: int) -> None:
 def test_an_export_descriptor_of_another_release_is_refused() -> None:
     """A content that is not understood is told as such."""
     with (
-        closing(Segment(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))) as segment,
+        closing(
+            Segment.owning(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))
+        ) as segment,
         pytest.raises(CapabilityError, match="one release on both sides"),
     ):
         export_descriptor_of(segment.fileno())

@@ -261,7 +261,7 @@ async def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
             return subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,))
 
     caught_up = asyncio.Event()
-    worker = Worker(cast("WorkerCommand", Deaf()), 0, lambda *_: None, lambda _: None, caught_up.set)
+    worker = Worker(cast("WorkerCommand", Deaf()), 0, {}, lambda _: None, lambda _: None, caught_up.set)
     worker.send(w.Stop(), payload=bytes(1_000_000))
     assert worker.congested
     unread = worker._link._socket.unsent

@@ -66,7 +66,7 @@ def send(sock: socket.socket, segment: Segment) -> None:
 def receive(sock: socket.socket) -> Segment:
     """The segment that was sent; the caller owns it."""
     body, fds, _, _ = socket.recv_fds(sock, 4096, 1, socket.MSG_CMSG_CLOEXEC)
-    return Segment(msgspec.json.decode(body, type=SegmentInfo), fds[0])
+    return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fds[0])
 
 
 def main(path: str, own: str = "") -> None:

@@ -207,7 +207,7 @@ def test_copy_on_write_is_for_the_host(no_leaks: None, monkeypatch: pytest.Monke
     with closing(HOST.create(4096)) as segment:
         info = msgspec.structs.replace(segment.info, access="copy", mechanism="vmm", device="GPU-1")
         with (
-            closing(Segment(info, os.dup(segment.fileno()))) as other,
+            closing(Segment.owning(info, os.dup(segment.fileno()))) as other,
             pytest.raises(CapabilityError, match="cannot be mapped copy-on-write"),
             MAPPINGS.attach([other]),
         ):

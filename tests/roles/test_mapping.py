@@ -238,7 +238,7 @@ def test_attach_failing_midway_leaves_nothing(
     """Where one segment of several cannot be mapped, those before it are let go and the error says why."""
     good, other = segments(2)
     with closing(HOST.create(1)) as short:
-        lying = Segment(other.info.__class__(other.info.id, 1 << 30, "cpu"), os.dup(short.fileno()))
+        lying = Segment.owning(other.info.__class__(other.info.id, 1 << 30, "cpu"), os.dup(short.fileno()))
     with closing(lying), pytest.raises(CapabilityError, match=str(1 << 30)), table.attach([good, lying], keep=True):
         pass
     assert len(table) == 0

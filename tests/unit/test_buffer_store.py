@@ -232,7 +232,7 @@ def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
     limited.add("f(2)", "shared", holders="b")
     limited.make(name="buffer")
     gpu = SegmentInfo("elsewhere", 5000, "GPU-1")
-    with Segment(gpu, -1) as segment:
+    with Segment(gpu) as segment:
         limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None, None)
         assert (limited.quotas.used("cpu"), limited.quotas.used("GPU-1")) == (200, 5000)
     limited.quotas.promise("cpu", 100, TOTAL)

@@ -767,7 +767,7 @@ def test_a_segment_that_cannot_be_mapped(published: Callable[..., Record], devic
     """A record whose descriptor is no segment is refused, and leaves nothing mapped."""
     record = published(torch.ones(4, device=device))
     info = SegmentInfo("impostor", record.segments[0].info.nbytes, record.device)
-    with closing(Segment(info, os.open(os.devnull, os.O_RDWR))) as segment, pytest.raises(CapabilityError):
+    with closing(Segment.owning(info, os.open(os.devnull, os.O_RDWR))) as segment, pytest.raises(CapabilityError):
         decode_result(record.skeleton, record.table, [segment])
 
 

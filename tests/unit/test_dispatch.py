@@ -11,7 +11,7 @@ import pytest
 
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import WorkerCrashed
+from shared_rpc.errors import ConnectionClosed, WorkerCrashed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol import worker as w
@@ -109,7 +109,7 @@ def ran() -> Callable[..., tuple[w.RunFinished, list[int]]]:
     def make(chunks: list[int], returned: list[int]) -> tuple[w.RunFinished, list[int]]:
         with HOST.create(4096) as segment:
             info, number = segment.info, os.dup(segment.fileno())
-        return w.RunFinished(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0), [number]
+        return w.RunFinished(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0, []), [number]
 
     return make
 
@@ -129,6 +129,29 @@ def test_a_result_that_crosses_its_withdrawal(
     assert (give.session, give.chunks) == (SESSION, [100])
     assert setting.transfer.returned() == [7, 8]
     assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, {})
+    setting.transfer.close()
+
+
+def test_an_arena_comes_once(setting: Setting, ran: Callable[..., tuple[w.RunFinished, list[int]]], no_leaks: None) -> None:
+    """The descriptor that came with the first result is that of a later one, which names the arena; of an arena that never
+    came there is no result.
+    """
+    first, fds = ran([100], [])
+    setting.start(7)
+    setting.said(first, setting.peers[0].sent[-1][1], fds)
+    again = msgspec.structs.replace(first, chunks=[101], kept=[0])
+    unknown = msgspec.structs.replace(again, segments=[msgspec.structs.replace(first.segments[0], id="another")])
+    for message in (again, unknown):
+        setting.start(7)
+        setting.said(message, setting.peers[0].sent[-1][1])
+    done, known, lost = setting.outcomes
+    assert isinstance(done, Completed) and done.record is not None
+    assert isinstance(known, Completed) and known.record is not None
+    assert known.record.segments[0].info == done.record.segments[0].info
+    assert known.record.segments[0].fileno() == done.record.segments[0].fileno()
+    assert isinstance(lost, Failure) and lost.code == ConnectionClosed.code
+    done.record.close()
+    known.record.close()
     setting.transfer.close()
 
 

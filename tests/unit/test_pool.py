@@ -180,7 +180,7 @@ class TestBorrower:
         del tensor
         gc.collect()
         references.poll()
-        assert not references.has_returned
+        assert not references.free
         del view
         references.poll()
         assert references.pop_returned() == [chunk.number]

@@ -24,7 +24,9 @@ from tests.kit.clock import Clock
 
 def record_of(*segments: str, nbytes: int = 100) -> Record:
     """A record of segments by id, each with a real descriptor and of ``nbytes`` bytes."""
-    opened = [Segment(SegmentInfo(name, nbytes, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments]
+    opened = [
+        Segment.owning(SegmentInfo(name, nbytes, "cpu"), os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)) for name in segments
+    ]
     return Record(b"", EMPTY_TABLE, opened, nbytes * len(opened))
 
 
@@ -140,7 +142,7 @@ def test_an_identical_call_joins_the_run() -> None:
     assert calls.join("f(1)", "first") is None
     run = opened(calls, "f", "f(1)", "first")
     assert calls.join("f(1)", "second") is run
-    calls.begin(run)
+    run.running = True
     assert calls.join("f(1)", "third") is run
     assert calls.close(run) == ["first", "second", "third"]
     assert len(calls) == 0 and calls.join("f(1)", "fourth") is None
@@ -177,7 +179,7 @@ def test_a_running_run_goes_on_alone() -> None:
     """Its result is cached, and a later call still joins it."""
     calls: RunTable[str] = RunTable()
     run = opened(calls, "f", "f(1)", "first")
-    calls.begin(run)
+    run.running = True
     assert not calls.leave(run, "first")
     assert calls.join("f(1)", "second") is run
     assert calls.close(run) == ["second"]
@@ -634,7 +636,7 @@ class CallModel(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def begin(self, number: int) -> None:
         """The work of a run starts."""
-        self.calls.begin(self.runs[number % len(self.runs)])
+        self.runs[number % len(self.runs)].running = True
 
     @precondition(lambda self: self.waiting)
     @rule(number=st.integers(0, 20))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import pytest
@@ -26,7 +26,8 @@ class FakeWorker:
         self,
         command: WorkerCommand,
         number: int,
-        take: Callable[[FakeWorker, Message, Frame], None],
+        handlers: Mapping[type[Message], Callable[[FakeWorker, Message, Frame], None]],
+        rest: Callable[[FakeWorker], None],
         ended: Callable[[FakeWorker], None],
         caught_up: Callable[[], None],
         restarts: int = 0,
@@ -39,11 +40,11 @@ class FakeWorker:
         self.runs: dict[int, Any] = {}
         self.refusal: Exception | None = None
         self.forked = self.loaded = False
-        self._take, self._ended = take, ended
+        self._handlers, self._ended = handlers, ended
 
     def load(self) -> None:
         """It has imported the app."""
-        self._take(self, w.Loaded(), Frame(0, 0, b""))
+        self._handlers[w.Loaded](self, w.Loaded(), Frame(0, 0, b""))
 
     def kill(self, why: str) -> None:
         """It ends."""

@@ -145,7 +145,7 @@ class ExporterOwnedBackend(ABC):
                 del self._made[token]
                 self.free(token, memory)
                 raise
-        return Segment(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
+        return Segment.owning(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
 
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Return the address of the memory here, one for all mappings of a segment. ``access="read"`` is not enforced.

@@ -54,7 +54,7 @@ class VmmBackend(CudaBackend):
             # The descriptor holds the memory from here on.
             check(driver.cuMemRelease(handle))
         os.set_inheritable(fd, False)
-        return Segment(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
+        return Segment.owning(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
 
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Import the allocation behind ``fd`` and map it for this backend's GPU, and for those that reach it."""

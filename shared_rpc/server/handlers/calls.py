@@ -14,7 +14,8 @@ from shared_rpc.server.handlers.table import Caller, entered, handles
 def call(caller: Caller, message: m.Call) -> None:
     waiter, lowered, arguments = entered(caller, message)
     if message.pooled:
-        caller.core.transfers.of(caller.session)  # which makes it
+        if caller.core.transfers.find(caller.session) is None:
+            caller.core.transfers.of(caller.session)  # which makes it
         waiter.pooled = True
     waiter.on_out_of_memory = caller.out_of_memory
     caller.core.call(waiter, message.endpoint, lowered, arguments, frozenset(message.chain))

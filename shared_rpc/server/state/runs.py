@@ -75,7 +75,8 @@ class RunTable(Generic[W]):
     """All runs that have not ended; ``W`` is what stands for a waiter."""
 
     def __init__(self) -> None:
-        self._runs: set[Run[W]] = set()
+        #: Those that have not ended.
+        self.runs: set[Run[W]] = set()
         self._by_key: dict[str, Run[W]] = {}
         self._refreshes: dict[str, Run[W]] = {}
         self._numbers = itertools.count(1)
@@ -96,25 +97,21 @@ class RunTable(Generic[W]):
     def open(self, run: Run[W]) -> None:
         """Take in a new, queued run. Later calls of its key join it, unless an earlier run of that key still goes on."""
         run.number = next(self._numbers)
-        self._runs.add(run)
+        self.runs.add(run)
         if run.refreshes is not None:
             self._refreshes.setdefault(run.refreshes, run)
         if run.key is not None:
             self._by_key.setdefault(run.key, run)
 
-    def begin(self, run: Run[W], now: float = 0.0) -> None:
-        """Note that the run's work starts."""
-        run.running, run.begun_at = True, now
-
     def leave(self, run: Run[W], waiter: W) -> bool:
         """Forget a waiter that gives up. True if the run has no waiter left and has not begun: drop it."""
         if waiter in run.waiters:
             run.waiters.remove(waiter)
-        return run in self._runs and not run.waiters and not run.running
+        return run in self.runs and not run.waiters and not run.running
 
     def close(self, run: Run[W]) -> list[W]:
         """Close a run that ended, in whatever way, and return those who waited."""
-        self._runs.discard(run)
+        self.runs.discard(run)
         if run.key is not None or run.refreshes is not None:
             self._unlist(run)
         waiters, run.waiters = run.waiters, []
@@ -127,7 +124,7 @@ class RunTable(Generic[W]):
 
     def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
         """Keep the results of matching runs out of the cache; how many runs that were."""
-        matching = [run for run in self._runs if run.key is not None and (run.key == key or run.spec.name == endpoint)]
+        matching = [run for run in self.runs if run.key is not None and (run.key == key or run.spec.name == endpoint)]
         for run in matching:
             self.part(run)
         return len(matching)
@@ -138,11 +135,8 @@ class RunTable(Generic[W]):
         if run.refreshes is not None and self._refreshes.get(run.refreshes) is run:
             del self._refreshes[run.refreshes]
 
-    def __contains__(self, run: object) -> bool:
-        return run in self._runs
-
     def __iter__(self) -> Iterator[Run[W]]:
-        return iter(tuple(self._runs))
+        return iter(tuple(self.runs))
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self.runs)
