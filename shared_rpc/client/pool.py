@@ -212,7 +212,7 @@ class ConnectionPool:
             return turn.session if turn.session in self.retired else None
 
     def _gave_up(self, session: ClientSession, connection: Connection, error: BaseException) -> None:
-        """See to a connection over which a request has failed."""
+        """Handle a connection over which a request has failed."""
         try:
             if not connection.usable and not self.closed:
                 if isinstance(error, ConnectionClosed) and not connection.owed:
