@@ -385,8 +385,8 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
 
     def settled() -> bool:
         impatient.call("plain")
-        transfer = impatient._transfer()
-        return transfer is not None and transfer.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
+        session = impatient._pool.session
+        return session is not None and session.transfer.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
 
     client.call("plain")
     eventually(settled)
@@ -407,8 +407,8 @@ def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
 
     def settled() -> bool:
         client.call("plain")
-        transfer = client._transfer()
-        return transfer is not None and transfer.arguments.used == 0
+        session = client._pool.session
+        return session is not None and session.transfer.arguments.used == 0
 
     eventually(settled)
 

@@ -102,7 +102,9 @@ BROKER = """
 
     path = sys.argv[1]
     elsewhere = Elsewhere()
-    core = Core(Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", transfers_of())
+    core = Core(
+        Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", transfers_of(), socket_path=path
+    )
     acceptor = Acceptor(core, path, {os.geteuid()}, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)
     engine.start()

@@ -291,7 +291,7 @@ def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
         happenings.remove_hook(events.append)
 
 
-@pytest.mark.parametrize("where", ["app.totals", "watching.ServerWatcher.look"])
+@pytest.mark.parametrize("where", ["app.totals", "watching.ServerWatcher.poll"])
 def test_a_defect_leaves_the_terminal_as_it_was(served: Server, tty: Callable[..., Tty], where: str) -> None:
     """It ends the view, whichever thread it is in: a screen that stands still would be a lie. It is told where it stays."""
     code = f"""
