@@ -328,8 +328,10 @@ def test_an_object_without_its_page(app: BrokerApp, manager: ServiceManager) -> 
     broker = manager.start()
     client = app.connect(connect_timeout=20)
     before = client.call("held")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    (without,) = manager.names("object-")
     assert before.revision == 0
-    manager.expect(lambda: len(manager.names("page-")) == 1)
+    manager.expect(lambda: len(manager.names("page-")) == len(manager.names("object-")) == 1 and without not in manager.names())
     broker.kill()
     manager._take({"FDSTOREREMOVE": "1", "FDNAME": manager.names("page-")[0]}, [])
     broker = manager.start()

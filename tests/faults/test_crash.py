@@ -476,6 +476,7 @@ def test_a_worker_that_ends_while_it_loads_beside_one_that_serves(
     eventually(begun(tmp_path / "go"), 40.0)
     client = app.connect(connect_timeout=40.0)
     model = client.call("model")
+    eventually(lambda: "ready" in [worker["state"] for worker in client.get_server_info()["workers"]])
     (second,) = (int(path.name.rpartition("-")[2]) for path in tmp_path.glob("go-begun-*"))
     if how == "killed":
         (tmp_path / "again").touch()
