@@ -88,7 +88,6 @@ def compat(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """The main job on real weights, the verification, and the other scenarios: each fails if something it claims is false."""
     _run(session, "python", "examples/semantic_search_demo.py", *session.posargs)
-    _run(session, "python", "examples/fastapi_workers/run.py")
     _test(session, "tests/docs/test_verify.py", *Path("tests/docs").glob("test_example_*.py"))
 
 
@@ -98,7 +97,7 @@ def docs(session: nox.Session) -> None:
     for builder in ("html", "doctest"):
         target = ("docs", f"docs/_build/{builder}")
         _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
-    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "pictures", "deploy")))
+    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "tutorial", "pictures", "deploy")))
 
 
 @nox.session(venv_backend="none")

@@ -33,22 +33,17 @@ CALLED = {
     "server": (shared_rpc.Server,),
 }
 #: Pages with terminals; the others have nothing to follow.
-FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if (page := Page(path)).steps]
+#: The tutorial has a file of its own, as it takes as long as most of them together.
+FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if "tutorial" not in path.parts and (page := Page(path)).steps]
 COMMANDS = typer.main.get_command(program).commands  # type: ignore[attr-defined]
-
-
-def _missing(page: Page) -> set[str]:
-    """What its files import and this machine does not have."""
-    imported = set(re.findall(r"^(?:import|from) (\w+)", "\n".join(page.files.values()), re.MULTILINE))
-    return {name for name in imported if f"{name}.py" not in page.files and importlib.util.find_spec(name) is None}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.path.stem)
 def test_a_page_can_be_followed(page: Page, tmp_path: Path) -> None:
     """Its files are written, its commands run by real processes, and they print what it says."""
-    if missing := _missing(page):
-        pytest.skip(f"{', '.join(missing)} cannot be imported")
+    if page.missing:
+        pytest.skip(f"{', '.join(page.missing)} cannot be imported")
     with Walk(page, tmp_path) as walk:
         walk.follow()
 

@@ -10,6 +10,7 @@ wherever the page has the same number, and a command may use it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -72,6 +73,12 @@ class Page:
                 self.steps += self._read(caption[1], content, block.start(3))
             elif caption and "." in caption[1]:
                 self.files[caption[1]] = content
+
+    @property
+    def missing(self) -> set[str]:
+        """The packages that its files import and this machine does not have."""
+        imported = set(re.findall(r"^(?:import|from) (\w+)", "\n".join(self.files.values()), re.MULTILINE))
+        return {name for name in imported if f"{name}.py" not in self.files and importlib.util.find_spec(name) is None}
 
     @staticmethod
     def _read(terminal: str, content: str, start: int) -> Iterator[Step]:

@@ -1,0 +1,20 @@
+"""The tutorial, followed by real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kit.processes import ROOT
+from tests.kit.walkthrough import Page, Walk
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tutorial").glob("[!i]*.md")), ids=lambda path: path.stem)
+def test_the_tutorial_can_be_followed(path: Path, tmp_path: Path) -> None:
+    """Its files are written, its commands run, and they print what it says; on a new machine there is all that it needs."""
+    page = Page(path)
+    assert page.steps and not page.missing
+    with Walk(page, tmp_path) as walk:
+        walk.follow()
