@@ -681,11 +681,26 @@ async def test_of_very_many_objects_the_first_are_shown() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_highlight_while_the_view_closes_is_no_error() -> None:
-    """The widgets have gone before the event comes."""
-    async with showing(few(1)) as top:
-        await top.app.screen.remove_children()
-        top.app._show_detail()
+@pytest.mark.parametrize("what", ["an answer", "a size", "a highlight"])
+async def test_what_comes_while_the_view_closes_is_no_error(what: str) -> None:
+    """The widgets have gone before it."""
+    late: list[bool] = []
+
+    class Late(TopApp):
+        def on_unmount(self) -> None:
+            late.append(not self.screen_stack or not self.query("#objects"))
+            if what == "an answer":
+                self._polled(self.Polled("gone", 0.1, ""))
+            elif what == "a size":
+                self._draw()
+            else:
+                self._show_detail()
+
+    app = Late(Told(few(1)), 86400.0, "size", "█▓▒░")
+    async with app.run_test() as pilot:
+        await app.workers.wait_for_complete()
+        await until(pilot, lambda: app._view is not None)
+    assert late == [True]
 
 
 @pytest.mark.asyncio

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from rich.text import Text
 from textual import on, work
@@ -18,6 +19,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.coordinate import Coordinate
+from textual.css.query import NoMatches
 from textual.events import Key, Resize
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -31,6 +33,8 @@ from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import ListedObjectInfo
 
 __all__ = ["TopApp"]
+
+P = ParamSpec("P")
 
 #: Snapshots in the history of calls.
 _REMEMBERED = 120
@@ -97,6 +101,20 @@ class Question(ModalScreen[str]):
         """Take any key as the answer."""
         event.stop()
         self.dismiss(event.key)
+
+
+def _unless_closing(update: Callable[Concatenate[TopApp, P], None]) -> Callable[Concatenate[TopApp, P], None]:
+    """Have a method do nothing where the widgets are gone: answers, sizes and highlights may come while the view closes."""
+
+    @functools.wraps(update)
+    def updating(self: TopApp, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            update(self, *args, **kwargs)
+        except NoMatches:
+            if self.is_running:
+                raise
+
+    return updating
 
 
 class TopApp(App[None]):
@@ -192,6 +210,7 @@ class TopApp(App[None]):
             self.post_message(self.Polled(found, time.monotonic() - begin, notice))
 
     @on(Polled)
+    @_unless_closing
     def _polled(self, message: Polled) -> None:
         begin, trouble = time.monotonic(), self.query_one("#trouble", Static)
         if message.notice:
@@ -219,6 +238,7 @@ class TopApp(App[None]):
         self.console.size = event.size  # else Textual asks the terminal for its size with every cell that it measures
         self.call_after_refresh(self._draw)
 
+    @_unless_closing
     def _draw(self) -> None:
         view, choice = self._view, self._choice
         if view is None:
@@ -239,9 +259,8 @@ class TopApp(App[None]):
         self._show_detail()
 
     @on(DataTable.RowHighlighted, "#objects")
+    @_unless_closing
     def _show_detail(self) -> None:
-        if not self.query("#objects"):  # a highlight may come while the application closes
-            return
         item = self._selected()
         text = detail(self._view, item) if self._view is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
