@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import resource
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -119,6 +120,10 @@ class _Use(weakref.ref[_Pin]):
 #: for each GiB, but a process that attaches ten thousand small objects must not be left without one for anything else.
 KEPT_SHARE = 4
 
+#: Seconds that host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps at its own
+#: safe points what the finaliser thread would be woken for.
+_LINGER = 0.002
+
 #: The attribute by which an object holds its pin, or a tuple of several.
 _HELD = "_shared_rpc_pin"
 
@@ -146,6 +151,8 @@ class MappingTable:
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
         self._gone: deque[_Use] = deque()
         self._draining = fork_safe_lock()
+        #: The monotonic time after which a job of the finaliser thread drains the table.
+        self._lingers_until = 0.0
         #: Those that a block has let go of, and that may have no other user.
         self._unpinned: list[Mapping] = []
         #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
@@ -327,8 +334,10 @@ class MappingTable:
     def _pin_gone(self, use: _Use) -> None:
         # Runs in a finaliser: enqueue, nothing else.
         self._gone.append(use)
-        if use.mapping.backend.unmaps_in_background:
-            FINALIZER.submit(self._drain_in_background)
+        now = time.monotonic()
+        if use.mapping.backend.unmaps_in_background and now >= self._lingers_until:
+            self._lingers_until = now + _LINGER
+            FINALIZER.submit(self._drain_in_background, after=_LINGER)
 
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """Return the mapping that holds ``address`` and the offset in it, in bytes."""
@@ -439,6 +448,7 @@ class MappingTable:
         # Host mappings are inherited and stay, and their descriptors with them: what the child has, it can hand on. What the
         # parent publishes is not the child's to publish.
         self._gone = deque()
+        self._lingers_until = 0.0  # the finaliser thread's jobs are the parent's
         for mapping in (*self._mappings.values(), *self._unused):
             mapping.publishes = False
             if mapping.pooled or mapping.info.device != "cpu":

@@ -76,7 +76,7 @@ def segments() -> Iterator[Callable[[int], list[Segment]]]:
 
 
 @pytest.fixture
-def reaper_held() -> Iterator[threading.Event]:
+def finalizer_held() -> Iterator[threading.Event]:
     """The finaliser thread is kept busy until the event is set."""
     free, held = threading.Event(), threading.Event()
     FINALIZER.start()
@@ -86,10 +86,10 @@ def reaper_held() -> Iterator[threading.Event]:
     free.set()
 
 
-def let_reaper_work() -> None:
+def let_finalizer_work() -> None:
     """Return when the finaliser thread has done all that was submitted so far."""
     done = threading.Event()
-    FINALIZER.submit(done.set)
+    FINALIZER.submit(done.set, after=0.05)  # host memory lingers before it is unmapped
     assert done.wait(10)
 
 
@@ -325,7 +325,7 @@ def test_one_object_may_use_many_mappings(table: MappingTable, segments: Callabl
     assert len(table) == 0
 
 
-def test_the_reaper_unmaps(table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]) -> None:
+def test_the_finaliser_thread_unmaps(table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]) -> None:
     """Without anybody calling anything, the finaliser thread unmaps what nobody uses any more."""
     (segment,) = segments(1)
     user = User()
@@ -337,7 +337,7 @@ def test_the_reaper_unmaps(table: MappingTable, device: Device, segments: Callab
 
 
 def test_a_finaliser_unmaps_nothing(
-    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]], reaper_held: threading.Event
+    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
 ) -> None:
     """The end of the last user only enqueues: with the finaliser thread busy, the memory is still mapped after it."""
     (segment,) = segments(1)
@@ -351,12 +351,12 @@ def test_a_finaliser_unmaps_nothing(
     gc.collect()
     assert device.events == []
     assert bytes(mapping.view()[:5]) == b"still"
-    reaper_held.set()
+    finalizer_held.set()
     eventually(lambda: device.events == ["unmap"], what="unmapped")
 
 
 def test_a_mapping_may_be_used_again_before_it_is_undone(
-    table: MappingTable, segments: Callable[[int], list[Segment]], reaper_held: threading.Event
+    table: MappingTable, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
 ) -> None:
     """A mapping whose last user is gone but which is attached again in time stays as it is."""
     (segment,) = segments(1)
@@ -365,11 +365,30 @@ def test_a_mapping_may_be_used_again_before_it_is_undone(
         table.keep_for([(mapping, user)])
     del user
     with table.attach([segment]) as [again]:
-        reaper_held.set()
-        let_reaper_work()
+        finalizer_held.set()
+        let_finalizer_work()
         assert again is mapping
         assert mapped().count(segment.info.id) == 1
     assert mapped().count(segment.info.id) == 0
+
+
+def test_the_finaliser_thread_is_woken_once_for_many_mappings(
+    table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that drops one object after another submits one job, which comes later and unmaps whatever is unused then."""
+    jobs: list[tuple[Callable[[], object], float]] = []
+    monkeypatch.setattr(mapping_module.FINALIZER, "submit", lambda job, after=0.0: jobs.append((job, after)))
+    monkeypatch.setattr(mapping_module, "_LINGER", 60)
+    for segment in segments(5):
+        user = User()
+        with table.attach([segment]) as [mapping]:
+            table.keep_for([(mapping, user)])
+        del user
+    assert len(table) == 5
+    [(job, after)] = jobs
+    assert after == 60
+    job()
+    assert len(table) == 0
 
 
 def test_the_device_is_waited_for_before_unmapping(
@@ -396,7 +415,7 @@ def test_a_device_that_the_process_works_on_is_left_alone(
         table.keep_for([(mapping, user)])
     device.log.clear()
     del user
-    let_reaper_work()
+    let_finalizer_work()
     assert device.events == []
     assert len(table) == 1
     table.drain()
