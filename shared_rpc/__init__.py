@@ -99,7 +99,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("shared_rpc.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from shared_rpc.lifecycle import collector
+
+    with collector.paused():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

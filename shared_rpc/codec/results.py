@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from shared_rpc.codec import collector
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.buffers import buffers_of
 from shared_rpc.codec.modes import without_modes
@@ -24,6 +23,7 @@ from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.forks import fork_safe_lock
+from shared_rpc.lifecycle import collector
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.chunk_references import ChunkReferences

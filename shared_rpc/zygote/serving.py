@@ -9,6 +9,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
+from shared_rpc.lifecycle import collector
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote.child import Identity, become, run_module
 from shared_rpc.zygote.descriptors import open_descriptors
@@ -75,7 +76,8 @@ class Zygote:
         if why := unsafe(self._fds):
             return Unfit(why)
         begin = sys.path[:]
-        done = preload(request.steps, request.folders, lambda: unsafe(self._fds))
+        with collector.paused():
+            done = preload(request.steps, request.folders, lambda: unsafe(self._fds))
         if done.spoiled:
             why = f"importing {done.module} leaves a process that must not be forked: {done.spoiled}"
             return Unfit(why, done.module)
