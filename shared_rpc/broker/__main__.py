@@ -43,7 +43,7 @@ def main() -> int:
         for name in options.hooks:
             _add_hook(name)
         exporter = None
-        if options.metrics_port is not None:  # before anything else: a server without what was asked for must not begin
+        if options.metrics_port is not None:  # before the app is loaded: a server must not begin without its metrics port
             from shared_rpc.observability.exporter import Exporter
 
             exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
@@ -64,10 +64,10 @@ def main() -> int:
     try:
         wait_for_signal(begin, lambda: _reload(broker), asked, broker.stop, last=True)
     except WorkerCrashed as crash:
-        if crash.exit_code is None or not crash.stderr:  # else its traceback has been shown
+        if crash.exit_code is None or not crash.stderr:  # otherwise its traceback has been printed
             print(f"shared-rpc: {crash}", file=sys.stderr)
         return 1
-    except ConnectionClosed:  # asked to stop while the app was loaded
+    except ConnectionClosed:  # a signal asked the broker to stop while the app was being loaded
         return 0
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
@@ -85,8 +85,8 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.broker")
     parser.add_argument("target")
-    parser.add_argument("--options", default="{}", help="As ServeOptions has them.")
-    parser.add_argument("--detach", type=int, help="The descriptor of a lock to be kept.")
+    parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
+    parser.add_argument("--detach", type=int, help="Descriptor of a lock to keep.")
     return parser
 
 
@@ -100,7 +100,7 @@ def _add_hook(name: str) -> None:
         hook = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"--hook {name}: it cannot be imported as package.module:name: {problem}") from error
+        raise ConfigurationError(f"--hook {name}: cannot import it as package.module:name: {problem}") from error
     if not callable(hook) and not isinstance(hook, HookFactory):
         raise ConfigurationError(f"--hook {name}: a {type(hook).__name__} is neither a function nor a HookFactory")
     add_hook(hook)
@@ -109,7 +109,7 @@ def _add_hook(name: str) -> None:
 def _reload(broker: Broker) -> None:
     try:
         info = broker.reload()
-    except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two where the broker ends meanwhile
+    except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two if the broker ends meanwhile
         print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
     else:
         for line in lines_of(info):

@@ -48,7 +48,7 @@ __all__ = ["Broker"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds that :meth:`Broker.stop` gives the thread.
+#: Seconds that :meth:`Broker.stop` waits for the thread.
 _STOP_TIMEOUT = 3.0
 
 
@@ -77,7 +77,7 @@ class Broker:
         self._restoration = Restoration(self._services, self._manager, self._add_service)
         self._exporter = exporter
         self._bound: dict[Worker, set[str]] = {}
-        #: Whether its loop ended though nobody asked for that.
+        #: Whether the broker's loop ended without a request.
         self.failed = False
         self._asked_to_stop = False
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
@@ -119,7 +119,7 @@ class Broker:
     def ask_to_stop(self) -> None:
         """Begin to stop, without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
         self._asked_to_stop = True
-        with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun, and will look
+        with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun and reads _asked_to_stop first
             self._loop.call_soon_threadsafe(self._scope.cancel)
 
     def reload(self, objects: str = "changed") -> ReloadInfo:
@@ -183,7 +183,7 @@ class Broker:
                         await anyio.sleep_forever()
                     else:
                         await wait_until_idle(self._options.idle_exit, self._look)
-                        self._end(f"nobody has used it for {self._options.idle_exit:g} s")
+                        self._end(f"no client, lease or task for {self._options.idle_exit:g} s")
             finally:
                 if self._exporter is not None:
                     self._exporter.close()
@@ -251,9 +251,9 @@ class Broker:
         """Serve a provider that is new, or one more endpoint."""
         service = self._services.get(message.key)
         if service is not None and service.restored:
-            return  # until it has said all, the endpoints are those of before
+            return  # the restored endpoints stay until the worker has loaded the app
         if isinstance(message, w.Shared):
-            if service is not None:  # else there was no place to listen, and that was told
+            if service is not None:  # otherwise listening failed, and that is logged
                 service.core.registry.add(message.endpoint)
         elif service is None:
             self._serve_anew(message)
@@ -263,12 +263,12 @@ class Broker:
             self._add_service(message)
         except SharedRPCError as error:
             if self._ready.done():
-                _log.error("cannot serve what the app has: %s", error)
+                _log.error("cannot serve a provider of the app: %s", error)
             else:
                 self._ready.set_exception(error)
                 self._scope.cancel()
 
-    # What workers say.
+    # Messages of workers.
 
     def _ran(self, worker: Worker, message: w.RunFinished, frame: Frame) -> None:
         bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
@@ -308,7 +308,7 @@ class Broker:
             if bound:
                 service.core.drop_bound(bound)
 
-    # Ending by itself.
+    # The end of an idle broker.
 
     def _usage(self, asker: str = "") -> Usage:
         pids = {worker.pid for worker in self._supervisor.all}
@@ -319,7 +319,7 @@ class Broker:
         return any(self._usage()), sum(service.acceptor.admitted for service in self._services.values())
 
     def _end(self, why: str) -> None:
-        # From here on nobody is let in: who has been is a client, and who has not gets another server.
+        # No client is admitted from here on: a client that was not admitted starts another server.
         self._scope.cancel()
         self._on_end(why)
 
@@ -329,9 +329,9 @@ class Broker:
             used = ", ".join(f"{count} {name}" for name, count in usage._asdict().items() if count)
             raise ServerBusy(f"the server (pid {os.getpid()}) is in use: {used}")
         cores = [service.core for service in self._services.values()]
-        # Providers may have objects in the same memory.
+        # Objects of several providers may share memory.
         segments = dict(itertools.chain.from_iterable(core.objects.segments().items() for core in cores))
-        self._loop.call_soon(self._end, "a client asked for its end")
+        self._loop.call_soon(self._end, "a client asked the server to stop")
         return {
             "clients": usage.clients,
             "leases": usage.leases,
@@ -397,7 +397,7 @@ class Broker:
         for service in self._services.values():
             self._manager.keep_service(service.facts, service.core)
         if problem is not None:
-            raise ConfigurationError(f"the new code runs, but not all of it is served: {problem}") from problem
+            raise ConfigurationError(f"the new code runs, but a provider of it is not served: {problem}") from problem
         return services
 
 

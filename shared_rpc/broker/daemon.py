@@ -19,7 +19,7 @@ def daemonize(lock: int) -> None:
     """
     child = os.fork()
     if child:
-        with suppress(OSError):  # who started it is gone
+        with suppress(OSError):  # the process that started the daemon has ended
             os.write(1, f"{child}\n".encode())
         os._exit(0)
     os.set_inheritable(lock, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from shared_rpc.server.state.runs import Run
 
 __all__ = ["Backlog", "Dispatcher", "WorkerExecutor"]
 
-#: Calls that wait, and bytes of what came with them. A call that comes alone is taken whatever it brings.
+#: Limits of waiting calls, and of the bytes of their arguments. A call is always admitted to an empty backlog.
 _RUNS, _NBYTES = 10_000, 1 << 30
 
 
@@ -45,12 +46,12 @@ class _Place:
     arguments: Arguments
     session: str
     worker: Worker | None = None
-    #: Whether it is in the backlog.
+    #: Whether the run is in the backlog.
     waits: bool = False
     awaiting: bool = False
-    #: Whether a worker has ended under it before it had begun.
+    #: Whether a worker ended before the run had begun there.
     again: bool = False
-    #: Whether nobody is to be told how it ends: what it had of the session's pools comes back all the same.
+    #: Whether the run's outcome is not reported. Its chunks of the session's pools are returned all the same.
     forgotten: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
@@ -62,7 +63,7 @@ class Backlog:
     """
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
-        #: With what each took of the limits when it came: its arguments may have been let go since.
+        #: Each run with its weight when it was added: its arguments may have been released since.
         self._runs: dict[Run[Any], dict[str, int]] = {}
         self._limits = {"calls": runs, "bytes": nbytes, "descriptors": open_limit() // 4}
         self._held = dict.fromkeys(self._limits, 0)
@@ -76,8 +77,8 @@ class Backlog:
         for unit, amount in _weight(run).items():
             if self._runs and self._held[unit] + amount > self._limits[unit]:
                 raise ServerBusy(
-                    f"{len(self._runs)} calls wait to be run, with {self._held['bytes']} bytes and {self._held['descriptors']} "
-                    f"descriptors of arguments, and there is no room for more (at most {self._limits[unit]} {unit}): {why}"
+                    f"the backlog of calls is full: {len(self._runs)} calls wait, with {self._held['bytes']} bytes and "
+                    f"{self._held['descriptors']} descriptors of arguments (at most {self._limits[unit]} {unit}): {why}"
                 )
 
     def add(self, run: Run[Any]) -> None:
@@ -103,7 +104,7 @@ class Backlog:
 
 
 def _weight(run: Run[Any]) -> dict[str, int]:
-    assert isinstance(run.arguments, Arguments), "a broker has no callers of its own"
+    assert isinstance(run.arguments, Arguments), "calls of a broker come from sessions"
     return {"calls": 1, "bytes": run.arguments.nbytes, "descriptors": len(run.arguments.segments)}
 
 
@@ -123,13 +124,13 @@ class Dispatcher:
         self._build_timeout = build_timeout
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._waiting = Backlog()
-        #: Runs that workers have, but for those that nobody is to be told of.
+        #: Runs that workers have, without the withdrawn and abandoned ones.
         self._sent: set[Run[Any]] = set()
 
     def start(self, executor: WorkerExecutor, run: Run[Any], owner: Owner) -> None:
         """Have a worker do a run, as soon as there is one."""
         arguments = run.arguments
-        assert isinstance(arguments, Arguments), "a broker has no callers of its own"
+        assert isinstance(arguments, Arguments), "calls of a broker come from sessions"
         run.place = _Place(next(self._numbers), executor, owner, arguments, arguments.session or run.session)
         if self._send_or_end(run):
             return
@@ -172,7 +173,7 @@ class Dispatcher:
             return False
         workers, refusal = self._workers(), self._refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
-            refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}")
+            refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}: the app does not share it any more")
         if refusal is None:
             return False
         self._waiting.remove(run)
@@ -182,7 +183,7 @@ class Dispatcher:
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
         arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
-        # Of a session that has ended nothing comes back: its memory is that of any caller.
+        # Chunks are not returned to a session that has ended.
         lent = transfer is not None
         arenas = sorted(arguments.arenas) if lent and arguments.chunks else []
         known = worker.arenas.get(place.session, ())
@@ -214,7 +215,8 @@ class Dispatcher:
         try:
             worker.send(message, place.number, b"".join(arguments.skeletons), fds)
         except (ProtocolError, OSError) as error:
-            self._end(run, Failure.of(CapabilityError(f"the call cannot be handed to a worker: {error}")))
+            refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
+            self._end(run, Failure.of(refusal))
             return
         if arenas:
             known = worker.arenas.setdefault(place.session, set())
@@ -258,11 +260,11 @@ class Dispatcher:
         if run.place.timer is not None:
             run.place.timer.cancel()
         if not run.running:
-            # What a worker was given of the client's comes back from there.
+            # The worker returns the client's chunks itself.
             run.place.arguments.pooled = {}
             run.place.arguments.close()
 
-    # What workers say.
+    # Messages of workers.
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -281,7 +283,7 @@ class Dispatcher:
         if run is None or run.place.forgotten:
             return
         place: _Place = run.place
-        # Until now it might have gone to another worker.
+        # Kept until now: the run could still have moved to another worker.
         place.arguments.pooled = {}
         place.arguments.close()
         if self._build_timeout is not None:
@@ -359,7 +361,7 @@ class Dispatcher:
 
     def stop(self) -> None:
         """End all runs, because the broker ends."""
-        gone = Failure.of(ConnectionClosed("the broker was stopped before the call ended"))
+        gone = Failure.of(ConnectionClosed(f"the broker (pid {os.getpid()}) was stopped before the call ended"))
         for run in (*self._waiting, *self._sent):
             self._waiting.remove(run)
             self._release(run)
@@ -436,7 +438,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
     for number in message.kept:
         arena = transfer.result_segment(message.segments[number].id) if transfer is not None else None
         if arena is None:
-            return Failure.of(ConnectionClosed("the session of the call has ended, and its memory with it"))
+            return Failure.of(ConnectionClosed("the client's session ended before its call"))
         segments.append(Segment(arena.info, arena.descriptor))
     if frame.fds or len(segments) < len(message.segments):
         sent = [info for number, info in enumerate(message.segments) if number not in message.kept]
@@ -461,9 +463,9 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
 def _awaited(able: list[Worker]) -> str:
     """Describe what runs wait for, with the workers that could do them."""
     if not able:
-        return "no worker has loaded the app yet"
+        return "no worker has loaded the app yet: wait and call again"
     pids = ", ".join(str(worker.pid) for worker in able)
     return (
-        f"worker {pids} does not read what it is sent: 'kill -CONT' lets one go on that is stopped, 'kill -KILL' has another "
-        f"one take the place of one that is stuck"
+        f"worker {pids} does not read its connection: if it is stopped, 'kill -CONT' resumes it; if it is stuck, 'kill -KILL' "
+        f"has another worker take its place"
     )

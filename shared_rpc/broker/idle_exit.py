@@ -9,7 +9,7 @@ import anyio
 
 __all__ = ["wait_until_idle"]
 
-#: The longest time between two looks, in seconds; and the shortest.
+#: The longest and the shortest time between two checks, in seconds.
 _LONGEST, _SHORTEST = 30.0, 0.02
 
 

@@ -17,7 +17,7 @@ from shared_rpc.server.device_memory import DeviceMemory
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
 
-#: Seconds that a worker has to make memory.
+#: Seconds for a worker's answer to a request for memory.
 _PATIENCE = 30.0
 
 
@@ -45,7 +45,7 @@ class MemoryRequests:
         try:
             answer, fds = asked.result()
         except TimeoutError:
-            raise WorkerCrashed(f"the worker that makes memory did not answer within {_PATIENCE:g} s") from None
+            raise WorkerCrashed(f"no worker answered a request for memory within {_PATIENCE:g} s") from None
         if answer.error:
             raise CapabilityError(answer.error)
         return answer, fds
@@ -60,7 +60,7 @@ class MemoryRequests:
         able = [worker for worker in self._workers() if worker.served]
         worker = min(able, key=lambda worker: worker.congested, default=None)
         if worker is None:
-            raise WorkerCrashed("no worker runs, and a GPU's memory is made by workers: try again")
+            raise WorkerCrashed("no worker runs that could allocate GPU memory: try again when one has loaded the app")
         number = next(self._numbers)
         future: asyncio.Future[tuple[w.Allocated, list[int]]] = self._loop.create_future()
         self._asked[number] = worker, future
@@ -80,7 +80,7 @@ class MemoryRequests:
         """Fail the requests to a worker that has ended."""
         for asked, future in tuple(self._asked.values()):
             if asked is worker and not future.done():
-                future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) that was to make memory has ended"))
+                future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) ended during a request for memory"))
 
 
 class RelayedMemory(DeviceMemory):
@@ -113,5 +113,5 @@ class RelayedMemory(DeviceMemory):
         if device == "cpu":
             return super().allocate(device, nbytes)
         answer, fds = self._requests.ask(w.Allocate(device, nbytes))
-        assert answer.segment is not None, "a worker that does not refuse has it"
+        assert answer.segment is not None, "an answer without an error has a segment"
         return Segment.owning(answer.segment, fds[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["oom_kills"]
 
-#: Counts kills of the whole host, and of control groups at their limits; see proc(5). From Linux 4.13 on.
+#: The kernel's counters; `oom_kill` counts kills of the whole host and of control groups at their limits. Linux 4.13, proc(5).
 _COUNTS = Path("/proc/vmstat")
 
 

@@ -43,9 +43,9 @@ _log = logging.getLogger("shared_rpc.broker")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: What an entry begins with. The number goes up with every change of what follows.
+#: The first bytes of an entry. The number is raised with every change of the format.
 _SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 4\n"
-#: Bytes of an entry; the skeleton of a large module has some millions.
+#: The largest entry in bytes; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -117,13 +117,13 @@ class Persistence:
         self._capacity = capacity
         self._closed = not notifier.there
         self._revision = 0
-        #: Names of entries by what they are about: a provider's key or an object's id; and what the entry of a provider says.
+        #: Names of entries by their subject, a provider's key or an object's id; and the contents of the providers' entries.
         self._names: dict[str, str] = {}
         self._said: dict[str, bytes] = {}
-        #: Objects in each segment that is stored, and the segments of each object.
+        #: Objects in each stored segment, and the segments of each object.
         self._users: defaultdict[str, set[str]] = defaultdict(set)
         self._segments: dict[str, list[str]] = {}
-        #: Objects whose pages are stored.
+        #: Objects with a stored page.
         self._pages: set[str] = set()
 
     def __len__(self) -> int:
@@ -203,7 +203,8 @@ class Persistence:
         self._remove_entry(about)
         self._names[about] = f"{name}-{self._revision}"
         if self._capacity is not None and len(self) > self._capacity:
-            _log.warning("the service manager keeps %d descriptors at most, and there are %d", self._capacity, len(self))
+            text = "the service manager keeps at most %d descriptors, and %d were sent: raise FileDescriptorStoreMax="
+            _log.warning(text, self._capacity, len(self))
 
     def _remove_entry(self, about: str) -> None:
         name = self._names.pop(about, None)
@@ -237,7 +238,7 @@ class Persistence:
                     _claim(found.facts.object_id, seen)
                     objects.append((entry, found))
                 else:
-                    raise ValueError("nothing of that name is known here")
+                    raise ValueError("no kind of entry has such a name")
             except (ValueError, OSError) as error:
                 self._throw_away(entry.name, error)
             finally:
@@ -264,13 +265,13 @@ class Persistence:
     ) -> None:
         service = services.get(found.key)
         if service is None:
-            raise ValueError(f"its provider {found.key!r} is not there")
+            raise ValueError(f"its provider {found.key!r} is not stored")
         missing = [info.id for info in found.segments if info.id not in segments]
         if missing:
-            raise ValueError(f"its segments {', '.join(missing)} are not there")
+            raise ValueError(f"its segments {', '.join(missing)} are not stored")
         facts = found.facts
         if found.has_page and facts.object_id not in pages:
-            raise ValueError("the page of its revision is not there")
+            raise ValueError("its revision page is not stored")
         record = Record(segments=_duplicates(found.segments, segments), **msgspec.structs.asdict(found.value))
         specs = {spec.name: spec for spec in service.serve.endpoints}
         stored = StoredObject(
@@ -289,7 +290,7 @@ class Persistence:
             self._users[info.id].add(facts.object_id)
 
     def _throw_away(self, name: str, error: Exception) -> None:
-        _log.error("what was stored as %s cannot be used, and is removed: %s", name, error)
+        _log.error("the stored entry %s is unusable and is removed: %s", name, error)
         self._notifier.remove(name)
 
 
@@ -300,7 +301,7 @@ def _revision_of(name: str) -> int:
 
 def _claim(about: str, seen: set[str]) -> None:
     if about in seen:
-        raise ValueError("there is a newer one")
+        raise ValueError("a newer entry has the same subject")
     seen.add(about)
 
 
@@ -322,11 +323,11 @@ def _read(entry: Passed, begin: bytes, kind: type[T]) -> T:
     :raises ValueError: if it is none, or of another version.
     """
     if not fcntl.fcntl(entry.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
-        raise ValueError("it is not sealed")
+        raise ValueError("its memfd is not sealed against writes")
     size = os.fstat(entry.fd).st_size
     data = os.pread(entry.fd, min(size, _LIMIT), 0)
     if not data.startswith(begin):
-        raise ValueError(f"it begins with {data[:40]!r} and not with {begin!r}: another version wrote it")
+        raise ValueError(f"another version wrote it: it begins with {data[:40]!r}, not with {begin!r}")
     return msgspec.msgpack.decode(data[len(begin) :], type=kind)
 
 
@@ -335,7 +336,7 @@ def _duplicates(infos: Iterable[SegmentInfo], segments: dict[str, int]) -> list[
     try:
         for info in infos:
             if info.mechanism == "memfd" and os.fstat(segments[info.id]).st_size < info.nbytes:
-                raise ValueError(f"its segment {info.id} is smaller than {info.nbytes} bytes")
+                raise ValueError(f"its segment {info.id} has fewer than {info.nbytes} bytes")
             made.append(Segment.owning(info, os.dup(segments[info.id])))
     except BaseException:
         for segment in made:

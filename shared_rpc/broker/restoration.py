@@ -31,9 +31,9 @@ class Service:
     core: Core
     acceptor: Acceptor
     executor: WorkerExecutor
-    #: What ends it alone, once it has begun.
+    #: Ends this service alone, once the service has begun.
     scope: anyio.CancelScope | None = None
-    #: Whether it is what an earlier broker served, and no worker of this one has loaded the app yet.
+    #: Whether an earlier broker stored this service, and no worker has loaded the app yet.
     restored: bool = False
 
 
@@ -66,7 +66,7 @@ class Restoration:
             service.restored = True
             for stored, terms in restored.objects:
                 service.core.restore(stored, terms)
-            service.core.objects.settle()  # to the budget, which may be another one now
+            service.core.objects.settle()  # the budget may have changed
 
     def reconcile(self, worker: Worker) -> None:
         """Go on as after a reload: the first worker has loaded the app as it is now."""
@@ -86,7 +86,7 @@ class Restoration:
                 self._discard(key)
         elif (message.socket_path, message.device) != (earlier.socket_path, earlier.device):
             _log.error(
-                "what was kept for %s at %s is dropped: the app serves %s at %s now",
+                "the stored objects of %s at %s are dropped: the app now serves %s at %s",
                 earlier.device,
                 earlier.socket_path,
                 message.device,
@@ -96,12 +96,12 @@ class Restoration:
             try:
                 self._add(msgspec.structs.replace(message, endpoints=specs), None)
             except SharedRPCError as error:
-                _log.error("cannot serve what the app has: %s", error)
+                _log.error("cannot serve a provider of the app: %s", error)
         else:
             service.facts, service.core.mechanism = message, message.mechanism
             service.core.quotas.set_limits(message.quotas)
             facts = service.core.replace_endpoints(specs, "changed")
-            _log.info("restored %s: %d objects are kept, %d dropped", key, len(service.core.objects), facts["dropped"])
+            _log.info("restored %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
 
     def _discard(self, key: str) -> None:
         service = self._services.pop(key)
@@ -115,4 +115,4 @@ class Restoration:
     def status(self) -> str:
         """Return one line for people."""
         count = sum(len(service.core.objects) for service in self._services.values())
-        return f"{count} objects can be attached; {'the app is being loaded' if self.pending else 'the app is loaded'}"
+        return f"{count} objects can be attached; the app is {'being loaded' if self.pending else 'loaded'}"

@@ -28,7 +28,7 @@ class ServiceManager:
         self._inherited = inherited
         self.notifier = inherited.notifier
         self._persistence = Persistence(inherited.notifier, inherited.capacity)
-        #: Sockets that listen already, and serve nothing yet.
+        #: Sockets that listen already, and that no provider serves yet.
         self._listeners = dict(inherited.listeners)
 
     def restore(self) -> list[RestoredService]:
@@ -51,7 +51,7 @@ class ServiceManager:
         if not loaded or not self._listeners:
             return
         text = (
-            f"the service manager listens at {', '.join(self._listeners)}, and the app serves at {', '.join(served)}: make "
+            f"the service manager listens at {', '.join(self._listeners)}, but the app serves at {', '.join(served)}: make "
             f"ListenStream= and the base path, the device or --socket agree"
         )
         if raises:

@@ -12,17 +12,17 @@ from typing import IO
 
 __all__ = ["LogHandler", "Tail"]
 
-#: Lines, and characters of each, that are remembered.
+#: Remembered lines, and characters of each.
 _LINES, _WIDTH = 40, 500
 #: Bytes of one read.
 _CHUNK = 1 << 16
-#: Seconds that the end of the output is waited for: a grandchild may keep it open.
+#: Seconds of waiting for the end of the output: a grandchild may keep the pipe open.
 _PATIENCE = 0.2
-#: Seconds that somebody who reads the broker's own has to make room.
+#: Seconds for the reader of the broker's own standard error to make room.
 _READER = 1.0
 
 
-#: Between the look for room and the write nobody else of this process must write.
+#: Held from the check for room to the write: no other thread of this process may write in between.
 _writing = threading.Lock()
 
 
@@ -64,7 +64,7 @@ class Tail:
         self._stream = stream
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._rest = b""
-        #: Whether nobody read the last time.
+        #: Whether the last write found no room.
         self._stuck = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
@@ -74,7 +74,7 @@ class Tail:
         with self._stream as stream:
             while data := stream.read(_CHUNK):
                 self._remember(data)
-                with suppress(OSError):  # the broker's own is closed
+                with suppress(OSError):  # the broker's standard error is closed
                     self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:

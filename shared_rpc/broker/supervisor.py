@@ -28,13 +28,13 @@ __all__ = ["Supervisor", "WorkerObserver"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: So many crashes within so many seconds are a loop: no worker is started for as long again.
+#: This many crashes within this many seconds are a crash loop: no worker is started for as long again.
 _LIMIT, _WINDOW = 5, 30.0
-#: Seconds that workers have to end by themselves when the broker stops.
+#: Seconds for workers to end by themselves when the broker stops.
 _GRACE = 0.6
-#: Seconds. A worker that ends earlier than that does not look well.
+#: Seconds. A worker that ends earlier counts as short-lived.
 _SHORT = 10.0
-#: Seconds before the first and at most before any restart.
+#: Seconds before the first restart, and the most before any restart.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
@@ -81,30 +81,30 @@ class Supervisor:
         self._zygote = zygote
         self._count = count
         self._observer = observer
-        #: Those that get new runs.
+        #: Workers that get new runs.
         self.workers: list[Worker] = []
-        #: Those whose code is to be the new one, until all of them are ready.
+        #: Workers of a reload, until all of them are ready.
         self._next: list[Worker] = []
-        #: Those that only end what they have.
+        #: Replaced workers, which only finish their runs.
         self._old: list[Worker] = []
-        #: After crashes, by the worker's number.
+        #: Restarts after crashes, by the worker's number.
         self.restarts: Counter[int] = Counter()
-        #: Workers that ended though nobody had asked for that.
+        #: Workers that ended without a request.
         self.crashes = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
         self._last: WorkerCrashed | None = None
-        #: Workers one after the other that did not live long.
+        #: Consecutive short-lived workers.
         self._short_lives = 0
         self._stopped_until = 0.0
-        #: Those that somebody waits for until they have loaded the app.
+        #: Workers whose loading of the app is awaited.
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
         #: Whether any worker has ever loaded the app.
         self._serves = False
         self._reloading = anyio.Lock()
-        #: The number of the latest reload asked for, and of the latest that was done or refused, and then why.
+        #: The number of the latest requested reload, and of the latest that is done or refused; then the reason of a refusal.
         self._asked = self._answered = 0
         self._refused: Exception | None = None
-        #: Those of the latest reload that was done: some may have ended since.
+        #: Workers of the latest completed reload: some may have ended since.
         self._loaded_last: list[Worker] = []
         self._stopping = False
         self._spawn: Spawner
@@ -123,7 +123,7 @@ class Supervisor:
         found["worker_restarts"][()] = self.restarts.total()
         for worker in self.workers:
             found["worker_runs"][str(worker.number),] = len(worker.runs)
-            with suppress(OSError, IndexError):  # it has ended
+            with suppress(OSError, IndexError):  # the worker has ended
                 found["worker_resident_bytes"][str(worker.number),] = worker.resident_bytes()
 
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
@@ -152,7 +152,7 @@ class Supervisor:
             if wait:
                 await _all_done(loaded)
             for worker in self.workers:
-                self._resolve(worker, None)  # nobody waits for it
+                self._resolve(worker, None)  # no reload waits for this worker
 
     async def _new(self, number: int) -> Worker:
         """Start a worker.
@@ -163,8 +163,8 @@ class Supervisor:
             begun = await self._zygote.begin(number)
             callbacks = (self._handlers, self._end_if_idle, self._ended, self._observer.on_caught_up)
             worker = Worker(self._command, number, *callbacks, self.restarts[number], begun)
-        except (OSError, RuntimeError) as error:  # out of processes, descriptors or threads; or Python itself is gone
-            raise WorkerCrashed(f"no worker can be started: {error}") from error
+        except (OSError, RuntimeError) as error:  # no process, descriptor or thread left; or no Python
+            raise WorkerCrashed(f"cannot start a worker: {error}") from error
         self._loaded[worker] = asyncio.get_running_loop().create_future()
         self._loaded[worker].add_done_callback(_seen)
         return worker
@@ -175,8 +175,8 @@ class Supervisor:
         if self.workers or self._last is None or left <= 0:
             return None
         return WorkerCrashed(
-            f"no worker runs: {_LIMIT} of them ended within {_WINDOW:g} s, and the next one is started in {left:.0f} s, or by "
-            f"'shared-rpc reload'. The last one: {self._last}",
+            f"no worker runs: {_LIMIT} workers ended within {_WINDOW:g} s. The next one is started in {left:.0f} s, or at once "
+            f"by 'shared-rpc reload'. The last end: {self._last}",
             signal=self._last.signal,
             exit_code=self._last.exit_code,
             stderr=self._last.stderr,
@@ -188,7 +188,7 @@ class Supervisor:
         self._notify(worker, message)
 
     def _shares(self, worker: Worker, message: w.Shared, frame: Frame) -> None:
-        # Shared by another thread, it may come before the provider does.
+        # An endpoint that another thread shares may arrive before its provider.
         worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         self._notify(worker, message)
 
@@ -200,7 +200,7 @@ class Supervisor:
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
         self._zygote.learn(message.imports, worker.forked)
-        if worker.state == "starting":  # else it was replaced meanwhile
+        if worker.state == "starting":  # otherwise it was replaced meanwhile
             worker.state = "ready"
             if HOOKS.registered:
                 lived = time.monotonic() - worker.started
@@ -233,7 +233,7 @@ class Supervisor:
         crash = await anyio.to_thread.run_sync(worker.crash)
         if worker.forked:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
-        #: Else somebody waits for it to load the app, and is told why it does not.
+        # Where a start or reload awaits the worker, that one raises the reason.
         crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
         for group in (self.workers, self._next, self._old):
             if worker in group:
@@ -279,7 +279,7 @@ class Supervisor:
         if len(self._crashes) == _LIMIT and now - self._crashes[0] < _WINDOW:
             self._stopped_until = now + _WINDOW
             self._crashes.clear()
-            _log.error("%d workers ended within %g s: none is started for as long", _LIMIT, _WINDOW)
+            _log.error("%d workers ended within %g s: no worker is started for the next %g s", _LIMIT, _WINDOW, _WINDOW)
 
     async def _restart(self, number: int) -> None:
         """Start a worker in place of one that has ended, after a pause; unless a reload comes first."""
@@ -294,8 +294,8 @@ class Supervisor:
             except WorkerCrashed as crash:
                 self._not_started(crash)
             else:
-                self._resolve(new, None)  # nobody waits for it
-                if number in {worker.number for worker in self.workers}:  # a reload came first
+                self._resolve(new, None)  # no reload waits for this worker
+                if number in {worker.number for worker in self.workers}:  # a reload was faster
                     new.kill("a reload took its place")
                 else:
                     self.workers.append(new)
@@ -315,7 +315,7 @@ class Supervisor:
             if worker in self._loaded:
                 worker.kill("a later reload took its place")
         while True:
-            async with self._reloading:  # first come, first served: an earlier one that has to wait is behind the later ones
+            async with self._reloading:  # in order of arrival: an earlier reload that retries comes after the later ones
                 if self._answered < number == self._asked:
                     self._refused = await self._load_next(number)
                     if self._refused is None or number == self._asked:
@@ -339,7 +339,7 @@ class Supervisor:
             for number in range(self._count):
                 mine.append(await self._new(number))
                 self._next.append(mine[-1])
-                loaded.append(self._loaded[mine[-1]])  # before another one is made: by then this one may have loaded it
+                loaded.append(self._loaded[mine[-1]])  # now: it may have loaded the app before the next worker is started
                 if asked != self._asked:
                     mine[-1].kill("a later reload took its place")
             await _all_done(loaded)

@@ -25,11 +25,11 @@ __all__ = ["Inherited", "Notifier", "Passed", "inherit"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: SD_LISTEN_FDS_START.
+#: The first passed descriptor: SD_LISTEN_FDS_START.
 _FIRST = 3
-#: Seconds that the manager has to take a message, when its queue is full.
+#: A timeout of 1 s for a message when the manager's queue is full.
 _PATIENCE = struct.pack("ll", 1, 0)
-#: sd_notify(3), FDNAME=: longer names, and others than printable ASCII without a colon, are refused.
+#: sd_notify(3), FDNAME=: the manager refuses longer names, and characters other than printable ASCII without colons.
 _NAME_LIMIT = 255
 
 
@@ -49,7 +49,7 @@ class Notifier:
     def __init__(self, address: str = "") -> None:
         self.there = bool(address)
         if address and address[0] not in "/@":
-            raise ConfigurationError(f"NOTIFY_SOCKET={address!r}: only paths and abstract Unix sockets are known here")
+            raise ConfigurationError(f"NOTIFY_SOCKET={address!r}: neither a path nor an abstract Unix socket ('@…')")
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         if self.there:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -63,7 +63,7 @@ class Notifier:
         try:
             self._socket.sendmsg(["\n".join(lines).encode()], rights, socket.MSG_NOSIGNAL, self._address)
         except OSError as error:
-            _log.warning("the service manager was not told %s: %s", " ".join(lines), error)
+            _log.warning("cannot send %s to the service manager: %s", " ".join(lines), error)
 
     def ready(self, status: str) -> None:
         """Tell that the service has started, or that a reload has ended."""
@@ -87,7 +87,7 @@ class Notifier:
         :param name: at most 255 characters, printable ASCII without a colon.
         """
         assert name.isascii() and name.isprintable() and ":" not in name and 0 < len(name) <= _NAME_LIMIT, name
-        # Unless it is told not to, the manager lets go of a descriptor that polls as hung up, which a GPU driver's may.
+        # By default, the manager drops a descriptor that polls as hung up, which a GPU driver's may.
         self.notify("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fd=fd)
 
     def remove(self, name: str) -> None:
@@ -130,7 +130,7 @@ def inherit(variables: Mapping[str, str]) -> Inherited:
 
 
 def _passed(variables: Mapping[str, str]) -> list[Passed]:
-    if variables.get("LISTEN_PID") != str(os.getpid()):  # they are another process's
+    if variables.get("LISTEN_PID") != str(os.getpid()):  # they were passed to another process
         return []
     text = variables.get("LISTEN_FDS", "")
     count = int(text) if text.isdecimal() else 0
@@ -141,7 +141,7 @@ def _passed(variables: Mapping[str, str]) -> list[Passed]:
         try:
             fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
         except OSError as error:
-            raise ConfigurationError(f"LISTEN_FDS={text}, and descriptor {fd} is not open: {error}") from error
+            raise ConfigurationError(f"LISTEN_FDS={text}, but descriptor {fd} is not open: {error}") from error
         passed.append(Passed(names[index] if index < len(names) else "", fd))
     return passed
 
@@ -153,7 +153,7 @@ def _listener(passed: Passed) -> socket.socket:
     if sock.type != socket.SOCK_STREAM or not listens or not isinstance(address, str) or not address:
         sock.close()
         raise ConfigurationError(
-            f"the service manager passed a socket {passed.name!r} on which no broker can serve: use ListenStream= with a path"
+            f"the service manager's socket {passed.name!r} is no listening Unix stream socket: use ListenStream= with a path"
         )
     sock.setblocking(False)
     return sock

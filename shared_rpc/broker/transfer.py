@@ -25,20 +25,20 @@ class ForwardedTransfer(SessionTransfer):
         super().__init__()
         self.key = key
         self.session = session
-        #: Chunks of the client's that a worker has.
+        #: Chunks of the client's pools, by the worker that has them.
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
         self._wanted: deque[Callable[[], None]] = deque()
-        #: Workers that are to say when they have done with some, and have not yet.
+        #: Workers with an unanswered request to return chunks.
         self._asked: set[Worker] = set()
-        #: Chunks of results, and the workers in whose pools they are.
+        #: Chunks of results, by the worker whose pool has them.
         self._results: dict[int, Worker] = {}
-        #: Arenas of those pools.
+        #: Arenas of these pools, by segment id.
         self._segments: dict[str, tuple[Segment, Worker]] = {}
-        #: Workers that know the session.
+        #: Workers that have had runs of the session.
         self._workers: set[Worker] = set()
 
-    # What goes to a worker, and comes from it.
+    # Chunks sent to a worker, and returned by it.
 
     def sent(self, worker: Worker, chunks: Iterable[int]) -> None:
         """Note that a worker has chunks of the client's, and knows the session."""
@@ -86,7 +86,7 @@ class ForwardedTransfer(SessionTransfer):
         for segment_id in [segment_id for segment_id, (_, has) in self._segments.items() if has is worker]:
             self._segments.pop(segment_id)[0].close()
 
-    # What the core asks for.
+    # Requests of the core.
 
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
         """Return the sinks of chunks that a call brings."""

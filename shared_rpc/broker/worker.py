@@ -32,12 +32,12 @@ __all__ = ["Handler", "Worker"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds a worker has to end by itself when its broker hangs up.
+#: Seconds for a worker to end by itself after its broker has closed the connection.
 _GRACE = 0.6
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-#: What is called with a message of a worker's, and its frame.
+#: A function called with a message of a worker and the message's frame.
 Handler = Callable[["Worker", Any, Frame], None]
 
 
@@ -70,26 +70,26 @@ class Worker:
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
         self._kills = oom_kills()
-        #: By the provider's key: what it said of it.
+        #: The worker's first message about each provider, by the provider's key.
         self.served: dict[str, w.Serve] = {}
         self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
-        #: Runs that it was sent, by their numbers.
+        #: Runs sent to the worker, by their numbers.
         self.runs: dict[int, Any] = {}
-        #: Arenas of clients that it has, by session.
+        #: Arenas of clients that the worker has mapped, by session.
         self.arenas: dict[str, set[str]] = {}
-        #: Why the broker itself ended it.
+        #: Why the broker ended the worker.
         self.condemned = ""
-        #: Why it cannot serve the app, by its own word.
+        #: Why the worker cannot serve the app, as the worker reports it.
         self.refusal: Exception | None = None
         self._handlers = handlers
         self._rest = rest
         self._ended = ended
         self._caught_up = caught_up
-        #: Whether it is to hear of dropped objects when it reads again.
+        #: Whether to tell the worker of dropped objects when it reads again.
         self._to_reclaim = False
         self._loop = asyncio.get_running_loop()
         self.forked = begun is not None
-        #: Whether it has said that the app is loaded.
+        #: Whether the worker has reported that the app is loaded.
         self.loaded = False
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if begun is not None:
@@ -103,12 +103,12 @@ class Worker:
                     ours.close()
                     raise
         try:
-            assert self.process.stderr is not None, "it is a pipe"
+            assert self.process.stderr is not None, "standard error is a pipe"
             self._tail = Tail(self.process.stderr)
             self._pidfd = os.pidfd_open(self.process.pid)
             self._loop.add_reader(self._pidfd, self._gone)
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
-            #: To one that has ended nothing is sent.
+            #: Sends nothing to a worker that has ended.
             self.send = self._link.send
             self._link.start()
         except BaseException:
@@ -174,7 +174,7 @@ class Worker:
         """Have it end by itself, soon."""
         self.state = "draining"
         self._link.close()
-        self._loop.call_later(_GRACE, self.kill, "it was asked to end, and did not")
+        self._loop.call_later(_GRACE, self.kill, "it did not end when asked")
 
     def close_link(self) -> None:
         """Have it end by itself, until :meth:`end`, because the broker stops."""
@@ -196,7 +196,7 @@ class Worker:
         message = decode_message(frame)
         handler = self._handlers.get(type(message))
         if handler is None:
-            _log.error("worker %d sent a %s", self.pid, type(message).__name__)
+            _log.error("worker %d sent an unexpected %s", self.pid, type(message).__name__)
             return
         handler(self, message, frame)
         if self.state == "draining":
@@ -204,10 +204,10 @@ class Worker:
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
-            _log.error("what worker %d sends cannot be read: %s", self.pid, error, exc_info=error)
+            _log.error("cannot read a message of worker %d: %s", self.pid, error, exc_info=error)
         self._link.close()
-        # As a rule it has ended. One that has not is of no use, whatever it still does.
-        self._loop.call_later(_GRACE, self.kill, "it had closed its connection to the broker")
+        # Most have ended. A worker that has closed its connection is of no use, whatever it still does.
+        self._loop.call_later(_GRACE, self.kill, "it closed its connection to the broker")
 
     def _gone(self) -> None:
         self._link.drain()
@@ -224,13 +224,13 @@ class Worker:
     def crash(self) -> WorkerCrashed:
         """Return how it ended."""
         code = self.process.returncode
-        assert code is not None, "it has been waited for"
+        assert code is not None, "wait() has returned"
         name = _signal_name(-code) if code < 0 else None
         how = f"was killed by {name}" if name else f"exited with code {code}"
         reason = self.condemned or (self._want_of_memory() if name == "SIGKILL" else "")
         why = f" ({reason})" if reason else ""
         tail = self._tail.text()
-        last = f"; its last words: {_last_lines(tail)}" if tail else ""
+        last = f"; last lines of its standard error: {_last_lines(tail)}" if tail else ""
         return WorkerCrashed(
             f"the worker (pid {self.pid}) {how}{why}{last}",
             signal=name,
@@ -243,15 +243,15 @@ class Worker:
         if not killed:
             return ""
         return (
-            f"it seems for want of memory: the kernel has killed {killed} since it began. Its control group's limit or the "
-            f"host's memory is reached, of which cached objects are a part: see 'shared-rpc objects', max_bytes= and quotas="
+            f"probably for lack of memory: {killed} OOM kill(s) since the worker began. The limit of its control group or the "
+            f"host's memory is reached, and cached objects use a part of it: see 'shared-rpc objects', max_bytes= and quotas="
         )
 
 
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # a real-time signal has no name
         return f"signal {number}"
 
 

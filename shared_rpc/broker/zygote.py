@@ -30,23 +30,23 @@ __all__ = ["ForkedWorker", "WorkerZygote"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds between a worker's word on its imports and the start of a zygote with them: several workers come one after the other,
-#: and a broker that lives for a moment needs none.
+#: Seconds between a worker's report of its imports and the start of a zygote with them: several workers report one after the
+#: other, and a short-lived broker needs no zygote.
 _SETTLE = 2.0
-#: Seconds for all its imports.
+#: Seconds for all imports of a zygote.
 _PREPARATION = 600.0
-#: The number of a worker's link: libraries that the zygote imports may have opened files with the least numbers.
+#: Descriptor number of a worker's link: libraries that the zygote imports may have opened files with the lowest numbers.
 _LINK = 100
-#: Seconds without an answer after which a zygote is taken for stuck. A fork takes 0.02 to 0.1 s.
+#: Seconds without an answer after which a zygote counts as stuck. A fork takes 0.02 to 0.1 s.
 _PATIENCE = 2.0
-#: Zygotes that are tried one after the other, each without a package that the one before could not be forked with.
+#: Zygotes tried one after the other, each without a package that made the one before unfit for forks.
 _ATTEMPTS = 8
-#: Zygotes or forks that fail one after the other, until no more are made.
+#: Consecutive failures of zygotes or forks after which no more are made.
 _FAILURES = 3
-#: So many times a variable of the environment differs from one import of the app to the next, until a zygote leaves out what is
-#: imported after the app has set it.
+#: After so many differences of an environment variable between loads of the app, a zygote leaves out the modules imported after
+#: the app has set it.
 _VARIES = 2
-#: Seconds for which the size of its memory is remembered: the kernel walks all of it.
+#: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
 _GAUGE = 5.0
 
 
@@ -77,7 +77,7 @@ class _Running:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._socket, self._answers = ours, answers()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by end()
         words = [sys.executable, "-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
         try:
             with theirs:
@@ -113,7 +113,7 @@ class _Running:
                         return answer
         except TimeoutError:
             self.end()
-            raise _Failed(f"the zygote (pid {self.process.pid}) has not answered for {seconds:g} s") from None
+            raise _Failed(f"the zygote (pid {self.process.pid}) did not answer within {seconds:g} s") from None
         except OSError as error:
             why = self.ended()
             raise _Failed(f"{why}: {error}") from error
@@ -129,7 +129,7 @@ class _Running:
         self._errors.seek(0)
         text = self._errors.read()[-2000:].decode(errors="replace").strip()
         self.end()
-        how = "has hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = "hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
 
     def watch(self, ended: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ class _Running:
         self._socket.close()
         self._errors.close()
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # it is in the middle of something in the kernel, and ends after that
+        with suppress(subprocess.TimeoutExpired):  # a system call holds it up, after which it ends
             self.process.wait(0.5)
 
 
@@ -170,15 +170,15 @@ class WorkerZygote:
         self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if wanted else "off"
         self._why = "no worker has loaded the app yet" if wanted else "--no-preload"
         self._imports: Imports | None = None
-        #: Packages that a zygote cannot be forked with, and why.
+        #: Packages that make a zygote unfit for forks, and why.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
-        #: Variables of the environment that the app has set to different values, and how often.
+        #: Variables of the environment that the app sets to different values, and how often each differed.
         self._varying: Counter[str] = Counter()
         self._due = asyncio.Event()
         self._asking = anyio.Lock()
         self._failures = 0
-        #: Whether the next worker is a new process, as a fork ended before it had loaded the app.
+        #: Whether the next worker is a new process, because a fork ended before it had loaded the app.
         self._plain_next = False
         self._gauged = 0.0, 0
 
@@ -234,7 +234,7 @@ class WorkerZygote:
             if before is not None and forked:
                 self._vary(_early(before), _early(imports))
             self._imports = imports
-        elif not self._varying.total():  # else what is imported after the first that varies is left to the forks
+        elif not self._varying.total():  # otherwise modules imported after the first one that varies are left to the forks
             self._imports = _merged(before, imports, self._unwanted())
         if self._imports != before or self._running is None:
             self._due.set()
@@ -252,7 +252,7 @@ class WorkerZygote:
             return
         self._plain_next = True
         if by_signal:
-            self._fail("a fork of the zygote was killed by a signal while it loaded the app")
+            self._fail("a fork of the zygote was killed by a signal while loading the app")
 
     def _lost(self) -> None:
         """Replace a zygote that has ended, unless a request to it is under way, which finds that out as well."""
@@ -269,14 +269,14 @@ class WorkerZygote:
     def _fail(self, why: str) -> None:
         self._failures += 1
         if self._failures >= _FAILURES:
-            self._give_up(f"{why}; that was the {self._failures}th failure in a row")
+            self._give_up(f"{why}; {self._failures} failures in a row")
         else:
             _log.warning("%s; the next worker is a new process", why)
 
     def _give_up(self, why: str) -> None:
         self._end()
         self._state, self._why = "off", why
-        _log.warning("workers are new processes from now on, and not forks of a zygote: %s", why)
+        _log.warning("from now on workers are new processes instead of forks of a zygote: %s", why)
 
     async def _make(self) -> None:
         """Start a zygote with what the app imports, and have it take over when it is ready."""
@@ -295,9 +295,9 @@ class WorkerZygote:
                 if running is not None:
                     running.end()
                 if self._running is None:
-                    self._replace(f"no zygote could be made: {error}")
-                else:  # the one that there is has less, and is no worse for it
-                    self._fail(f"no zygote with all that the app imports could be made: {error}")
+                    self._replace(f"cannot start a zygote: {error}")
+                else:  # the present zygote has fewer modules and goes on
+                    self._fail(f"cannot start a zygote with all imports of the app: {error}")
                 return
             if isinstance(answer, Ready):
                 async with self._asking:
@@ -308,17 +308,17 @@ class WorkerZygote:
                 took = time.monotonic() - begin
                 _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.process.pid, len(answer.modules), took)
                 for name, why in answer.dropped.items():
-                    _log.warning("the zygote has no %s, which workers import: %s", name, why)
+                    _log.warning("the zygote does not import %s, which workers do: %s", name, why)
                 return
             running.end()
-            assert isinstance(answer, Unfit), "what a zygote says to a preload"
+            assert isinstance(answer, Unfit), "a zygote answers a preload with Ready or Unfit"
             top = answer.module.partition(".")[0]
             if not top or top in self._left_out or top == "shared_rpc":
                 self._give_up(answer.why)
                 return
             self._left_out[top] = answer.why
-            _log.warning("the zygote has no %s, which workers import: %s", top, answer.why)
-        self._give_up(f"{_ATTEMPTS} packages cannot be imported by a process that is to be forked: {', '.join(self._left_out)}")
+            _log.warning("the zygote does not import %s, which workers do: %s", top, answer.why)
+        self._give_up(f"{_ATTEMPTS} packages cannot be imported before a fork: {', '.join(self._left_out)}")
 
     def _preload(self, imports: Imports) -> Preload:
         steps: list[Step] = []
@@ -363,15 +363,15 @@ class WorkerZygote:
                 _check_child(answer.pid)
                 ours.pop_all()
                 return ForkedWorker(ForkedProcess(answer.pid, errors), link)
-        assert isinstance(answer, ForkRefused), "what a zygote says to a request for a fork"
+        assert isinstance(answer, ForkRefused), "a zygote answers with Forked or ForkRefused"
         if answer.stale:
-            _log.info("the zygote (pid %d) is made anew: %s", running.process.pid, answer.why)
+            _log.info("the zygote (pid %d) is replaced: %s", running.process.pid, answer.why)
             self._end()
             self._left_out.clear()
             self._state, self._why = "waiting", answer.why
             self._due.set()
         else:
-            _log.warning("a worker is a new process, and no fork: %s", answer.why)
+            _log.warning("a worker starts as a new process instead of a fork: %s", answer.why)
         return None
 
 
@@ -379,9 +379,7 @@ def _check_child(pid: int) -> None:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        raise _Failed(
-            f"the fork (pid {pid}) is no child of the broker: something between them takes them for its own"
-        ) from None
+        raise _Failed(f"the fork (pid {pid}) is no child of the broker: a process between them is a subreaper") from None
 
 
 def _supposed(imports: Imports) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
     broker = app.start("--idle-exit", IDLE)
     with app.connect() as client:
         (worker,) = worker_pids(client)
-    broker.expect("shared-rpc: nobody has used it for 0.4 s: ends")
+    broker.expect("shared-rpc: no client, lease or task for 0.4 s: ends")
     assert broker.close()[0] == 0
     assert not is_running(worker)
     assert not Path(f"{app.base_path}-cpu.sock").exists()

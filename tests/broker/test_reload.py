@@ -250,7 +250,7 @@ def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:
     (earlier,) = worker_pids(client)
     with Server(Provider(other, device="cpu", execution_mode="server")):
         app.write(NEW, f"second = Provider({other!r}, device='cpu')\n")
-        with pytest.raises(errors.ConfigurationError, match="the new code runs, but not all of it is served"):
+        with pytest.raises(errors.ConfigurationError, match="the new code runs, but a provider of it is not served"):
             client.reload()
         assert client.call("answer").tolist() == [2, 2]
         eventually(lambda: not is_running(earlier), what="the old worker ends")

@@ -85,9 +85,9 @@ def test_what_was_passed_to_another(children: list[Child], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kinds", "why"),
     [
-        ("mute", "a socket 'mute' on which no broker can serve: use ListenStream= with a path"),
-        ("internet", "a socket 'internet' on which no broker can serve"),
-        ("memory nothing", "LISTEN_FDS=2, and descriptor 4 is not open"),
+        ("mute", "socket 'mute' is no listening Unix stream socket: use ListenStream= with a path"),
+        ("internet", "socket 'internet' is no listening Unix stream socket"),
+        ("memory nothing", "LISTEN_FDS=2, but descriptor 4 is not open"),
     ],
 )
 def test_what_nobody_can_use(children: list[Child], kinds: str, why: str) -> None:
@@ -166,7 +166,7 @@ def test_a_manager_that_is_stuck(notified: tuple[socket.socket, Notifier], caplo
         notifier.status("again")
         if caplog.records:
             break
-    assert "the service manager was not told STATUS=again" in caplog.text
+    assert "cannot send STATUS=again to the service manager" in caplog.text
 
 
 def test_an_address_that_is_not_known() -> None:

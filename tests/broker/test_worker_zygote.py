@@ -199,7 +199,7 @@ def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     os.kill(earlier, signal.SIGKILL)
     assert app.connect().call("model").weight[0, 0] == 4
     assert not is_fork(another_worker(client, earlier))
-    broker.expect_error("has not answered")
+    broker.expect_error("did not answer")
     eventually(lambda: not is_running(zygote), what="it has been ended")
 
 
@@ -269,7 +269,7 @@ def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
     client = app.connect()
     zygote_ready(client)
     assert "has threads" in zygote_of(client)["dropped"]["threaded"]
-    broker.expect_error("the zygote has no threaded")
+    broker.expect_error("the zygote does not import threaded")
     assert is_fork(replaced(client))
     assert client.call("model").weight[0, 0] == 4
 

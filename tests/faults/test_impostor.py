@@ -91,7 +91,7 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
 @pytest.mark.parametrize(
     ("manners", "kind", "text"),
     [
-        (lambda raw: raw.hear_end(), ConnectError, "does not answer"),
+        (lambda raw: raw.hear_end(), ConnectError, "did not answer"),
         (lambda raw: None, ConnectError, "hung up"),
         (lambda raw: raw.send(b"HTTP/1.1 400 Bad Request"), ProtocolError, "not a shared_rpc frame"),
         (
