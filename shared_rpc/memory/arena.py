@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["ALIGNMENT", "SEGMENT_LIMIT", "Extents", "Place", "aligned", "pack"]
 
-#: Bytes. What torch's CUDA allocator aligns to, so that vectorised kernels behave as they do on its tensors.
+#: Bytes. The alignment of torch's CUDA allocator, so that vectorised kernels behave as on its tensors.
 ALIGNMENT = 512
 
 #: Bytes. Few large segments attach quickly (one import and one map each); 1 GiB bounds what a move needs at a time.
@@ -51,7 +51,7 @@ class Extents:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free = nbytes
-        #: Offsets of what is free, in order, and how many bytes are free there.
+        #: Offsets of free extents, in order, and the bytes of each.
         self._offsets = [0]
         self._sizes = {0: nbytes}
 
@@ -78,7 +78,7 @@ class Extents:
         end = offset + nbytes
         joins_next = index < len(offsets) and offsets[index] == end
         before = offsets[index - 1] if index else -1
-        # Without a call from here on, after which a signal handler might raise: other threads go on with what is free.
+        # No call from here on, after which a signal handler could raise: other threads go on with the free extents.
         self.free += nbytes
         if joins_next:
             nbytes += sizes[end]

@@ -21,8 +21,8 @@ from shared_rpc.memory.segments import Backend
 
 __all__ = ["ChunkReference", "ChunkReferences", "chunk_of", "keep"]
 
-#: Before the work on a GPU is marked, every stream of torch is asked whether a CUDA graph is being captured on it: so it is
-#: done for that many chunks, or bytes, together.
+#: Marking GPU work begins by asking every stream of torch whether it captures a CUDA graph: up to this many chunks, or bytes,
+#: are marked together.
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
@@ -31,11 +31,11 @@ class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
 
     hold: MappingHold
     number: int
-    #: Set as soon as there is one.
+    #: Set when there is a reference.
     reference: ChunkReference | None = None
 
 
-#: The attribute by which an object holds its pin.
+#: The attribute by which an object keeps its pin.
 _HELD = "_shared_rpc_chunk"
 
 
@@ -60,7 +60,7 @@ class ChunkReference(weakref.ref[_ChunkPin]):
     backend: Backend
     mapping: Mapping
 
-    # A weak reference takes its attributes after it is made; see ChunkReferences.acquire().
+    # A weak reference gets its attributes after construction; see ChunkReferences.acquire().
 
 
 def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
@@ -83,18 +83,18 @@ class ChunkReferences:
         self._notify = dropped
         self._lock = threading.Lock()
         self._closed = False
-        #: What keeps arenas mapped that something was borrowed of before, by the segments' ids.
+        #: Holds that keep the arenas of earlier chunks mapped, by the segments' ids.
         self.holds: dict[str, MappingHold] = {}
         self._references: set[ChunkReference] = set()
-        #: Those whose pins are gone, until :meth:`poll` sees to them.
+        #: References without a pin, until :meth:`poll` processes them.
         self.dropped: deque[ChunkReference] = deque()
         self._gone = _enqueuer(self.dropped, dropped)
-        #: Whether none of them lie on a GPU, so that there is no work to wait for.
+        #: Whether no chunk lies on a GPU, so that there is no GPU work to wait for.
         self._cheap = True
-        #: Dropped, and the work that may still use them: whether it has been done, by what is asked. They wait for nothing but
-        #: the GPU, and for somebody who asks it.
+        #: Dropped chunks, and a function that returns whether the GPU work that may use them is complete. They wait only for
+        #: the GPU and the next :meth:`poll`.
         self.fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
-        #: The chunks that :meth:`returned` has to give back.
+        #: Chunks for :meth:`returned` to return.
         self.free: list[int] = []
 
     def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
@@ -106,7 +106,7 @@ class ChunkReferences:
         if not FINALIZER.started:
             FINALIZER.start()
         if not mapping.pooled:
-            raise CodecError(f"chunk {number} is said to lie in segment {mapping.info.id}, which belongs to no pool")
+            raise CodecError(f"chunk {number} is announced in segment {mapping.info.id}, which belongs to no pool")
         hold = self.holds.get(mapping.info.id)
         if hold is None or hold.mapping is not mapping:
             hold = self._hold(mapping)

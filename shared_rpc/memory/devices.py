@@ -36,12 +36,12 @@ def device_id(device: str) -> str:
     if not torch.cuda.is_available():
         if device == "auto":
             return "cpu"
-        raise CapabilityError(f"device={device!r}, and torch {torch.__version__} finds no CUDA device: use device='cpu'")
+        raise CapabilityError(f"device={device!r}, but torch {torch.__version__} finds no CUDA device: use device='cpu'")
     with gpu_support():
         from shared_rpc.memory.backends.cuda import uuid_of, visible_gpus
     ordinal = int(index) if index else torch.cuda.current_device()
     if ordinal >= len(visible_gpus()):
-        raise CapabilityError(f"device={device!r}, and this process sees {len(visible_gpus())} GPUs")
+        raise CapabilityError(f"device={device!r}, but this process sees {len(visible_gpus())} GPUs")
     return uuid_of(ordinal)
 
 

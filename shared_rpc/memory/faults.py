@@ -42,7 +42,7 @@ class ReadOnlyRange(NamedTuple):
     what: Callable[[], str]
 
 
-#: By address. Replaced, and never changed: the thread that faults may be the one that was about to replace it.
+#: By address. Replaced and never changed: a thread may fault while it replaces the table.
 _places: tuple[ReadOnlyRange, ...] = ()
 _changing = fork_safe_lock()
 
@@ -94,16 +94,16 @@ _SA_SIGINFO = 4
 _CODE, _PID, _ADDRESS = 8, 16, 16
 #: Mapped, and not for this (SEGV_ACCERR); sent with raise(3) or pthread_kill(3) (SI_TKILL).
 _FORBIDDEN, _RAISED = 2, -6
-#: Seconds that other threads, which fault too, wait for the first one's words.
+#: Seconds for which other faulting threads wait for the report of the first one.
 _PATIENCE = 5.0
 _STDERR = 2
-#: A thread of ours that writes to nothing.
+#: A thread of this package that never writes to shared memory.
 _FINALIZER = finalizer.__file__
-#: Frames of a thread that are told, and places.
+#: Reported frames of a thread, and places.
 _FRAMES, _PLACES = 64, 8
 _ADVICE = (
-    "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. What writes\n"
-    "    without its name saying so, and the way out of each case, is in docs/how-to/read-only-weights.md.\n"
+    "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. Functions\n"
+    "    that write without a name that says so, and the remedy for each, are in docs/how-to/read-only-weights.md.\n"
 )
 
 
@@ -113,7 +113,7 @@ class _Handler:
     def __init__(self) -> None:
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._on_fault)
         self._address = ctypes.cast(self._function, ctypes.c_void_p).value
-        #: None before the first time.
+        #: None before :meth:`install`.
         self._earlier: _SigAction | None = None
         self._in_place = False
         self._turn = fork_safe_lock()
@@ -123,9 +123,9 @@ class _Handler:
         present = _SigAction()
         _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
         if self._earlier is None:
-            # Where Python has ended there is nobody to call.
+            # No handler of Python can run after Python has ended.
             atexit.register(self.remove)
-        elif present.handler is not None:  # what ctypes makes of SIG_DFL
+        elif present.handler is not None:  # ctypes gives None for SIG_DFL
             return
         self._earlier = present
         self._in_place = True
@@ -140,12 +140,12 @@ class _Handler:
             self._give_back()
 
     def _give_back(self) -> None:
-        assert self._earlier is not None, "it has been taken"
+        assert self._earlier is not None, "install() has set it"
         self._in_place = False
         _libc.sigaction(signal.SIGSEGV, ctypes.byref(self._earlier), None)
 
     def _on_fault(self, number: int, info: int, context: int) -> None:
-        # The threads of an operation fault together. The process ends when the first one has said why, and not before.
+        # The threads of one operation fault together. The process must end after the report of the first one, not before.
         ours = self._turn.acquire(timeout=_PATIENCE)
         try:
             if self._in_place:
@@ -154,7 +154,7 @@ class _Handler:
             self._give_back()
             if ours:
                 self._turn.release()
-            if _code_of(info) <= 0:  # it was sent, and does not come again by itself
+            if _code_of(info) <= 0:  # a sent signal is not raised again by the faulting instruction
                 _raise(signal.SIGSEGV)
 
 
@@ -171,14 +171,14 @@ def _tell(info: int) -> None:
     elif (
         _code_of(info) == _RAISED and ctypes.c_int.from_address(info + _PID).value == os.getpid() and faulthandler.is_enabled()
     ):
-        # It was enabled after us: it has told the line, and raises the signal for us, without the address.
+        # faulthandler was enabled later: it has printed its lines, and raises the signal again without the address.
         _write(_hint())
 
 
 def _report(place: ReadOnlyRange, address: int) -> str:
     return (
         f"shared_rpc: process {os.getpid()} wrote to memory that is shared with access='read', and ends by SIGSEGV\n"
-        f"  what was written to: byte {address - place.address} of {place.what()}; address {address:#x}\n"
+        f"  target: byte {address - place.address} of {place.what()}; address {address:#x}\n"
         f"  by (most recent call first):\n{''.join(_where())}{_ADVICE}"
     )
 

@@ -23,7 +23,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-#: A word of this process alone, on which nobody waits.
+#: A word of this process for which no thread waits.
 _nobodys = ctypes.c_uint32()
 
 
@@ -33,7 +33,7 @@ def supported() -> None:
     :raises CapabilityError: if not.
     """
     if _NUMBER is None:
-        raise CapabilityError(f"revisions need futex(2), whose number is not known here for {platform.machine()!r} machines")
+        raise CapabilityError(f"revisions need futex(2), whose number on {platform.machine()!r} machines is unknown here")
 
 
 def wait(address: int, word: int, seconds: float) -> None:

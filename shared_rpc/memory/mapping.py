@@ -29,7 +29,7 @@ from shared_rpc.protocol.records import Access, SegmentInfo
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
 
 
-#: Of one mapping.
+#: Labels of one mapping.
 _LABELS = 4
 
 
@@ -40,25 +40,25 @@ class Mapping:
     info: SegmentInfo
     address: int
     backend: Backend
-    #: Keeps the segment open, so that the memory can be handed to another process; the mapping itself needs none.
+    #: Keeps the segment open, so that the memory can be sent to another process; the mapping itself needs no descriptor.
     descriptor: Segment | None
-    #: Tells those of one segment that are copy-on-write from each other.
+    #: Distinguishes the copy-on-write mappings of one segment.
     number: int = 0
-    #: Whether :meth:`MappingTable.find` does not know it, and whether it was unmapped.
+    #: Whether :meth:`MappingTable.find` skips the mapping, and whether it is unmapped.
     hidden: bool = False
     gone: bool = False
-    #: The id of the server that keeps the segment, and knows it by its id; ``""`` where there is none.
+    #: The id of the server that keeps the segment under its id; ``""`` for none.
     owner: str = ""
-    #: Whether its bytes are used again when their reader has done with them, so that nobody else may be told of them.
+    #: Whether the bytes are reused when their reader has released them: no other process may learn of them.
     pooled: bool = False
-    #: Whether this process made it, and nobody else has had it so far.
+    #: Whether this process made the segment, and has not yet sent it to another process.
     fresh: bool = False
     #: Whether this process may publish the memory again, and whether consumers may only map it for reading.
     publishes: bool = field(init=False)
     sealed: bool = field(init=False)
     pins: int = 0
     uses: set[_Use] = field(default_factory=set)
-    #: What lies in it, for people.
+    #: Descriptions of the objects in the segment, for people.
     labels: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Mapping:
 
     def __str__(self) -> str:
         told = "; ".join(self.labels)
-        return f"segment {self.info.id}, which has {self.info.nbytes} bytes{f' and in which lies {told}' if told else ''}"
+        return f"segment {self.info.id} of {self.info.nbytes} bytes{f', with {told}' if told else ''}"
 
     @property
     def segment(self) -> Segment | None:
@@ -113,18 +113,18 @@ class _Use(weakref.ref[_Pin]):
 
     mapping: Mapping
 
-    # A weak reference takes its attributes after it is made; see MappingTable.keep_for().
+    # A weak reference gets its attributes after construction; see MappingTable.keep_for().
 
 
-#: One in so many of the descriptors that the process may have open is for mappings that can do without: a model has one segment
-#: for each GiB, but a process that attaches ten thousand small objects must not be left without one for anything else.
+#: This fraction of the process's descriptors is for mappings that can do without one: a model has one segment for each GiB, but
+#: a process that attaches ten thousand small objects needs descriptors for other purposes.
 KEPT_SHARE = 4
 
-#: Seconds that host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps at its own
-#: safe points what the finaliser thread would be woken for.
+#: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps unused
+#: memory at its own safe points instead of waking the finaliser thread.
 _LINGER = 0.002
 
-#: The attribute by which an object holds its pin, or a tuple of several.
+#: The attribute by which an object keeps its pin, or a tuple of several.
 _HELD = "_shared_rpc_pin"
 
 
@@ -147,20 +147,20 @@ class MappingTable:
         self._lock = fork_safe_lock()
         self._mappings: dict[tuple[str, Access, int], Mapping] = {}
         self._copies = itertools.count(1)
-        #: Addresses, in order, and what is mapped there: replaced as a whole, so that whoever reads needs no lock.
+        #: Addresses in order, and the mapping at each. Replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
         self._gone: deque[_Use] = deque()
         self._draining = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
-        #: Those that a block has let go of, and that may have no other user.
+        #: Mappings that a block has released, and that may have no other user.
         self._unpinned: list[Mapping] = []
-        #: Forgotten, and to be unmapped: the device may not let itself be waited for right now.
+        #: Mappings without users, to be unmapped when the device can be waited for.
         self._unused: list[Mapping] = []
-        #: Whether this process may publish every attached segment again: in a worker, what one endpoint made is what another
-        #: one builds upon.
+        #: Whether this process may publish every attached segment again: in a worker, an endpoint may return the result of
+        #: another.
         self.keeps = False
-        #: Mappings that have a descriptor.
+        #: Mappings with a descriptor.
         self._descriptors = 0
 
     @contextmanager
@@ -276,7 +276,7 @@ class MappingTable:
     ) -> None:
         """Map a segment, and pin the mapping in the list of those that its caller unpins."""
         if info.access == "copy" and info.mechanism != "memfd":
-            raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: that is for host memory")
+            raise CapabilityError(f"segment {info.id} on {info.device} cannot be mapped copy-on-write: only host memory can")
         number = next(self._copies) if info.access == "copy" else 0
         mapping = Mapping(info, 0, backend, segment if keep else None, number)
         mapping.hidden = hidden
@@ -296,7 +296,7 @@ class MappingTable:
                     [*addresses[:place], address, *addresses[place:]],
                     [*mapped[:place], mapping, *mapped[place:]],
                 )
-            # Without a call from here on, after which a signal handler might raise: it is known and pinned, or neither.
+            # No call from here on, after which a signal handler could raise: the mapping is both known and pinned, or neither.
             self._mappings[key] = mapping
             self._by_address = by_address
             self._descriptors += mapping.descriptor is not None
@@ -332,7 +332,7 @@ class MappingTable:
         return hold
 
     def _pin_gone(self, use: _Use) -> None:
-        # Runs in a finaliser: enqueue, nothing else.
+        # Runs in a finaliser: it may only enqueue.
         self._gone.append(use)
         now = time.monotonic()
         if use.mapping.backend.unmaps_in_background and now >= self._lingers_until:
@@ -364,7 +364,7 @@ class MappingTable:
         self._drain(lambda backend: backend.unmaps_in_background)
 
     def _drain(self, may_unmap: Callable[[Backend], bool]) -> None:
-        # One at a time, so that the memory is gone when a drain returns.
+        # One drain at a time, so that the memory is released when any drain returns.
         with self._draining:
             self._end_uses()
             self._unmap(may_unmap)
@@ -374,7 +374,7 @@ class MappingTable:
         with self._lock:
             while self._gone:
                 use = self._gone[0]
-                use.mapping.uses.discard(use)  # that of a caller who was interrupted is not among them
+                use.mapping.uses.discard(use)  # an interrupted caller's use is not in the set
                 self._retire_unused(use.mapping)
                 del self._gone[0]
             self._retire_unpinned()
@@ -403,17 +403,17 @@ class MappingTable:
         if not mapping.hidden:
             mapped = [other for other in by_address[1] if other is not mapping]
             by_address = [other.address for other in mapped], mapped
-        # Without a call from here on, after which a signal handler might raise.
+        # No call from here on, after which a signal handler could raise.
         del self._mappings[key]
         self._by_address = by_address
         self._unused += (mapping,)
 
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
-        # Not under the table's lock: a kernel that still runs must not hold up other threads.
+        # Without the table's lock: a running kernel must not hold up other threads.
         with self._lock:
             unused = list(self._unused)
         ready = {backend for backend in {mapping.backend for mapping in unused} if may_unmap(backend)}
-        # What has become unused since then was not waited for.
+        # Only these: the device was not waited for on behalf of mappings that became unused since.
         for mapping in unused:
             if mapping.backend in ready:
                 self._unmap_one(mapping)
@@ -429,10 +429,10 @@ class MappingTable:
                 mapping.backend.unmap(mapping.address, mapping.info.nbytes, done)
         except BaseException as error:
             if not is_of_handler(error):
-                done += (0,)  # it would fail again
+                done += (0,)  # a second attempt would fail too
             raise
         finally:
-            if done:  # else another drain is to do it
+            if done:  # otherwise the next drain unmaps it
                 mapping.gone = True
         self._close(mapping)
 
@@ -445,8 +445,8 @@ class MappingTable:
         return len(self._mappings) + len(self._unused)
 
     def _after_fork(self) -> None:
-        # Host mappings are inherited and stay, and their descriptors with them: what the child has, it can hand on. What the
-        # parent publishes is not the child's to publish.
+        # Host mappings and their descriptors are inherited, and the child can send them on. But the parent's publications are
+        # not the child's.
         self._gone = deque()
         self._lingers_until = 0.0  # the finaliser thread's jobs are the parent's
         for mapping in (*self._mappings.values(), *self._unused):
@@ -456,9 +456,9 @@ class MappingTable:
                 mapping.descriptor = None
         for mapping in self._mappings.values():
             if mapping.info.device != "cpu":
-                mapping.pins += 1  # CUDA does not work in a forked child: what the parent mapped there is never touched
+                mapping.pins += 1  # CUDA does not work in a forked child: the parent's mappings are never touched
             for use in mapping.uses:
-                if use() is None:  # the parent's finaliser thread was about to end it
+                if use() is None:  # the parent's finaliser thread had not yet ended this use
                     self._gone.append(use)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
 

@@ -36,7 +36,7 @@ class PoolOptions:
 
     def __post_init__(self) -> None:
         if self.limit < 0 or self.initial <= 0:
-            raise ConfigurationError(f"{self}: initial is at least 1 byte, and limit at least 0, for no pool")
+            raise ConfigurationError(f"{self}: use initial from 1 byte on, and limit from 0 on (0: no pool)")
 
 
 class PoolClosed(Exception):
@@ -83,18 +83,18 @@ class Pool:
 
     def __init__(self, options: PoolOptions, what: str) -> None:
         self.options = options
-        #: Bytes of the largest block that goes into the pool.
+        #: Bytes of the largest block that is taken from the pool.
         self.largest = options.limit // 4
         self._what = what
         self._lock = threading.Lock()
         self._arenas: dict[str, list[Arena]] = {}
         self._chunks: dict[int, Chunk] = {}
-        #: Numbers of different pools differ, so that one that comes to the wrong session frees nothing there.
+        #: Chunk numbers of different pools differ: a number that arrives in a wrong session frees nothing there.
         self._numbers = itertools.count(secrets.randbits(42) << 20)
         self._closed = False
         #: Bytes of all chunks in use.
         self.taken = 0
-        #: Counts the chunks that became free: whether it is worth trying again.
+        #: Number of chunks freed so far: shows whether another attempt can succeed.
         self.frees = 0
 
     def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
@@ -126,7 +126,7 @@ class Pool:
             return self._acquire(self._arenas.setdefault(device, []), device, nbytes, purpose)
 
     def _acquire(self, arenas: list[Arena], device: str, nbytes: int, purpose: str) -> Chunk:
-        # The newest arena is the largest one.
+        # The newest arena is the largest.
         for arena in reversed(arenas):
             offset = arena.extents.acquire(nbytes)
             if offset is not None:
@@ -134,7 +134,7 @@ class Pool:
         else:
             arena = self._grow(arenas, device, nbytes)
             offset = arena.extents.acquire(nbytes)
-        assert offset is not None, "a new arena has room for what it is made for"
+        assert offset is not None, "a new arena has room for the chunk"
         chunk = Chunk(next(self._numbers), arena, offset, nbytes, purpose)
         self._chunks[chunk.number] = chunk
         self.taken += nbytes
@@ -159,7 +159,7 @@ class Pool:
             counts[chunk.purpose] += 1
         holders = ", ".join(f"{counts[name]} of {name} with {size} bytes" for name, size in sizes.most_common(5))
         limit = self.options.limit
-        return f"{self._what} has {total} of at most {limit} bytes and no room for {nbytes} more: in use are {holders}"
+        return f"{self._what} has no room for {nbytes} bytes: {total} of at most {limit} bytes exist, in use are {holders}"
 
     def retain(self, numbers: Iterable[int]) -> list[Chunk]:
         """Hold chunks that are in use once more, all or none; return none if one of them is not in use."""

@@ -42,7 +42,7 @@ __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
 T = TypeVar("T")
 V = TypeVar("V")
 
-#: Seconds after which a reader that waits looks whether the writer is still there.
+#: Seconds after which a waiting reader checks that the writer still runs.
 SLICE = 0.05
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
@@ -116,7 +116,7 @@ class Page:
             return seen
         left = until - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded(f"object {self.object_id} is at revision {seen}, and {revision} was waited for")
+            raise DeadlineExceeded(f"object {self.object_id} did not reach revision {revision} in time: it is at {seen}")
         futex.wait(self._address, seen, min(left, SLICE))
         return None
 
@@ -129,7 +129,7 @@ class Page:
         pid = int(self._pid.value)
         raise UpdateInterrupted(
             f"an update of object {self.object_id} by pid {pid} began with revision {seen} and did not end: the process was "
-            f"killed, or its block raised. The memory is partly old and partly new: update it again, or refresh it",
+            f"killed, or its block raised. The memory is partly old and partly new: update or refresh the object",
             revision=seen,
             pid=pid,
         )
@@ -145,16 +145,14 @@ class Page:
                 result = function(value)
                 self._wait_for_streams()
             except Exception:
-                # It may have met what was half-written.
+                # The function may have met half-written memory.
                 if self._unchanged(before):
                     raise
             else:
                 if self._unchanged(before):
                     return result
             if time.monotonic() >= until:
-                raise DeadlineExceeded(
-                    f"object {self.object_id} was updated each time it was read, until there was no time left"
-                )
+                raise DeadlineExceeded(f"object {self.object_id} was updated during every read until the timeout")
 
     def _unchanged(self, before: int) -> bool:
         futex.fence()
@@ -196,7 +194,8 @@ class Page:
         """
         if self.access == "read":
             raise CapabilityError(
-                f"object {self.object_id} is shared with access='read': only the server's process can update it"
+                f"object {self.object_id} is shared with access='read': only the server's process can update it; use "
+                f"access='read_write' for clients that update"
             )
         if thread is not None:
             self._refuse_own_update("update")
@@ -216,7 +215,7 @@ class Page:
         lock = _updating.get(self._inode)
         if lock is not None and lock.thread == threading.get_ident():
             raise ConfigurationError(
-                f"this thread is updating object {self.object_id}, and would wait for itself: {what} it after that"
+                f"this thread updates object {self.object_id} and would wait for itself: {what} it after the update"
             )
 
     def wait_for_writer(self, until: float) -> None:
@@ -224,9 +223,7 @@ class Page:
         left = until - time.monotonic()
         seen = self.revision
         if left <= 0:
-            raise DeadlineExceeded(
-                f"object {self.object_id} is being updated by pid {self._pid.value}, whose update did not end in time"
-            )
+            raise DeadlineExceeded(f"the update of object {self.object_id} by pid {self._pid.value} did not end in time")
         futex.wait(self._address, seen, min(left, SLICE if seen % 2 else 0.001))
 
 
@@ -244,13 +241,13 @@ class Update:
 
         :raises CapabilityError: if it cannot be waited for, because a CUDA graph is being captured, or its context is broken.
         """
-        if os.getpid() != self._process:  # a child that was forked in the block
+        if os.getpid() != self._process:  # a child process forked in the block
             return
         for info in self._page._memory:
             if not backend_for(info.device, info.mechanism).synchronize():
                 raise CapabilityError(
-                    f"the update of object {self._page.object_id} cannot end: GPU {info.device} cannot be waited for, because "
-                    f"a CUDA graph is being captured, or its context is broken. Update it again after the capture"
+                    f"the update of object {self._page.object_id} cannot end: the wait for GPU {info.device} failed, because "
+                    f"a CUDA graph is being captured, or its context is broken. Update the object again after the capture"
                 )
         futex.fence()
         self._page._revision.value = self.revision + 1
@@ -280,8 +277,8 @@ class _Lock:
         except OSError as error:
             if is_of_handler(error):
                 raise
-            raise CapabilityError(f"an update needs a second descriptor of its object's page, by /proc: {error}") from error
-        # A child's copy would keep the lock of a parent that is killed.
+            raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
+        # A child's copy would keep the lock of a killed parent.
         after_fork(self.close)
         self.taken = False
         try:
@@ -301,7 +298,7 @@ class _Lock:
         self._descriptor.close()
 
 
-#: What threads of this process update now, by the inode of its page.
+#: Updates by threads of this process, by the inode of the page.
 _updating: weakref.WeakValueDictionary[int, _Lock] = weakref.WeakValueDictionary()
 
 

@@ -49,7 +49,7 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
             os.close(number)
 
     def __del__(self) -> None:
-        if self.number >= 0:  # not by close(): the fewer instructions, the less a signal handler can interrupt here
+        if self.number >= 0:  # not by close(): with fewer instructions, a signal handler can interrupt less
             os.close(self.number)
 
 
@@ -81,7 +81,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
     def adopt(self, fds: list[int]) -> None:
         """Own the first of some descriptors from here on, and take it out of their list."""
         descriptor = Descriptor(-1)
-        # No call from here on, after which a signal handler might raise: it is in the list or has an owner.
+        # No call from here on, after which a signal handler could raise: the number is in the list or has an owner.
         descriptor.number = fds[0]
         del fds[0]
         self.descriptor = descriptor
@@ -129,7 +129,8 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     def __del__(self) -> None:
         if self.descriptor is not None and self.descriptor.number >= 0:
-            warnings.warn(f"segment {self.info.id} was dropped with its fd {self.fileno()} open", ResourceWarning, stacklevel=2)
+            text = f"segment {self.info.id} was collected with its fd {self.fileno()} open: close the segment"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return f"Segment({self.info!r}, {'closed' if self.closed else f'fd={self.fileno()}'})"

@@ -68,7 +68,7 @@ def test_what_is_asked_for_is_used(gpu: Callable[..., None]) -> None:
     """For the whole process, also where somebody has looked before."""
     gpu("vmm", "ipc", "pool")
     assert chosen(GPU).name == "vmm"
-    assert choose_mechanism("ipc", GPU) == Choice("ipc", "asked for by Provider(mechanism='ipc')")
+    assert choose_mechanism("ipc", GPU) == Choice("ipc", "chosen by Provider(mechanism='ipc')")
     assert chosen(GPU) == choose_mechanism("auto", GPU) == choose_mechanism("ipc", GPU)
 
 
@@ -84,7 +84,7 @@ def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -
     """A process makes the segments of a GPU in one way."""
     gpu("vmm", "ipc", "pool")
     choose_mechanism("ipc", GPU)
-    with pytest.raises(ConfigurationError, match="mechanism='pool', and another provider of this process asked for 'ipc'"):
+    with pytest.raises(ConfigurationError, match="mechanism='pool', but another provider of this process chose 'ipc'"):
         choose_mechanism("pool", GPU)
 
 
@@ -103,7 +103,7 @@ def test_the_host_has_no_choice(base_path: str, mode: str, name: str) -> None:
     provider = Provider(base_path, device="cpu", mechanism=name, execution_mode=mode, server_startup_timeout=0.0)
     provider.share("load")(lambda: torch.ones(1))
     for action in (lambda: provider.call("load"), provider.get_runtime_info):
-        with pytest.raises(ConfigurationError, match=f"mechanism='{name}' is a way to share a GPU's memory.*device='cuda'"):
+        with pytest.raises(ConfigurationError, match=f"mechanism='{name}' is for GPU memory.*device='cuda'"):
             action()
     provider.close()
 
@@ -136,7 +136,7 @@ def test_a_segment_of_the_host_is_a_memfd() -> None:
 @pytest.mark.parametrize(("device", "mechanism"), [("cpu", "ipc"), ("cpu", "vmm"), (GPU, "memfd")])
 def test_a_mechanism_that_does_not_go_with_the_device_is_refused(device: str, mechanism: Mechanism) -> None:
     """A segment from elsewhere may say anything."""
-    with pytest.raises(CapabilityError, match=f"no memory on {device} is shared by the mechanism '{mechanism}'"):
+    with pytest.raises(CapabilityError, match=f"device {device} does not share memory by the mechanism '{mechanism}'"):
         backend_for(device, mechanism)
 
 
@@ -166,7 +166,7 @@ def test_a_process_without_bindings_is_told_what_it_cannot_open(
     with pytest.raises(CapabilityError) as caught:
         backend_for("GPU-of-another-host", mechanism)
     text = str(caught.value)
-    assert text.startswith(f"memory on GPU-of-another-host that is shared by the mechanism '{mechanism}' needs cuda-bindings (")
+    assert text.startswith(f"memory on GPU-of-another-host shared by the mechanism '{mechanism}' needs cuda-bindings (")
     assert text.endswith("pip install 'shared-rpc[cuda]'")
 
 
@@ -190,7 +190,7 @@ def test_info_tells_the_mechanism_and_the_lifetime(
     [
         (("vmm", "ipc", "pool"), "good", "vmm yes, ipc yes, pool yes; uses vmm: the GPU has virtual memory management"),
         (("ipc",), "limited", "vmm no, ipc yes, pool no; uses ipc: the GPU has no vmm"),
-        ((), "limited", "can share memory in no way"),
+        ((), "limited", "supports no mechanism to share memory"),
     ],
 )
 def test_the_doctor_tells_what_works_and_what_is_used(
@@ -325,7 +325,7 @@ def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], at
 
     with Client(socket_path=server[1]) as client:
         found = client.get_server_info()["mechanism"]
-        assert found == {"name": mechanism, "reason": f"asked for by Provider(mechanism={mechanism!r})"}
+        assert found == {"name": mechanism, "reason": f"chosen by Provider(mechanism={mechanism!r})"}
         with client.call("model") as handle:
             bound = f"bound to the life of pid {server[0].pid}"
             expected = None if mechanism == "vmm" else bound

@@ -385,7 +385,7 @@ except errors.CapabilityError as error:
 """,
     )
 
-    assert told(child)["error"] == "device='cuda:1', and this process sees 1 GPUs"
+    assert told(child)["error"] == "device='cuda:1', but this process sees 1 GPUs"
 
 
 def test_a_process_that_sees_no_gpu(base_path: str, children: list[Child]) -> None:

@@ -225,7 +225,7 @@ class BackendConformance:
 
     def test_dropping_an_open_segment_warns(self, nothing_left: None, backend: Backend) -> None:
         """A segment that is dropped unclosed warns and is closed."""
-        with pytest.warns(ResourceWarning, match="dropped with its fd"):
+        with pytest.warns(ResourceWarning, match="collected with its fd"):
             backend.create(1)
             gc.collect()
 

@@ -103,7 +103,7 @@ def test_a_server_of_this_process(serve: Serve) -> None:
     """The same rule holds within a process."""
     serve()
     with pytest.raises(
-        ConfigurationError, match=f"is served by another provider of this process .pid {os.getpid()}.: stop that server first"
+        ConfigurationError, match=f"is served by another provider of this process .pid {os.getpid()}.: stop that server"
     ):
         serve()
 

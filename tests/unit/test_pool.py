@@ -140,7 +140,7 @@ class TestPool:
     @pytest.mark.parametrize("options", [{"limit": -1}, {"initial": 0}])
     def test_options_that_make_no_pool(self, options: dict[str, Any]) -> None:
         """Sizes are checked where they are given."""
-        with pytest.raises(ConfigurationError, match="at least"):
+        with pytest.raises(ConfigurationError, match="use initial from 1 byte on"):
             PoolOptions(**options)
 
 

@@ -31,8 +31,8 @@ __all__ = [
 
 MechanismOption = Literal["auto", "vmm", "ipc", "pool"]
 
-#: In this order, because memory of the first outlives its maker and can be mapped read-only, and that of the others cannot;
-#: legacy IPC comes before pools, because it asks nothing of the maker when memory is opened.
+#: In order of preference: memory of the first mechanism outlives its maker and can be mapped read-only, that of the others
+#: cannot; legacy IPC comes before pools, because opening its memory needs nothing of the maker.
 PREFERENCE: tuple[Mechanism, ...] = ("vmm", "ipc", "pool")
 
 _GOOD = {
@@ -53,7 +53,7 @@ _HOST = Choice("memfd", "host memory is a memfd")
 
 _lock = threading.Lock()
 _chosen: dict[str, Choice] = {}
-#: Devices whose mechanism was asked for, not found.
+#: Devices whose mechanism a provider has chosen.
 _forced: set[str] = set()
 
 
@@ -64,7 +64,7 @@ def lacking(ordinal: int) -> dict[Mechanism, str]:
     has = functools.partial(attribute, ordinal)
     vmm, vmm_fds = has("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"), has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
     pools, pool_fds = has("MEMORY_POOLS_SUPPORTED"), has("MEMPOOL_SUPPORTED_HANDLE_TYPES") & int(POSIX_FD)
-    # Containers and WSL may refuse legacy IPC all the same, when memory is opened.
+    # Containers and WSL may still refuse legacy IPC when memory is opened.
     ipc = has("UNIFIED_ADDRESSING") and has("IPC_EVENT_SUPPORTED")
     return {
         "vmm": "" if vmm and vmm_fds else _without_fds("virtual memory management", vmm),
@@ -92,8 +92,8 @@ def _check(asked: str, device: str) -> None:
         raise ConfigurationError(f"mechanism={asked!r}: use 'auto', 'vmm', 'ipc' or 'pool'")
     if device == "cpu" and asked != "auto":
         raise ConfigurationError(
-            f"mechanism={asked!r} is a way to share a GPU's memory, and the device is the host, whose memory is shared as a "
-            f"memfd: leave mechanism='auto', or use device='cuda'"
+            f"mechanism={asked!r} is for GPU memory, and the device is the host, whose memory is shared as a memfd: leave "
+            f"mechanism='auto', or use device='cuda'"
         )
 
 
@@ -105,17 +105,17 @@ def _find(asked: str, device: str) -> Choice:
     if asked == "auto":
         if not working:
             reasons = "; ".join(f"{name}: {lacks[name]}" for name in PREFERENCE)
-            raise CapabilityError(f"GPU {device} can share memory in no way ({reasons}): use device='cpu'")
+            raise CapabilityError(f"GPU {device} supports no mechanism to share memory ({reasons}): use device='cpu'")
         name = working[0]
         passed = "; ".join(f"the GPU has {lacks[other]}" for other in PREFERENCE[: PREFERENCE.index(name)])
         return Choice(name, passed or _GOOD[name])
     (name,) = (name for name in PREFERENCE if name == asked)
     if lacks[name]:
         raise CapabilityError(
-            f"mechanism={asked!r}, and GPU {device} has {lacks[name]}: use 'auto'"
+            f"mechanism={asked!r}, but GPU {device} has {lacks[name]}: use 'auto'"
             + "".join(f" or {other!r}" for other in working)
         )
-    return Choice(name, f"asked for by Provider(mechanism={asked!r})")
+    return Choice(name, f"chosen by Provider(mechanism={asked!r})")
 
 
 def chosen(device: str) -> Choice:
@@ -143,8 +143,8 @@ def choose_mechanism(asked: str, device: str) -> Choice:
         before = _chosen.get(device)
         if device in _forced and before is not None and before.name != asked:
             raise ConfigurationError(
-                f"mechanism={asked!r}, and another provider of this process asked for {before.name!r} on {device}: use one "
-                f"mechanism for a GPU in a process"
+                f"mechanism={asked!r}, but another provider of this process chose {before.name!r} for {device}: use one "
+                f"mechanism for each GPU in a process"
             )
         choice = _chosen[device] = _find(asked, device)
         _forced.add(device)
@@ -191,12 +191,12 @@ def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
 @functools.cache
 def _backend_for(device: str, mechanism: Mechanism) -> Backend:
     if (device == "cpu") != (mechanism == "memfd"):
-        raise CapabilityError(f"no memory on {device} is shared by the mechanism {mechanism!r}")
+        raise CapabilityError(f"device {device} does not share memory by the mechanism {mechanism!r}")
     if mechanism == "memfd":
         from shared_rpc.memory.backends.host import HOST
 
         return HOST
-    with gpu_support(f"memory on {device} that is shared by the mechanism {mechanism!r}"):
+    with gpu_support(f"memory on {device} shared by the mechanism {mechanism!r}"):
         if mechanism == "ipc":
             from shared_rpc.memory.backends.legacy_ipc import IpcBackend
 

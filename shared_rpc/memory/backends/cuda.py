@@ -42,7 +42,7 @@ _TORCH_POOL = 32
 #: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).
 _OPAQUE = 64
 POSIX_FD = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-# As names of this module: looking an enum's members up takes longer than some of the calls.
+# As names of this module: looking up an enum's members takes longer than some of the calls.
 _SUCCESS, _NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
@@ -89,7 +89,7 @@ def ordinal_of(uuid: str) -> int:
     seen = visible_gpus()
     if not seen:
         raise CapabilityError(
-            f"the memory is on GPU {uuid} and this process sees no GPU: check CUDA_VISIBLE_DEVICES and the driver"
+            f"the memory is on GPU {uuid}, but this process sees no GPU: check CUDA_VISIBLE_DEVICES and the driver"
         )
     return seen.index(uuid) if uuid in seen else 0
 
@@ -138,7 +138,7 @@ def opaque(handle: Any, data: bytes) -> Any:
     :raises CapabilityError: if it has another size.
     """
     if len(data) != _OPAQUE:
-        raise CapabilityError(f"a handle of {len(data)} bytes, where the driver's have {_OPAQUE}")
+        raise CapabilityError(f"an IPC handle of {len(data)} bytes instead of {_OPAQUE}: use one release on both sides")
     ctypes.memmove(int(handle.getPtr()), data, _OPAQUE)
     return handle
 
@@ -177,7 +177,7 @@ class _Event:
 
     def passed(self) -> bool:
         """Return whether the GPU has come so far; True too where its context is broken, and will not do any more."""
-        with relaxed_captures():  # asking would invalidate the captures of other threads
+        with relaxed_captures():  # the query would invalidate captures of other threads
             return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 
     def __del__(self) -> None:
@@ -249,7 +249,7 @@ class CudaBackend:
         :raises CapabilityError: if this process reaches the GPU as a peer only.
         """
         if visible_gpus()[self.ordinal] != self.uuid:
-            raise CapabilityError(f"GPU {self.uuid} is not visible to this process, so it cannot allocate there")
+            raise CapabilityError(f"GPU {self.uuid} is not visible to this process: check CUDA_VISIBLE_DEVICES")
 
     def seal(self, fd: int) -> None:
         """Do nothing: CUDA has no seal. A consumer maps read-only because the segment's info says so, where it can."""
@@ -266,7 +266,7 @@ class CudaBackend:
                     return False
                 check(driver.cuCtxSynchronize())
         except DriverError:
-            return False  # the context is broken, by a kernel of the user's perhaps: its memory goes with the process
+            return False  # the context is broken, perhaps by a kernel of the user: its memory ends with the process
         return True
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
@@ -286,7 +286,7 @@ class CudaBackend:
                 check(driver.cuStreamSynchronize(handle))
                 return True
             until = time.perf_counter() + seconds
-            with relaxed_captures():  # asking would invalidate the captures of other threads
+            with relaxed_captures():  # the query would invalidate captures of other threads
                 while (result := driver.cuStreamQuery(handle))[0] == _NOT_READY:
                     if time.perf_counter() > until:
                         return False
@@ -304,7 +304,7 @@ class CudaBackend:
                 event = _Event()
                 check(driver.cuCtxRecordEvent(self._context, event.handle))
         except (DriverError, AttributeError):
-            return None  # an older driver, older bindings, or a broken context
+            return None  # older driver or bindings, or a broken context
         return event.passed
 
     def _capturing(self) -> bool:

@@ -54,9 +54,9 @@ def export_descriptor_of(fd: int) -> ExportDescriptor:
     try:
         exported = _decoder.decode(liveness.read(fd))
     except msgspec.DecodeError as error:
-        raise CapabilityError(f"what the descriptor exports cannot be read ({error}): use one release on both sides") from error
+        raise CapabilityError(f"cannot read the export descriptor ({error}): use one release on both sides") from error
     if len(exported.token) != TOKEN_BYTES:
-        raise CapabilityError("what the descriptor exports has no token")
+        raise CapabilityError("the export descriptor has no valid token: use one release on both sides")
     return exported
 
 
@@ -86,7 +86,7 @@ class ExporterOwnedBackend(ABC):
     """
 
     mechanism: ClassVar[Mechanism]
-    #: What to do where this mechanism does not work, for errors.
+    #: Advice for errors where this mechanism does not work.
     cure: ClassVar[str]
     granularity = 2 << 20
     uuid: str
@@ -94,7 +94,7 @@ class ExporterOwnedBackend(ABC):
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._made: dict[bytes, Memory] = {}
-        #: Nobody uses it any more, and the device could not be waited for when that was found.
+        #: Unused memory of which the GPU could not be waited for.
         self._to_free: list[tuple[bytes, Memory]] = []
         self._uses: dict[bytes, _Use] = {}
         self._by_address: dict[int, _Use] = {}
@@ -155,11 +155,11 @@ class ExporterOwnedBackend(ABC):
         exported = export_descriptor_of(fd)
         if (exported.mechanism, exported.device) != (self.mechanism, self.uuid):
             raise CapabilityError(
-                f"the descriptor is for memory on {exported.device} by the mechanism {exported.mechanism!r}, and was announced "
-                f"as on {self.uuid} by {self.mechanism!r}"
+                f"the descriptor is of memory on {exported.device} by the mechanism {exported.mechanism!r}, but was announced "
+                f"as memory on {self.uuid} by {self.mechanism!r}"
             )
         if exported.nbytes < nbytes:
-            raise CapabilityError(f"the segment has {exported.nbytes} bytes where {nbytes} were announced")
+            raise CapabilityError(f"the segment has {exported.nbytes} bytes, but {nbytes} were announced")
         with self._lock:
             use = self._uses.get(exported.token)
             copy = os.dup(fd)
@@ -178,26 +178,26 @@ class ExporterOwnedBackend(ABC):
     def _begin(self, fd: int, exported: ExportDescriptor) -> _Use:
         made = self._made.get(exported.token)
         if made is not None:
-            # The driver opens no handle in the process that made it.
+            # The driver opens no handle in the process that exported it.
             return _Use(exported.token, made, made_here=True)
         if not liveness.maker_lives(fd):
             raise CapabilityError(
                 f"the process that made the memory (pid {exported.pid}) has ended, and memory of the mechanism "
                 f"{self.mechanism!r} ends with its maker: call the endpoint again once the server is back; "
-                f"Provider(mechanism='vmm') makes memory that outlives it"
+                f"Provider(mechanism='vmm') makes memory that outlives its maker"
             )
         try:
             return _Use(exported.token, self.open(exported), made_here=False)
         except CapabilityError as error:
             raise CapabilityError(
-                f"cannot open {exported.nbytes} bytes on GPU {self.uuid} that pid {exported.pid} shares by the mechanism "
+                f"cannot open {exported.nbytes} bytes on GPU {self.uuid}, shared by pid {exported.pid} with the mechanism "
                 f"{self.mechanism!r}: {error}; {self.cure}"
             ) from error
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Undo one :meth:`map`; with the last one the memory is closed here, and only then the copy of the descriptor."""
         if done is not None:
-            done += (0,)  # before: what is interrupted here is not done twice
+            done += (0,)  # before the call: an interrupted unmap is not repeated
         with self._lock:
             use = self._by_address[address]
             copy = use.copies.pop()
@@ -217,7 +217,7 @@ class ExporterOwnedBackend(ABC):
         self._free_waiting()
 
     def _free_waiting(self) -> None:
-        # Freeing waits for the GPU, as unmapping does: during a capture it is left to the next one who comes by.
+        # Freeing waits for the GPU, as unmapping does: during a capture, a later call frees the memory.
         if not self._to_free or not self.synchronize():
             return
         with self._lock:

@@ -24,7 +24,7 @@ __all__ = ["FD_SERVER", "FdServer", "fetch"]
 _log = logging.getLogger("shared_rpc")
 
 TOKEN_BYTES = 16
-#: Seconds that a client may take to ask, and that it waits for an answer.
+#: Seconds for a client's request, and for the answer.
 _ASKING, _ANSWERING = 1.0, 10.0
 
 
@@ -49,7 +49,7 @@ class FdServer:
                 self._left[token] = fd
         except (OSError, RuntimeError) as error:
             os.close(fd)
-            raise CapabilityError(f"cannot open a socket to hand descriptors out at: {error}") from error
+            raise CapabilityError(f"cannot open the socket of the descriptor server of pid {os.getpid()}: {error}") from error
 
     def _open(self) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,7 +81,7 @@ class FdServer:
                 try:
                     self._answer(asking)
                 except OSError as error:
-                    _log.debug("somebody at the descriptor server went away: %s", error)
+                    _log.debug("a client of the descriptor server hung up: %s", error)
 
     def _answer(self, asking: socket.socket) -> None:
         if peer_of(asking).uid != os.geteuid():
@@ -111,20 +111,20 @@ def fetch(address: str, token: bytes) -> int:
             sock.settimeout(_ANSWERING)
             sock.connect("\0" + address)
             if peer_of(sock).uid != os.geteuid():
-                raise CapabilityError(f"the descriptor server {address} is another user's")
+                raise CapabilityError(f"the descriptor server {address} belongs to another user than this process")
             sock.send(token)
             # socket.recv_fds() of Python 3.11 drops the flags.
             body, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
         raise CapabilityError(
-            f"the process that made the memory does not hand its descriptor out at {address}: {error}; both processes must "
+            f"cannot get the memory's descriptor from its maker at the abstract socket {address}: {error}; both processes must "
             f"be in one network namespace"
         ) from error
     fds: list[int] = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data[: len(data) // 4 * 4])]
     if not body or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise CapabilityError(f"there is nothing at {address} for this memory any more: its maker gave it back")
+        raise CapabilityError(f"the descriptor server {address} does not have this memory any more: its maker released it")
     return fds[0]
 
 

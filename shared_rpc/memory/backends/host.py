@@ -20,9 +20,9 @@ from shared_rpc.protocol.records import Access, SegmentInfo
 
 __all__ = ["HOST", "MemfdBackend"]
 
-# asm-generic/mman-common.h; Python's mmap does not have it.
+# asm-generic/mman-common.h; Python's mmap lacks it.
 _MAP_NORESERVE = 0x4000
-# linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE only from 3.13 on.
+# linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE from 3.13 on only.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 
@@ -75,13 +75,13 @@ class MemfdBackend:
                 raise
             seals = 0
         if not seals & _F_SEAL_SHRINK:
-            # Whoever holds the descriptor could cut it off, and our next read would end this process (SIGBUS).
-            raise CapabilityError("the descriptor is no memfd sealed against shrinking")
+            # Another holder of the descriptor could truncate it, and the next read here would end this process (SIGBUS).
+            raise CapabilityError("the segment's descriptor is no memfd sealed against shrinking")
         actual = os.fstat(fd).st_size
         if actual < nbytes:
-            raise CapabilityError(f"the segment's descriptor has {actual} bytes where {nbytes} were announced")
+            raise CapabilityError(f"the segment's descriptor has {actual} bytes, but {nbytes} were announced")
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if access != "read" else 0)
-        # Copies are rare, so memory for all of them is not to be set aside, nor a mapping refused for want of it.
+        # Copies of pages are rare: memory for all of them is not reserved, and a mapping is not refused for lack of it.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED
         made = made if made is not None else []
         made.extend(starmap(_libc.mmap, ((None, nbytes, protection, flags, fd, 0),)))
@@ -90,7 +90,7 @@ class MemfdBackend:
             made.clear()
             code = ctypes.get_errno()
             if code == errno.EPERM:
-                raise CapabilityError("the segment is shared read-only; map it with access='read'")
+                raise CapabilityError("the segment is shared read-only: map it with access='read'")
             raise CapabilityError(f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}")
         return address
 

@@ -53,8 +53,8 @@ class IpcBackend(ExporterOwnedCudaBackend):
 
     mechanism = "ipc"
     cure = (
-        "legacy CUDA IPC takes processes that see the GPU and, in containers, a common pid and IPC namespace "
-        "(--pid and --ipc); Provider(mechanism='vmm') on the server does without"
+        "legacy CUDA IPC needs processes that see the GPU and, in containers, share a pid and IPC namespace "
+        "(--pid and --ipc); Provider(mechanism='vmm') on the server does not need them"
     )
 
     def make(self, nbytes: int, token: bytes) -> Memory:
@@ -70,7 +70,7 @@ class IpcBackend(ExporterOwnedCudaBackend):
                 handle = opaque_bytes(check(driver.cuIpcGetMemHandle(address)))
             except DriverError as error:
                 check(driver.cuMemFree(address))
-                raise CapabilityError(f"GPU {self.uuid} does not share memory by the mechanism 'ipc': {error}") from error
+                raise CapabilityError(f"GPU {self.uuid} cannot share memory by the mechanism 'ipc': {error}") from error
         return Memory(int(address), handle)
 
     def free(self, token: bytes, memory: Memory) -> None:

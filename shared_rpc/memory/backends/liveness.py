@@ -28,15 +28,15 @@ _log = logging.getLogger("shared_rpc")
 
 # linux/fcntl.h.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: what an export descriptor says, it says for good.
+#: F_SEAL_SEAL, _SHRINK, _GROW and _WRITE: an export descriptor never changes.
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8
 _MAGIC = b"shared-rpc export descriptor 1\n"
-#: Bytes. An export descriptor names memory, it holds none.
+#: Bytes. An export descriptor names memory, and does not contain it.
 _LIMIT = 4096
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
 
-#: The makers' own descriptions, for a forked child to close.
+#: The maker's own file descriptions, closed in a forked child.
 _kept: set[int] = set()
 
 
@@ -57,7 +57,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             _kept.add(own)
             fcntl.fcntl(own, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-            # A thread for each: flock is the only wait there is for it, and it costs no time while it lasts.
+            # A thread for each: flock is the only call that waits for it, and a waiting thread uses no processor time.
             threading.Thread(target=_wait, args=(own, on_end), name="shared-rpc-export", daemon=True).start()
         except BaseException:
             os.close(fd)
@@ -66,7 +66,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
                 os.close(own)
             raise
     except (OSError, RuntimeError) as error:
-        raise CapabilityError(f"cannot make a descriptor for memory of this process (memfd, /proc, thread): {error}") from error
+        raise CapabilityError(f"pid {os.getpid()} cannot make an export descriptor (memfd, /proc, thread): {error}") from error
     return fd
 
 
@@ -75,7 +75,7 @@ def _wait(own: int, on_end: Callable[[], None]) -> None:
         fcntl.flock(own, fcntl.LOCK_EX)
         on_end()
     except Exception:
-        _log.exception("memory that nobody uses any more could not be given back")
+        _log.exception("cannot release exported memory that is not used any more")
     finally:
         _kept.discard(own)
         os.close(own)
@@ -92,7 +92,7 @@ def read(fd: int) -> bytes:
     except OSError:
         text = b""
     if not text.startswith(_MAGIC):
-        raise CapabilityError("the descriptor is no export descriptor for memory of another process")
+        raise CapabilityError("the descriptor is no export descriptor: use one release on both sides")
     return text.removeprefix(_MAGIC)
 
 
@@ -105,7 +105,7 @@ def maker_lives(fd: int) -> bool:
 
 @after_fork
 def _close_kept() -> None:
-    # Else the maker would seem to live as long as its child does.
+    # With a child's copy, the maker would seem to live as long as the child.
     for own in _kept:
         os.close(own)
     _kept.clear()

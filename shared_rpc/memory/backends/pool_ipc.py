@@ -40,8 +40,8 @@ class PoolBackend(ExporterOwnedCudaBackend):
 
     mechanism = "pool"
     cure = (
-        "CUDA's pools take processes of one user that see the GPU and share a network namespace; "
-        "Provider(mechanism='vmm') on the server does without"
+        "CUDA's pools need processes of one user that see the GPU and share a network namespace; "
+        "Provider(mechanism='vmm') on the server does not need them"
     )
 
     @property
@@ -56,7 +56,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
             try:
                 pool = check(driver.cuMemPoolCreate(self._properties()))
             except DriverError as error:
-                raise CapabilityError(f"GPU {self.uuid} makes no pool that exports as a descriptor: {error}") from error
+                raise CapabilityError(f"cannot make a pool on GPU {self.uuid} that exports descriptors: {error}") from error
             address = None
             fd = -1
             try:

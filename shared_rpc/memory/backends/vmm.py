@@ -51,7 +51,7 @@ class VmmBackend(CudaBackend):
         try:
             fd = int(check(driver.cuMemExportToShareableHandle(handle, POSIX_FD, 0)))
         finally:
-            # The descriptor holds the memory from here on.
+            # From here on, the descriptor keeps the memory.
             check(driver.cuMemRelease(handle))
         os.set_inheritable(fd, False)
         return Segment.owning(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
@@ -78,13 +78,13 @@ class VmmBackend(CudaBackend):
                 if not isinstance(error, DriverError):
                     raise
                 raise CapabilityError(
-                    f"cannot map {nbytes} bytes that live on GPU {self.uuid} for GPU "
-                    f"{visible_gpus()[self.ordinal]} of this process by the mechanism 'vmm': {error}; compare what "
-                    f"'shared-rpc doctor' says here and where the memory was made"
+                    f"cannot map {nbytes} bytes of GPU {self.uuid} on GPU "
+                    f"{visible_gpus()[self.ordinal]} of this process by the mechanism 'vmm': {error}; compare the output of "
+                    f"'shared-rpc doctor' here and where the memory was made"
                 ) from error
             finally:
                 if handle is not None:
-                    # The mapping holds the memory from here on.
+                    # From here on, the mapping keeps the memory.
                     check(driver.cuMemRelease(handle))
         return int(address)
 
@@ -92,13 +92,13 @@ class VmmBackend(CudaBackend):
         """Let this backend's GPU use the mapping, and the GPUs that reach it, so that tensors can be copied to them."""
         check(driver.cuMemSetAccess(address, nbytes, [access_for(self.ordinal, access)], 1))
         for peer in self.peers:
-            # A peer that the driver refuses (MIG, another fabric) is one that nothing is copied to.
+            # Nothing is copied to a peer that the driver refuses (MIG, another fabric).
             driver.cuMemSetAccess(address, nbytes, [access_for(peer, access)], 1)
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Unmap and give the address range back."""
         if done is not None:
-            done += (0,)  # before: what is interrupted here is not done twice, when another mapping may have the range
+            done += (0,)  # before the call: an interrupted unmap is not repeated, when another mapping may have the range
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
             check(driver.cuMemAddressFree(address, nbytes))
