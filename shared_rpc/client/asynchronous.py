@@ -45,7 +45,7 @@ __all__ = ["CoroutineDriver"]
 
 T = TypeVar("T")
 
-#: Bytes of a skeleton and a table that are decoded on the loop: that takes well under a millisecond.
+#: Bytes of a skeleton and a table that are decoded on the loop: well under a millisecond.
 _QUICK = 2048
 
 
@@ -58,7 +58,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._disconnected()
 
     def _end_job(self) -> Job | None:
-        # No coroutine waits any more: it would have the client. So the loop has nothing to do with the channel's end.
+        # No coroutine waits any more, since it would refer to the client: the loop takes no part in the channel's end.
         channel, session = getattr(self, "_channel", None), getattr(self, "_session", None)
         return functools.partial(_leave, channel, session) if session is not None else None
 
@@ -81,7 +81,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._channel, self._session = None, None
         if channel is not None:
             channel.say_goodbye()
-        if session is not None:  # on a GPU it waits for the device
+        if session is not None:  # for a GPU this waits for the device
             await anyio.to_thread.run_sync(session.transfer.close)
         await anyio.lowlevel.checkpoint()
 
@@ -94,18 +94,18 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         with anyio.CancelScope(shield=True):
             await self.close()
 
-    # What a handle asks of its issuer.
+    # Requests of handles.
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
         channel = self._channel
         if session is not self._session or channel is None:
             return
-        with suppress(SharedRPCError):  # the connection is gone, and the session's leases with it
+        with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
             await channel.exchange(Request(m.Release([object_id]), "release"))
             await _drain()
 
     def _end_lease(self, object_id: str, session: object) -> None:
-        # Away from the loop: over a connection of its own, in the same session.
+        # Not on the loop: over a connection of its own, in the same session.
         if session is self._session and isinstance(session, ClientSession):
             with suppress(SharedRPCError, OSError):
                 self._tell(session, m.Release([object_id]))
@@ -121,7 +121,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         finally:
             connection.close()
 
-    # Driving operations.
+    # Driving of operations.
 
     def _known(self) -> ClientSession | None:
         return self._session
@@ -181,7 +181,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             try:
                 return await channel.exchange(request, deadline)
             except ConnectionClosed:
-                # Where the server went away and the request can be repeated, it goes to the one that comes.
+                # If the server hung up and the request is repeatable, the request is sent to the next server.
                 if self._closed or not request.repeatable or anyio.current_time() > deadline:
                     raise
 
@@ -258,7 +258,7 @@ async def _worked(step: Work) -> Any:
     try:
         await anyio.to_thread.run_sync(work.run)
     except anyio.get_cancelled_exc_class():
-        # By a scope it is cancelled when the thread has ended, by asyncio's own Task.cancel() at once.
+        # A cancel scope cancels it when the thread has ended, asyncio's own Task.cancel() at once.
         if await work.stop() and step.undo is not None:
             step.undo(work.result())
         raise
@@ -266,6 +266,6 @@ async def _worked(step: Work) -> Any:
 
 
 async def _drain() -> None:
-    # On a GPU it waits for the device.
+    # For a GPU this waits for the device.
     if MAPPINGS.has_unused:
         await anyio.to_thread.run_sync(MAPPINGS.drain)

@@ -30,19 +30,19 @@ from shared_rpc.settings import resolve_base_path, socket_path
 
 __all__ = ["OWN_TIMEOUT", "BaseClient", "preload_codec"]
 
-#: As a timeout: the one that the client was made with.
+#: A timeout that stands for the client's own.
 OWN_TIMEOUT = -1.0
 
 
 def preload_codec() -> None:
     """Load the codec, where torch is loaded already: a process that only lists or releases never needs it."""
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda"):  # not there, or just being imported
+    if torch is None or not hasattr(torch, "cuda"):  # not imported, or being imported
         return
     importlib.import_module("shared_rpc.codec.arguments")
     importlib.import_module("shared_rpc.codec.results")
     if torch.version.cuda is not None:
-        with suppress(ImportError):  # reported when a GPU is really asked for
+        with suppress(ImportError):  # reported when a GPU is used
             importlib.import_module("shared_rpc.memory.backends.vmm")
 
 
@@ -69,7 +69,7 @@ class BaseClient(Driver):
     None of its parts refers to it, so that it ends with the last of its users: see :meth:`__del__`.
     """
 
-    #: The callbacks of on_refresh, once there is one.
+    #: The subscriptions of on_refresh, None before the first one.
     _watch: Subscriptions | None = None
 
     def __init__(
@@ -86,7 +86,7 @@ class BaseClient(Driver):
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._pool_options = pool or PoolOptions()
-        #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+        #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._begin()
@@ -112,7 +112,7 @@ class BaseClient(Driver):
         options, flush = self._pool_options, weakly(self._return_chunks)
 
         def new_transfer() -> ClientTransfer:
-            FINALIZER.start()  # it ends the session of a client that is dropped
+            FINALIZER.start()  # the thread ends the session of a collected client
             return ClientTransfer(options, flush)
 
         return new_transfer
@@ -141,7 +141,7 @@ class BaseClient(Driver):
         """End the session: the last reference to the client is gone, and it was not closed."""
         job, watch = self._end_job(), self._watch
         if job is None or sys.is_finalizing():
-            return  # at the end of the process the kernel hangs up
+            return  # the kernel closes the connections when the process ends
         FINALIZER.submit(job)
         if watch is not None:
             FINALIZER.submit(watch.close)
@@ -158,7 +158,7 @@ class BaseClient(Driver):
     def _lend(self, step: Lend, session: ClientSession | None) -> Lease[Any]:
         """Return the handle of a value that came in a session, which is None once the client was closed."""
         if session is None:
-            raise ConnectionClosed("this client was closed, and the lease went with it")
+            raise ConnectionClosed("this client was closed, which has ended the lease")
         handle = self._handle(step.message, step.value, session.server_id, session)
         self._leases.add(handle)
         return handle

@@ -44,7 +44,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         self._pool = ConnectionPool(self._address.path, self._transfers(), self._leases, weakly(self._moved))
 
     def _end_job(self) -> Job | None:
-        # There is no pool where the client could not be made.
+        # A client whose constructor failed has no pool.
         pool = getattr(self, "_pool", None)
         return pool.close if pool is not None and pool.has_sessions else None
 
@@ -69,12 +69,12 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    # What a handle asks of its issuer.
+    # Requests of handles.
 
     def _end_lease(self, object_id: str, session: object) -> None:
         if session is not self._pool.session:
             return
-        with passed_over(SharedRPCError, OSError):  # the connection is gone, and the session's leases with it
+        with passed_over(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
             self._run(ask(Request(m.Release([object_id]), "release"), m.Count), patience=0)
             MAPPINGS.drain()
 
@@ -82,7 +82,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         if isinstance(session, ClientSession):
             self._pool.retire_session(session)
 
-    # Driving operations.
+    # Driving of operations.
 
     def _known(self) -> ClientSession | None:
         return self._pool.session

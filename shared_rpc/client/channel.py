@@ -33,7 +33,7 @@ class Channel(ExchangeSocket):
         self._reading = False
         self._gathering = False
         self._writing = anyio.Lock()
-        #: The events that wake the coroutines that wait while another one reads.
+        #: The events of the coroutines that wait while another coroutine reads.
         self._waiting: dict[Exchange, anyio.Event] = {}
 
     @classmethod
@@ -73,7 +73,7 @@ class Channel(ExchangeSocket):
         except BaseException:
             try:
                 await self._withdraw(exchange)
-            finally:  # asyncio's own cancellation gets through a shield
+            finally:  # asyncio's own cancellation passes a shield
                 self._exchanges.abandon(exchange)
                 self._send()
             raise
@@ -92,14 +92,14 @@ class Channel(ExchangeSocket):
                     result = request.on_event(info)
                     if inspect.isawaitable(result):
                         await result
-                # Several may have come at once, and the caller's time may be over.
+                # Several answers may have come at once, and the caller's deadline may have passed.
                 await anyio.lowlevel.checkpoint()
             if exchange.answer is not None:
                 return
             if exchanges.broken is not None:
                 raise exchanges.ended()
             await self._news(exchange)
-            if self._socket.unsent:  # such as the reply to a server that needs memory
+            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
                 await self._flush()
 
     async def _withdraw(self, exchange: Exchange) -> None:
@@ -119,7 +119,7 @@ class Channel(ExchangeSocket):
 
     async def _flush(self) -> None:
         if len(self._exchanges.under_way) > 1:
-            # Others are at work too: what they send in this turn of the loop goes in the same write.
+            # Other coroutines run too: requests of the same turn of the loop are sent in one write.
             if self._gathering:
                 return
             self._gathering = True
@@ -134,7 +134,7 @@ class Channel(ExchangeSocket):
                 while not self._socket.flush():
                     await anyio.wait_writable(self._socket.sock)
         except ConnectionClosed:
-            pass  # a server that hung up may have said why, and that is still to be read
+            pass  # a server that hung up may have sent the reason, which is read next
         except (anyio.ClosedResourceError, OSError, ValueError) as error:
             self._break(ConnectionClosed(f"the connection was closed: {error}"))
 
@@ -146,7 +146,7 @@ class Channel(ExchangeSocket):
                 await waiting.wait()
             except BaseException:
                 self._waiting.pop(exchange, None)
-                if waiting.is_set():  # perhaps in order to read
+                if waiting.is_set():  # perhaps to read
                     self._pass_on()
                 raise
             return
@@ -195,7 +195,7 @@ class Channel(ExchangeSocket):
         for exchange in list(self._waiting):
             self._wake(exchange)
         if self._socket.fileno() >= 0:
-            with suppress(Exception):  # outside of an event loop nobody waits
+            with suppress(Exception):  # without an event loop no coroutine waits
                 anyio.notify_closing(self._socket.sock)
             self._socket.close()
 

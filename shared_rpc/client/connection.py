@@ -22,7 +22,7 @@ from shared_rpc.protocol.socket import FrameSocket
 __all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
 
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-#: Seconds that a read or a write waits by itself: most round trips take no longer, and cost no poll(2).
+#: Seconds that a read or write waits by itself: most round trips are faster and need no poll(2).
 _MOMENT = 0.004
 #: Seconds; poll(2) counts milliseconds in an int.
 _LONG = 3600.0
@@ -52,7 +52,7 @@ def _connect_error(error: OSError, path: str) -> ConnectError:
     owner = _foreign_owner(path)
     if owner is not None:
         why += (
-            f"; the file belongs to uid {owner}, not to you (uid {os.geteuid()}), so that no server of yours can listen there: "
+            f"; the file belongs to uid {owner}, not to you (uid {os.geteuid()}), so no server of yours can listen there: "
             f"have that user remove it, or choose another base_path (SHARED_TENSOR_BASE_PATH)"
         )
     return ConnectError(f"cannot connect to {path}: {why}")
@@ -81,14 +81,14 @@ def _refuse_stranger(sock: socket.socket, path: str) -> None:
     :raises Stranger: if the server is neither this user's nor root's, or another user's link led to it.
     """
     pid, uid, _ = peer_of(sock)
-    way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user end it"
+    way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
     if uid not in (os.geteuid(), 0):
         raise Stranger(
             f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
         )
     owner = _foreign_owner(path)
     if owner is not None and os.path.islink(path):
-        # Where fs.protected_symlinks is set, the kernel does not follow it.
+        # With fs.protected_symlinks, the kernel does not follow such a link.
         raise Stranger(
             f"{path} is a link of uid {owner}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
         )
@@ -114,8 +114,8 @@ class ExchangeSocket:
     def _begin(self, sock: socket.socket) -> None:
         self._socket = FrameSocket(sock)
         self._exchanges = Exchanges(self.path, self._socket)
-        # Closing the child's copies does not end the parent's session, and keeping them would outlive it: also that of a
-        # connection which another thread was just making.
+        # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also of a
+        # connection that another thread is just opening.
         after_fork(self.abandon)
 
     @property
@@ -125,11 +125,11 @@ class ExchangeSocket:
             while self._exchanges.broken is None and self._socket.sock.recv(1, _PEEK):
                 if self._exchanges.under_way:
                     return True
-                # It answers no request, and is perhaps the server's reason to hang up.
+                # This answers no request, and may be the reason for which the server hangs up.
                 self._socket.receive()
                 self._exchanges.deliver()
         except BlockingIOError:
-            return True  # nothing to read, not even the end
+            return True  # nothing to read, not even an end of file
         except (OSError, ProtocolError) as error:
             if is_of_handler(error):
                 raise
@@ -145,9 +145,9 @@ class Connection(ExchangeSocket):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        #: The socket, as soon as there is one.
+        #: The socket, in a list that is empty before the connection.
         self._sock: list[socket.SocketType] = []
-        #: Whether the last exchange left the connection in order.
+        #: Whether the last exchange left the connection usable.
         self.usable = True
 
     def open(self, token: str, timeout: float) -> Self:
@@ -156,7 +156,7 @@ class Connection(ExchangeSocket):
         :raises ConnectError: if no process answers, or another user's does.
         """
         try:
-            # Made and stored in one expression of C: whenever a signal handler raises, close() finds it.
+            # Made and stored in one expression of C: whenever a signal handler raises, close() finds the socket.
             self._sock.extend(map(_socket.socket, (socket.AF_UNIX,), (socket.SOCK_STREAM | socket.SOCK_CLOEXEC,)))
             self._begin(cast("socket.socket", self._sock[0]))
             self._socket.limit(min(timeout, PROMPT))
@@ -188,7 +188,7 @@ class Connection(ExchangeSocket):
         except TooLate:
             self._withdraw(exchange, PROMPT)
         except BaseException as error:
-            if not is_interrupt(error):  # after which the session is retired, see ConnectionPool
+            if not is_interrupt(error):  # an interrupt retires the session, see ConnectionPool
                 self._withdraw(exchange, BRIEFLY)
                 self._exchanges.abandon(exchange)
                 self._send_pending()
@@ -233,7 +233,7 @@ class Connection(ExchangeSocket):
             while not self._socket.flush():
                 self._wait(select.POLLOUT, deadline)
         except ConnectionClosed as error:
-            # A server that hung up may have said why, and that is still to be read.
+            # A server that hung up may have sent the reason, which is read next.
             if is_of_handler(error):
                 raise
 
@@ -280,7 +280,7 @@ class Connection(ExchangeSocket):
 
     def hang_up(self) -> None:
         """End the connection under a thread that waits on it, and that will :meth:`close` it."""
-        with passed_over(OSError):  # the server was first
+        with passed_over(OSError):  # the server hung up first
             self._socket.sock.shutdown(socket.SHUT_RDWR)
 
     def say_goodbye(self) -> None:

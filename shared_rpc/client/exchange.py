@@ -36,14 +36,14 @@ from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "discard", "release_for"]
 
-#: Seconds a server has for the handshake, and for answering a cancellation.
+#: Seconds for the server's part of the handshake, and for its answer to a cancellation.
 PROMPT = 5.0
-#: Seconds it has to answer a request that was interrupted, before another connection takes the place of this one.
+#: Seconds for the answer to an interrupted request, before another connection replaces this one.
 BRIEFLY = 1.0
-#: Request ids have 32 bits, begin again after the last one, and 0 is the handshake's and the server's own.
+#: Request ids have 32 bits and begin again after the last one; 0 is for the handshake and the server's own messages.
 LAST_ID = (1 << 32) - 1
 
-#: The kind bytes of what may come before the answer to a request.
+#: The kind bytes of messages that may precede the answer to a request.
 _EVENTS = frozenset({NUMBERS[m.TaskUpdate], NUMBERS[m.OutOfPoolMemory]})
 
 
@@ -57,9 +57,9 @@ class Exchange(msgspec.Struct, eq=False):
     number: int
     request: Request
     updates: deque[TaskInfo] = msgspec.field(default_factory=deque)
-    #: Whether a cancellation was queued: nobody waits.
+    #: Whether a cancellation was queued: no caller waits any more.
     withdrawn: bool = False
-    #: The message of :attr:`Request.frame`, or why it cannot be read.
+    #: The message of :attr:`Request.frame`, or why the message cannot be read.
     answer: m.Message | str | None = None
 
 
@@ -74,12 +74,12 @@ class Exchanges:
         self.path = path
         self._buffers = buffers
         self._ids = itertools.count()
-        #: Requests without an answer, by number: those that a caller waits for, and those that were abandoned.
+        #: Unanswered requests by number, abandoned ones too.
         self.under_way: dict[int, Exchange] = {}
         self.owed: dict[int, Request] = {}
-        #: Ids of arenas whose descriptors have gone over this connection.
+        #: Ids of arenas whose descriptors were sent over this connection.
         self._sent: set[str] = set()
-        #: Why nothing comes any more, as :func:`to_wire` has it: an exception would keep the frames that it went through.
+        #: Why the connection has ended, as :func:`to_wire` returns it: an exception would keep the frames of its traceback.
         self.broken: tuple[str, str, dict[str, str]] | None = None
 
     # The handshake.
@@ -96,7 +96,9 @@ class Exchanges:
         reply = self.reply(greeting)
         reply.frame.close()
         if not isinstance(reply.message, m.Welcome):
-            raise ProtocolError(f"the server at {self.path} greets with {type(reply.message).__name__}")
+            raise ProtocolError(
+                f"the server at {self.path} answered Hello with {type(reply.message).__name__}, not with Welcome"
+            )
         return reply.message
 
     @contextmanager
@@ -105,11 +107,11 @@ class Exchanges:
         try:
             yield
         except TooLate as error:
-            raise ConnectError(f"the server at {self.path} does not answer") from error
+            raise ConnectError(f"the server at {self.path} did not answer the handshake in time") from error
         except ConnectionClosed as error:
             if is_of_handler(error):
                 raise
-            raise ConnectError(f"the server at {self.path} hung up: {error}") from error
+            raise ConnectError(f"the server at {self.path} hung up during the handshake: {error}") from error
 
     # Requests.
 
@@ -163,7 +165,7 @@ class Exchanges:
             self.abandon(exchange)
             if self.broken is not None:
                 raise self.ended()
-            raise DeadlineExceeded(f"{exchange.request.what} was not answered in time, and the server at {self.path} is stuck")
+            raise DeadlineExceeded(f"the server at {self.path} is stuck: {exchange.request.what} got no answer in time")
         if isinstance(message, str):
             frame.close()
             raise ProtocolError(message)
@@ -182,7 +184,7 @@ class Exchanges:
         elif exchange.request.frame is not None:
             self._discard(exchange.request.frame, exchange.request)
 
-    # What arrives.
+    # Arriving frames.
 
     def deliver(self) -> list[Exchange]:
         """Deliver every frame that has arrived whole to its exchange.
@@ -194,7 +196,7 @@ class Exchanges:
         """
         buffers, news = self._buffers, []
         while buffers.frames or (buffers.partial and buffers.ready()):
-            # It stays among the buffers' frames, which are closed with the connection, until it has found its place.
+            # The frame stays in the buffers, which are closed with the connection, until the exchange has it.
             frame = buffers.frames[0]
             # The first frame of a connection answers the handshake, whatever its number.
             exchange = self.under_way.get(frame.request_id) or self.under_way.get(0)
@@ -222,7 +224,7 @@ class Exchanges:
     def _learn(exchange: Exchange, frame: Frame) -> None:
         """Note arenas that an answer brings: the next one may be of the same arena, and be taken first."""
         if exchange.request.transfer is not None and isinstance(exchange.answer, m.Result):
-            with passed_over(OSError):  # where no file can be opened, this answer tells of them
+            with passed_over(OSError):  # if no file can be opened, the answer itself reports that
                 exchange.request.transfer.learn(exchange.answer, frame)
 
     def _told(self, exchange: Exchange, frame: Frame) -> None:
@@ -266,7 +268,7 @@ class Exchanges:
 
     def ended(self) -> Exception:
         """Return a new error for an exchange that gets no answer any more."""
-        return from_wire(*self.broken) if self.broken is not None else ConnectionClosed("the connection was closed")
+        return from_wire(*self.broken) if self.broken is not None else ConnectionClosed(f"the connection to {self.path} closed")
 
 
 def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
@@ -285,7 +287,7 @@ def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeB
 def release_for(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:
     """Return the message that releases the lease which came with a reply, if one did."""
     if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
-        return m.FreeBuffer(message.object_id, release=True)  # no other process knows of it
+        return m.FreeBuffer(message.object_id, release=True)  # no other process knows the buffer
     if isinstance(message, m.Result) and message.managed:
         return m.Release([message.object_id])
     claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim

@@ -22,22 +22,22 @@ from shared_rpc.protocol import messages as m
 
 __all__ = ["ConnectionPool", "Turn"]
 
-#: Seconds between two looks at connections over which an answer is still to come.
+#: Seconds between two checks of connections with an outstanding answer.
 _LOOK = 0.5
 
 
 class Turn(msgspec.Struct, eq=False):
     """One operation of a client, from before its first request until its caller has the result."""
 
-    #: Seconds to wait for a server that is not there yet; and when to give up, in terms of time.monotonic().
+    #: Seconds to wait for a server that is not there yet; and the deadline, in terms of time.monotonic().
     patience: float = 0.0
     deadline: float = math.inf
     ended: bool = False
-    #: The connection that it uses now, being opened or taken from the idle ones.
+    #: The connection that the operation uses now, being opened or taken from the idle ones.
     connection: Connection | None = None
-    #: Its latest request, which has the answer.
+    #: The latest request of the operation, which has the answer.
     request: Request | None = None
-    #: The session of its latest request, and so of the lease that came with the reply.
+    #: The session of the latest request, and so of the lease that came with the reply.
     session: ClientSession | None = None
 
 
@@ -66,7 +66,7 @@ class ConnectionPool:
         self._leases = leases
         self._moved = moved
         self.closed = False
-        #: Starts a server where none listens: called with the socket, the seconds it has for that, and the deadline.
+        #: Starts a server where none listens: called with the socket's path, the seconds for the start, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
         self._begin()
 
@@ -83,11 +83,11 @@ class ConnectionPool:
         self._lock = threading.Lock()
         #: Whether the finaliser thread polls parked connections for owed answers.
         self._polling = False
-        #: Operations that run. :attr:`Turn.ended` notes the end of each; :meth:`end_soon` acts on it.
+        #: Operations under way. :attr:`Turn.ended` notes the end of each; :meth:`end_soon` acts on it.
         self.turns: set[Turn] = set()
-        #: Sessions in which an operation was interrupted, with the operations that may still be in them.
+        #: Sessions with an interrupted operation, and the operations that may still use them.
         self.retired: dict[ClientSession, set[Turn]] = {}
-        #: None before the first connection, after one was retired, and after :meth:`close`.
+        #: None before the first connection, after a session was retired, and after :meth:`close`.
         self.session: ClientSession | None = None
 
     def _sessions(self) -> list[ClientSession]:
@@ -125,7 +125,7 @@ class ConnectionPool:
         """Have another session take over the leases of this one, which ends."""
         with self._lock:
             if session is not self.session:
-                return  # it was retired before, or has ended
+                return  # the session is retired already, or has ended
             self.session = None
             self.retired[session] = set(self.turns)
         FINALIZER.start()
@@ -149,7 +149,7 @@ class ConnectionPool:
             if moving:
                 held = held_of(self.exchange(to_hold(moving), time.monotonic() + PROMPT, 0, turn))
                 new = turn.session
-                assert new is not None, "there was a reply"
+                assert new is not None, "a reply sets the session"
                 unwanted = self._leases.move(moving, held, new) if new.server_id == session.server_id else held
                 if unwanted:
                     self.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT, 0, turn).frame.close()
@@ -157,9 +157,9 @@ class ConnectionPool:
             self._moved()
         except (DeadlineExceeded, ConnectError) as error:
             if not self.closed and not (isinstance(error, ConnectError) and nobody_listens(error)):
-                return False  # the server is stuck, and the handles need the old session for now
+                return False  # the server is stuck: the handles still need the old session
         except SharedRPCError:
-            pass  # it has ended, and everything with it
+            pass  # the session has ended, and its leases with it
         self._hang_up(session)
         self.retired.pop(session, None)
         return True
@@ -193,7 +193,7 @@ class ConnectionPool:
             except ConnectionClosed as error:
                 self._gave_up(session, connection, error)
                 if self.closed:
-                    raise ConnectionClosed(f"this client was closed while it waited for {request.what}") from error
+                    raise ConnectionClosed(f"this client was closed during {request.what}") from error
                 if is_of_handler(error) or not request.repeatable or time.monotonic() > deadline:
                     raise
             except BaseException as error:
@@ -216,10 +216,10 @@ class ConnectionPool:
         try:
             if not connection.usable and not self.closed:
                 if isinstance(error, ConnectionClosed) and not connection.owed:
-                    # The server has ended it, and what of the session does not live on in other connections.
+                    # The server has ended the connection, and the session unless other connections keep it.
                     self._drop(session, connection)
                 elif not is_interrupt(error):
-                    # Given up between request and reply: the session must outlive the connection.
+                    # Abandoned between request and reply: the session must outlive the connection.
                     self._replace(session, connection)
         finally:
             if connection.usable:
@@ -263,7 +263,7 @@ class ConnectionPool:
                 connection.say_goodbye()
                 connection.close()
             else:
-                connection.hang_up()  # the thread that waits on it closes it
+                connection.hang_up()  # the thread that waits on the connection closes it
         session.transfer.close()
 
     # Connections.
@@ -278,7 +278,7 @@ class ConnectionPool:
                 session = home if home is not None else self.session
                 if session is None or not session.idle:
                     break
-                # Without a call, after which a signal handler might run: it is either among them or the operation's.
+                # No call from here on, after which a signal handler could run: the connection is idle or the operation's.
                 connection = session.idle[-1]
                 turn.session, turn.connection = session, connection
                 del session.idle[-1]
@@ -303,7 +303,7 @@ class ConnectionPool:
 
     def _replace(self, session: ClientSession, connection: Connection) -> None:
         if connection.owed:
-            # The answer may bring memory that is to be given back; and until then the session goes on.
+            # The answer may bring memory to release, and the session lasts until then.
             with self._lock:
                 session.parked.append(connection)
                 polled, self._polling = self._polling, True
@@ -314,7 +314,7 @@ class ConnectionPool:
         try:
             self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()))
         except SharedRPCError:
-            # If the server is stuck, and not gone, then it keeps the session for as long as this connection is open.
+            # A server that is only stuck keeps the session for as long as this connection is open.
             with self._lock:
                 session.parked.append(connection)
             return
@@ -356,7 +356,7 @@ class ConnectionPool:
                     session.connections.add(connection)
                     return connection
         connection.close()
-        raise ConnectionClosed("the session has ended")
+        raise ConnectionClosed(f"the session with the server at {connection.path} has ended: call again")
 
     def _reach(self, deadline: float, patience: float, turn: Turn) -> tuple[Connection, Takeover]:
         """Wait for a server, and open a connection that joins the session, or begins another one, which has its leases then."""
@@ -397,12 +397,12 @@ class ConnectionPool:
             elif current is not None and current.token == takeover.welcome.token:
                 turn.session = current
                 current.connections.add(connection)
-                # One that became idle meanwhile would have done as well.
+                # A connection that became idle meanwhile does as well.
                 parked = [current.idle.pop()] if current.idle else []
                 parked += [earlier for earlier in current.parked if not earlier.owed]
                 current.parked = [earlier for earlier in current.parked if earlier.owed]
             else:
-                current = None  # another thread began a session meanwhile, and one is enough
+                current = None  # another thread has begun a session meanwhile: one is enough
         if ended is not None:
             self._hang_up(ended)
         if current is None:

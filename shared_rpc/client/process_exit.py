@@ -14,7 +14,7 @@ from shared_rpc.protocol.peers import peer_of
 
 __all__ = ["ProcessExit"]
 
-#: Seconds between two looks, where the process cannot be watched.
+#: Seconds between two checks of a process without a pidfd.
 _LOOK = 0.05
 
 
@@ -40,7 +40,7 @@ class ProcessExit:
         until = time.monotonic() + timeout if timeout is not None else float("inf")
         while not self._gone():
             if time.monotonic() > until:
-                raise DeadlineExceeded(f"the server at {self._path} was told to end, and has not after {timeout:g} s")
+                raise DeadlineExceeded(f"the server at {self._path} was told to end, but still runs after {timeout:g} s")
 
     def _gone(self) -> bool:
         """Look, and wait a moment if it is not."""

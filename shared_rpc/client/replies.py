@@ -19,7 +19,7 @@ __all__ = ["raise_error", "too_late"]
 def too_late(what: str) -> DeadlineExceeded:
     """Return the error for an operation that ran out of time."""
     return DeadlineExceeded(
-        f"{what} took longer than its timeout; what has begun goes on in the server, and asking again joins it or finds its "
+        f"{what} took longer than its timeout. A run that has begun goes on in the server: call again to join it or to get its "
         f"result"
     )
 
@@ -36,7 +36,7 @@ def _native(error: Any, type_name: str) -> Any:
     for name in type_name.removeprefix(f"{module}.").split("."):
         found = getattr(found, name, None)
     if isinstance(found, type) and issubclass(found, Exception) and found is not type(error):
-        with suppress(TypeError):  # another class altogether
+        with suppress(TypeError):  # a class with another layout
             error.__class__ = found
     return error
 
@@ -57,7 +57,7 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
         raise _marked(error, message) from cause
     finally:
         frame.close()
-        # The error has this frame in its traceback, and would only go with the next pass of the cyclic collector.
+        # The error has this frame in its traceback: without del, only the cyclic collector would free them.
         del error, cause
 
 
@@ -80,7 +80,7 @@ def _marked(error: Exception, message: m.Error) -> Exception:
     """Add the id by which the server's log names the request to an error."""
     request_id = message.detail.get("request_id", "")
     if request_id:
-        # A foreign exception may refuse further attributes.
+        # An exception of another library may refuse further attributes.
         with passed_over(Exception):
             error.request_id = request_id  # type: ignore[attr-defined]
             error.add_note(f"request {request_id} of the server's log")

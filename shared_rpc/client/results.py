@@ -27,7 +27,7 @@ class ReceivedResult:
     skeleton: bytes
     segments: list[Segment]
     pooled: dict[int, ChunkReferences] = field(default_factory=dict)
-    #: Of the client's own pool, in place of segments.
+    #: A chunk of the client's own pool, in place of segments.
     chunk: Chunk | None = None
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
         frame.close()
         if transfer is not None:
             transfer.arguments.release(held)
-        raise ProtocolError(f"the server answered {what} with {type(message).__name__}, which does not fit")
+        raise ProtocolError(f"the server answered {what} with a {type(message).__name__} that is no valid result")
     if transfer is None:
         segments = [Segment(info) for info in message.segments]
         for segment in segments:
@@ -80,7 +80,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
     if transfer.closed and any(segment.descriptor is None for segment in segments):
         for segment in segments:
             segment.close()
-        raise ConnectionClosed(f"the server went away before the result of {what} was taken")
+        raise ConnectionClosed(f"the connection ended before the result of {what} was mapped: call again")
     return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references))
 
 
@@ -98,10 +98,10 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
         if result.chunk is not None:
             return rebuild_argument(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
-        # In a list that is emptied: an error that the object's own code caught and kept keeps this frame.
+        # In a list that is emptied: an error that the object's own code has kept refers to this frame.
         value = [decode_result(result.skeleton, message.table, result.segments, message.owner, pooled, message.arenas, label)]
         if result.message.object_id:
-            with suppress(TypeError):  # lists, tuples and dicts have no weak references, and are made anew
+            with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
                 value.append(values.setdefault(result.message.object_id, value[0]))
                 del value[0]
         return value.pop()

@@ -60,7 +60,7 @@ def send(
             request: Request | None = None
             try:
                 if transfer is not None and arguments.chunks and transfer.arguments.taken <= transfer.may_stay:
-                    # For as long as the call, and its result if that stays there: the server may give the chunks back before.
+                    # Held during the call, and longer if its result stays in them: the server may return the chunks earlier.
                     held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
                 request = _request(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
                 reply: Reply = yield request
@@ -79,17 +79,17 @@ def send(
         except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
-            # An object was dropped meanwhile, or this is another server.
+            # The object has been dropped meanwhile, or this is another server.
             if not MAPPINGS.disown(error.segments):
                 raise
         except PoolFull as full:
-            assert transfer is not None, "there is a pool"
+            assert transfer is not None, "only a pool raises PoolFull"
             if (yield Work(transfer.reclaim)):
                 continue
             yield from _await_room(transfer, what, str(full))
 
 
-#: The table of a call without memory.
+#: The table of a call without tensors.
 _NO_TENSORS = msgspec.Raw(EMPTY_TABLE)
 
 
@@ -159,11 +159,11 @@ def lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation
     arguments: Arguments | None = _plain(args, kwargs)
     if arguments is None:
         arguments = yield _encoding(args, kwargs, device, "", None, "")
-    assert arguments is not None, "the codec makes some"
+    assert arguments is not None, "the codec returns arguments"
     return arguments
 
 
-#: The types of plain data.
+#: The types of plain values.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, tuple, dict})
 
 

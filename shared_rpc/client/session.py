@@ -24,9 +24,9 @@ from shared_rpc.protocol import messages as m
 
 __all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold"]
 
-#: Seconds between two tries to reach a server that is not there yet.
+#: Seconds between two attempts to reach a server that is not there yet.
 RETRY = 0.05
-#: How often a server is started for one connection: one that ends at once every time is not to be started for ever.
+#: How many times one connection starts a server: a server that ends at once is not started for ever.
 _SUMMONS = 3
 
 
@@ -100,7 +100,7 @@ class Takeover:
         self.earlier = earlier
         self.welcome = welcome
         self.joined = earlier is not None and earlier.token == welcome.token
-        #: Handles whose leases the new session is asked for, and the ids of those that it has got.
+        #: Handles whose leases the new session takes over, and the ids of the granted leases.
         self.moving: list[Lease[Any]] = []
         self.held: list[str] = []
         if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:
@@ -114,7 +114,7 @@ class Takeover:
         except (ConnectionClosed, DeadlineExceeded) as error:
             if is_of_handler(error):
                 raise
-            raise ConnectError(f"the server at {path} hung up: {error}") from error
+            raise ConnectError(f"the server at {path} hung up during the handshake: {error}") from error
 
     def begin(self, transfer: ClientTransfer) -> ClientSession:
         """Return the session that begins."""

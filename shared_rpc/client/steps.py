@@ -52,7 +52,7 @@ M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=m.Message)
 
-#: Connections that may break under one request. A server that takes them and hangs up is not one that was restarted.
+#: Connections that may break during one request: a server that accepts connections and hangs up was not restarted.
 _TRIES = 3
 
 
@@ -77,13 +77,13 @@ class Request:
     again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     transfer: ClientTransfer | None = None
-    #: Whether it was queued on a connection that may have taken all of it, and whether the server has said that it waits for
-    #: memory.
+    #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
+    #: the result waits for memory.
     sent: bool = False
     out_of_memory: bool = False
-    #: The answer that has come: where the caller is interrupted, its descriptors are closed.
+    #: The answer; its descriptors are closed if the caller is interrupted.
     frame: Frame | None = None
-    #: How many connections broke under it, and where it ends in what is written to the current one.
+    #: How many connections broke during the request, and its last position among the bytes written to the current one.
     tries: int = 0
     end: int = 0
 
@@ -118,7 +118,7 @@ class Request:
         new = {number: segment for number, segment in self.arenas.items() if segment.info.id not in sent}
         if len(new) < len(self.arenas):
             message = msgspec.structs.replace(message, kept=[*message.kept, *(self.arenas.keys() - new.keys())])
-        # In the order of their numbers, as the rest is.
+        # In the order of their numbers.
         others = iter(self.fds)
         kept = set(message.kept)
         fds = tuple(
@@ -216,13 +216,13 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
     step: Step | None = None
     try:
         while True:
-            # Around this alone: an endpoint may raise StopIteration too.
+            # Around send() only: an endpoint may raise StopIteration too.
             try:
                 step = advance()
             except StopIteration as stop:
                 return cast("T", stop.value)
             try:
-                # No name for it here: code that runs below may keep this frame.
+                # No name for the result here: code that runs below may keep this frame.
                 advance = functools.partial(operation.send, perform(step))
             except BaseException as error:
                 if not goes_to_operation(step, error):
@@ -230,7 +230,7 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
                 advance = functools.partial(operation.throw, error)
     finally:
         operation.close()
-        # They may hold an error whose frames hold this one, and the caller's tensors with it.
+        # Both may refer to an error whose frames refer to this one, and to the caller's tensors with it.
         del advance
         step = None
 
@@ -238,7 +238,7 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
 class Driver(ABC):
     """The base of all that drives operations, and knows none of them."""
 
-    #: The class of its handles.
+    #: The class of the handles.
     _HANDLE: ClassVar[type[Lease[Any]]]
 
     @classmethod
@@ -308,5 +308,5 @@ def message_of(reply: Reply, what: str, kind: type[M]) -> M:
     """
     reply.frame.close()
     if not isinstance(reply.message, kind):
-        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}")
+        raise ProtocolError(f"the server answered {what} with {type(reply.message).__name__}, not with {kind.__name__}")
     return reply.message

@@ -63,7 +63,7 @@ class Subscription:
     def __init__(self, subscriptions: Subscriptions, callback: Callable[[Generation], object]) -> None:
         self._subscriptions = subscriptions
         self._callback = callback
-        #: Whether the callback may still be called; False also once the connection to the server has ended.
+        #: Whether the callback may still be called; False also when the connection to the server has ended.
         self.active = True
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Subscription:
             try:
                 self._callback(generation)
             except Exception:
-                _log.exception("a callback of on_refresh failed on generation %d of %s", *_named(generation))
+                _log.exception("a callback of on_refresh failed for generation %d of %s", *_named(generation))
 
     def __enter__(self) -> Subscription:
         return self
@@ -99,9 +99,9 @@ class Subscriptions:
         self._connect = connect
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
-        #: None while there is no subscription.
+        #: None without subscriptions.
         self._source: Source | None = None
-        #: The source that the thread is to go on with.
+        #: The source with which the thread continues.
         self._next: Source | None = None
 
     def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
@@ -114,7 +114,7 @@ class Subscriptions:
             if self._source is None:
                 source = self._connect()
                 if source is None:
-                    raise ConnectionClosed("this client is gone")
+                    raise ConnectionClosed("this client was collected: keep a reference to it")
                 try:
                     _, after = source.news(-1)
                 except BaseException:
@@ -184,12 +184,12 @@ class Subscriptions:
 
     def _ended(self, source: Source, error: SharedRPCError) -> None:
         with self._lock:
-            if self._source is not source:  # all subscriptions have ended, or there are new ones
+            if self._source is not source:  # all subscriptions have ended, or new ones have begun
                 return
             self._source = None
             ended, self._subscriptions = self._subscriptions, []
         _log.warning(
-            "%d callbacks of on_refresh are told nothing any more, because the connection ended: %s. Subscribe them again when "
+            "%d callbacks of on_refresh are not called any more, because the connection ended: %s. Subscribe them again when "
             "the server is back",
             len(ended),
             error,

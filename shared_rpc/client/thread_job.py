@@ -23,7 +23,7 @@ class ShieldedThreadJob:
         self._lock = threading.Lock()
         self._begun = self._withdrawn = False
         self._ended = threading.Event()
-        # Not the thread's own result: an idle worker of anyio keeps its last one.
+        # Not the return value of run(): an idle worker thread of anyio keeps its last one.
         self._result: list[Any] = []
 
     def run(self) -> None:

@@ -17,9 +17,9 @@ from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["ClientTransfer", "TransferClosed"]
 
-#: Seconds without a request after which chunks are returned by a message of their own.
+#: Seconds without a request after which a message of its own returns chunks.
 _IDLE = 0.05
-#: Seconds without a request after which the GPU is asked for chunks that wait for it alone: the next request would ask, too.
+#: Seconds without a request after which chunks that only wait for the GPU are polled: a request would poll them too.
 _SILENCE = 1.0
 
 
@@ -39,20 +39,20 @@ class ClientTransfer:
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
-        #: Bytes of it that may be taken where results stay in it: a part is left to those who wait for the server.
+        #: Bytes of the pool that results may keep: the rest is for arguments that wait for the server.
         self.may_stay = options.limit - options.limit // 4
         self.references = ChunkReferences(weakly(self._chunk_dropped))
-        #: Chunks of the pool for arguments that came back as results.
+        #: Chunks of the pool for arguments that hold results.
         self.own = ChunkReferences(_nothing)
         self._flush = flush
-        #: The server's arenas. Their descriptors come once, in a reply that may be taken after the next one.
+        #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
-        #: Whether the GPU will be asked, after a silence.
+        #: Whether the GPU will be polled after a silence.
         self._listening = False
         #: When a request last returned chunks (time.monotonic()).
         self._asked = 0.0
-        #: Calls whose results wait for memory in the server.
+        #: Calls whose results wait in the server for memory.
         self.waiting = 0
         self.closed = False
 
@@ -90,11 +90,11 @@ class ClientTransfer:
         """
         if len(message.own) != 1 or message.own[0] not in held:
             self.arguments.release(held)
-            raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which the call had not")
+            raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which are not the call's")
         chunk = self.arguments.find(message.own[0])
         self.arguments.release([number for number in held if number != message.own[0]])
         if chunk is None:
-            raise ConnectionClosed("this client was closed before it took the result")
+            raise ConnectionClosed("this client was closed before the result was mapped")
         return chunk
 
     def out_of_memory(self) -> m.Free:
@@ -169,7 +169,7 @@ class ClientTransfer:
 
     def _flush_now(self) -> None:
         if not self.waiting and not self.closed and time.monotonic() - self._asked < _IDLE:
-            # The next request is about to take them along, and this would need another connection.
+            # The next request probably comes at once and takes the chunks along, without another connection.
             FINALIZER.submit(self._flush_now, after=_IDLE)
             return
         self._flushing = False
@@ -184,14 +184,14 @@ class ClientTransfer:
             try:
                 self._flush(numbers)
             except (SharedRPCError, OSError):
-                self.references.requeue(numbers)  # for the next request, if there is one
+                self.references.requeue(numbers)  # for the next request
 
     def close(self) -> None:
         """End with the session. Memory goes when neither side has a tensor over it."""
         self.closed = True
         self.references.close()
         self.own.close()
-        for segment_id in tuple(self._spare):  # another thread may go on with what was interrupted here
+        for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
             segment = self._spare.pop(segment_id, None)
             if segment is not None:
                 segment.close()

@@ -161,7 +161,7 @@ def test_ls_does_not_wait_for_a_stuck_server(
     assert time.monotonic() - begin < 15
     assert (ran.code, ran.errors) == (
         0,
-        f"shared-rpc: passed over: the server at {base_path}-cpu.sock does not answer\n",
+        f"shared-rpc: passed over: the server at {base_path}-cpu.sock did not answer the handshake in time\n",
     )
     assert [info["socket_path"] for info in json.loads(ran.output)] == [another.socket_path]
 

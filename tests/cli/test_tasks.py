@@ -391,7 +391,7 @@ def test_waiting_not_longer_than_asked(client: Client) -> None:
     task = begun(client, "gated")
     ran = cli("wait", task, "--timeout", "0.1")
     assert ran.output == "gated: running, 1/4 the first of [red]all\n"
-    assert ended_badly(ran).startswith(f"the wait for task {task} took longer than its timeout; what has begun goes on")
+    assert ended_badly(ran).startswith(f"the wait for task {task} took longer than its timeout. A run that has begun goes on")
     assert client.get_task_status(task).status is TaskStatus.RUNNING
 
 

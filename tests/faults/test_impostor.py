@@ -100,7 +100,7 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
             "use the same release of shared-rpc on both",
         ),
         (lambda raw: raw.send(frame_of(WELCOME)[:-1]), ConnectError, "hung up"),
-        (lambda raw: raw.say(m.Pong()), ProtocolError, "greets with Pong"),
+        (lambda raw: raw.say(m.Pong()), ProtocolError, "answered Hello with Pong"),
     ],
     ids=["silence", "hanging up", "another protocol", "another version", "half a greeting", "another greeting"],
 )
@@ -160,16 +160,16 @@ TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "flo
 @pytest.mark.parametrize(
     ("message", "payload", "fds", "kind", "text"),
     [
-        (m.Pong(), b"", 1, ProtocolError, "with Pong, which does not fit"),
+        (m.Pong(), b"", 1, ProtocolError, "with a Pong that is no valid result"),
         (
             m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [SegmentInfo("a", 4096, "cpu")] * 2),
             b"",
             1,
             ProtocolError,
-            "does not fit",
+            "is no valid result",
         ),
-        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"", 1, ProtocolError, "does not fit"),
-        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"no pickle", 0, CodecError, "cannot be rebuilt"),
+        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"", 1, ProtocolError, "is no valid result"),
+        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"no pickle", 0, CodecError, "cannot (be rebuilt|rebuild)"),
         (
             m.Result("", 1, False, msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SegmentInfo("a", 4096, "cpu")]),
             b"\x80\x05K\x00Q.",

@@ -545,7 +545,7 @@ def test_a_callback_that_fails_loses_nothing(client: Client, caplog: pytest.LogC
         client.refresh("load")
         eventually(lambda: len(told) == 4)
     assert told == [-2, 2, -3, 3]
-    assert "a callback of on_refresh failed on generation 2 of load(size=1)" in caplog.text
+    assert "a callback of on_refresh failed for generation 2 of load(size=1)" in caplog.text
     assert "ValueError: a callback of the test" in caplog.text
 
 
@@ -606,7 +606,7 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
         eventually(lambda: not subscription.active)
         with pytest.raises(ConnectionClosed, match="nothing more is told of refreshes"):
             next(news)
-    assert "1 callbacks of on_refresh are told nothing any more, because the connection ended" in caplog.text
+    assert "1 callbacks of on_refresh are not called any more, because the connection ended" in caplog.text
     server.start()
     client.call("load")
     told: list[int] = []

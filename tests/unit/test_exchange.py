@@ -284,7 +284,7 @@ def test_another_greeting(connection: Connection) -> None:
     """What greets otherwise is no server of this release, and what came with it is closed."""
     greeting = connection.exchanges.greet("")
     connection.come(m.Pong(), 0, fds=1)
-    with pytest.raises(ProtocolError, match=r"the server at /run/server\.sock greets with Pong"):
+    with pytest.raises(ProtocolError, match=r"the server at /run/server\.sock answered Hello with Pong"):
         connection.exchanges.welcome(greeting)
 
 
@@ -297,7 +297,9 @@ def test_a_refused_handshake(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(TooLate(), "does not answer"), (ConnectionClosed("reset"), "hung up: reset")], ids=["silence", "end"]
+    ("error", "text"),
+    [(TooLate(), "did not answer"), (ConnectionClosed("reset"), "hung up during the handshake: reset")],
+    ids=["silence", "end"],
 )
 def test_no_greeting(connection: Connection, error: Exception, text: str) -> None:
     """Whoever does not answer the handshake is not connected to."""
