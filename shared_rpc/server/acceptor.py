@@ -55,7 +55,7 @@ class Acceptor:
         self._uids = uids
         self._max_connections = max_connections
         self._connections: set[RemoteClient] = set()
-        #: Connections there have been.
+        #: Admitted connections so far.
         self.admitted = 0
         self._removing = threading.Lock()
         self._removed = listener is not None
@@ -91,7 +91,7 @@ class Acceptor:
     async def _accept(self) -> None:
         with self._listener:
             while True:
-                # However many connect, those who are connected have their turn.
+                # However many clients connect, the connected ones get their turn.
                 await anyio.lowlevel.checkpoint()
                 try:
                     sock, _ = self._listener.accept()
@@ -99,7 +99,7 @@ class Acceptor:
                     await anyio.wait_readable(self._listener)
                     continue
                 except OSError as error:
-                    # Out of descriptors, or the client went away at once: neither must end the server.
+                    # Without free descriptors, or when the client hung up at once. Neither may end the server.
                     _log.error("cannot accept a connection: %s", error)
                     if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._core.quotas.relieve():
                         await anyio.sleep(0.05)
@@ -111,10 +111,12 @@ class Acceptor:
         scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
         connection = RemoteClient(sock, peer, self._core, self._connections.discard)
         if peer.uid not in self._uids:
-            _log.warning("turned away pid %d of uid %d", peer.pid, peer.uid)
-            connection.refuse(ConfigurationError(f"the server admits no client of uid {peer.uid} (allow_uids)"))
+            _log.warning("refused the connection of pid %d of uid %d (allow_uids)", peer.pid, peer.uid)
+            text = f"the server (pid {os.getpid()}) admits no client of uid {peer.uid}: start it with that uid in allow_uids"
+            connection.refuse(ConfigurationError(text))
         elif len(self._connections) >= self._max_connections:
-            connection.refuse(ServerBusy(f"the server has its {self._max_connections} connections (max_connections)"))
+            text = f"the server (pid {os.getpid()}) has all its {self._max_connections} connections (max_connections)"
+            connection.refuse(ServerBusy(text))
         elif scarce and self._connections:
             connection.refuse(
                 ServerBusy(
@@ -127,7 +129,7 @@ class Acceptor:
             self._connections.add(connection)
             try:
                 connection.start()
-            except OSError as error:  # the kernel watches as many descriptors as it will
+            except OSError as error:  # the limit of watched descriptors (epoll) is reached
                 _log.error("cannot serve pid %d: %s", peer.pid, error)
                 connection.close()
 
@@ -146,7 +148,7 @@ class Acceptor:
         self._listener.close()
 
     def _abandon(self) -> None:
-        # A child that kept the listening socket would make a dead server look alive.
+        # With a child's copy of the listening socket, a dead server would seem to run.
         self._listener.close()
         for connection in self._connections:
             connection.stream.abandon()

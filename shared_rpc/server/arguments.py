@@ -44,25 +44,26 @@ def read_arguments(
         or sum(message.skeletons) != len(frame.payload)
         or min(message.skeletons, default=0) < 0
     ):
-        raise ProtocolError("a call whose descriptors or skeletons do not match its message")
+        raise ProtocolError("the descriptors or skeletons of a call do not match its message")
     arguments = Arguments(message.args, message.kwargs, bytes(message.table), arenas=frozenset(message.arenas))
     arguments.chunks, arguments.held = message.chunks, message.held
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
     arguments.returnable = message.returnable and message.pooled
-    #: Those that are known by their ids have to be looked for.
+    #: None for segments that are still to be found by their ids.
     segments: list[Segment | None] = [None] * len(message.segments)
     try:
         if transfer is not None and message.chunks:
             arguments.pooled = transfer.lent(message.chunks)
         if frame.fds:
-            # First what came: the client will not send an arena again, whatever becomes of this call.
+            # The sent segments first: the client does not send an arena again, whatever becomes of this call.
             _take_sent(segments, frame, message, transfer, trusted=objects is None)
         if transfer is not None and message.held:
-            # Chunks of its results that the session names: they stay as long as the endpoint has them.
+            # Chunks of results in the session's pool: they are retained for as long as the endpoint has them.
             held = transfer.retain(message.held)
             if held is None:
-                raise SegmentNotFound("the session has no such results", [info.id[:100] for info in message.segments])
+                ids = [info.id[:100] for info in message.segments]
+                raise SegmentNotFound("the session does not hold the result chunks of the call", ids)
             arguments.pooled.update(held)
         if not kept.issubset(message.arenas):
             _find_kept(segments, message, transfer, objects)
@@ -114,13 +115,13 @@ def _find_kept(
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
-        # Of an object, or of the session's results; it stays theirs.
+        # A segment of an object or of the session's results, whose owner keeps it.
         found = objects.segment(segment_id) if objects is not None else None
         found = found or (transfer.result_segment(segment_id) if transfer is not None else None)
         if found is None:
             unknown.append(segment_id[:100])
         elif segments[number] is None:
-            # It is mapped as it is mapped here already: for writing.
+            # Mapped for writing, as it is mapped here already.
             segments[number] = found.duplicate("read_write")
     if unknown:
-        raise SegmentNotFound(f"this server does not keep, or not any more, the segments {', '.join(unknown)[:1000]}", unknown)
+        raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)

@@ -25,7 +25,7 @@ from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["Buffers", "resolve_quotas"]
 
-#: Seconds. A century: a timer of more could not be set.
+#: Seconds. A century: timers do not take more.
 _LONGEST = 100 * 365 * 86400.0
 
 
@@ -46,9 +46,9 @@ class Buffers:
         self._quotas = quotas
         self._wake_within = wake_within
         self._threads = WorkerThreads(1)
-        #: Those who wait for what the thread does.
+        #: Waiters for jobs of the thread.
         self._waiting: set[Waiter] = set()
-        #: Buffers that are being made.
+        #: Buffers that are being allocated.
         self._coming = 0
         self._stopped = False
 
@@ -125,7 +125,7 @@ class Buffers:
     def _facts(self, device: str) -> DeviceSpec:
         known = self._memory.devices()
         if device not in known:
-            raise CapabilityError(f"this server makes no memory on {device[:100]}; its devices are {', '.join(known)}")
+            raise CapabilityError(f"this server allocates no memory on {device[:100]}: use one of {', '.join(known)}")
         return self._memory.facts(device)
 
     def _shown(self, facts: DeviceSpec, free: int | None) -> DeviceInfo:
@@ -169,8 +169,8 @@ class Buffers:
                 return work()
             except SharedRPCError as error:
                 return Failure.of(error)
-            except Exception as error:  # out of descriptors, or a driver that fails
-                return Failure.of(CapabilityError(f"the server cannot do that: {type(error).__name__}: {error}"))
+            except Exception as error:  # no free descriptor, or a failing driver
+                return Failure.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {error}"))
 
         def done(outcome: Completed | Failure) -> None:
             if ended is not None:
@@ -201,9 +201,9 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
     for name, amount in quotas.items():
         chosen = device_id(name)
         if chosen not in devices_of(device):
-            raise ConfigurationError(f"quotas[{name!r}]: this server's devices are {', '.join(devices_of(device))}")
+            raise ConfigurationError(f"quotas[{name!r}]: use a device of this server: {', '.join(devices_of(device))}")
         if chosen in resolved:
-            raise ConfigurationError(f"quotas[{name!r}]: {chosen} has a quota already, by another name")
+            raise ConfigurationError(f"quotas[{name!r}]: another name of {chosen} has a quota already")
         if isinstance(amount, float) and 0 < amount <= 1:
             resolved[chosen] = int(facts_of(chosen).total * amount)
         elif isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:

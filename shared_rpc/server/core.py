@@ -112,7 +112,7 @@ class Core:
             self.generations.announce,
             self.server_id,
         )
-        # Nobody counts so fast: ids of an earlier server's tasks never come again.
+        # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(
             self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
@@ -124,10 +124,10 @@ class Core:
         self.started_at = clock.unix(self._began)
         self._executor = executor
         self.stopped = False
-        #: What a client's wish for new code means, where endpoints run in processes that can be replaced: see :class:`Reload`.
+        #: Reloads the code for a client, where endpoints run in processes that can be replaced: see :class:`Reload`.
         self.on_reload: Callable[[str, Callable[[ReloadInfo | Failure], None]], None] | None = None
-        #: What a client's wish for the server's end means, where the process is there for nothing else: it gets the id of the
-        #: client's session and :attr:`StopServer.if_idle`, and says what the server held.
+        #: Stops the server for a client, where the process does nothing but serve: called with the id of the client's session
+        #: and :attr:`StopServer.if_idle`, it returns what the server held.
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
@@ -299,7 +299,7 @@ class Core:
         """
         stored = self.stored(object_id)
         if stored.kind == "buffer":
-            raise ConfigurationError(f"object {object_id} is a buffer, which the cache does not list: free_buffer() ends it")
+            raise ConfigurationError(f"object {object_id} is a buffer, not a cached result: use free_buffer()")
         if not stored.listed:
             return 0
         self.runs.calls.detach(key=stored.cache_key)
@@ -339,7 +339,7 @@ class Core:
         """Drop the objects in segments that nobody can map any more: the process that they were bound to has ended."""
         for stored in self.objects:
             if any(segment.info.id in segment_ids for segment in stored.record.segments):
-                _log.warning("object %s of %s ended with the process that made it", stored.object_id, stored.endpoint)
+                _log.warning("object %s of %s ended with the process that made its memory", stored.object_id, stored.endpoint)
                 for session in self.leases.holders(stored.object_id):
                     while self.leases.release(session, stored.object_id):
                         pass
@@ -352,7 +352,7 @@ class Core:
         """
         stored = self.objects.get(object_id)
         if stored is None:
-            raise StaleHandleError(f"the server {self.server_id} owns no object {object_id}", reason="object_gone")
+            raise StaleHandleError(f"the server {self.server_id} has no object {object_id}", reason="object_gone")
         return stored
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:
@@ -400,7 +400,7 @@ class Core:
             key = count = None
             if lowered is None and isinstance(arguments, Arguments):
                 count = count_args(arguments.args, arguments.kwargs)
-            # What is not cached need not be read where it fits the signature.
+            # Arguments that need no key and fit the signature are not decoded.
             if spec.cache or count is None or not takes(spec, count):
                 key = key_of(spec, *_read(lowered, arguments))
             if chain:
@@ -436,6 +436,6 @@ class Core:
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:
     if lowered is None:
-        assert isinstance(arguments, Arguments), "live arguments come with what they are as plain data"
+        assert isinstance(arguments, Arguments), "live arguments have a lowered form"
         lowered = decode_call(arguments.args, arguments.kwargs)
     return lowered

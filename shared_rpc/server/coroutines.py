@@ -16,10 +16,10 @@ from shared_rpc.server.outcomes import Failure
 
 __all__ = ["Coroutines"]
 
-#: Seconds between two cancellations of a coroutine that goes on.
+#: Seconds between two cancellations of a coroutine that continues.
 _AGAIN = 0.02
 
-#: Called with why it failed, or with a list of its value, which is the caller's to empty.
+#: Called with a failure, or with a list of the value, which the callee empties.
 Ended = Callable[[Failure | list[Any]], None]
 
 
@@ -27,9 +27,9 @@ class Coroutines:
     """Runs that go on now, by whatever tells them apart. On the loop only."""
 
     def __init__(self) -> None:
-        #: A loop keeps only weak references to its tasks.
+        #: References to the tasks: a loop keeps only weak ones.
         self._tasks: dict[object, asyncio.Task[Failure | None]] = {}
-        #: Whether a start is under way: what ends at once may start another run.
+        #: Whether a start is under way: a run that ends at once may start another run.
         self._starting = False
 
     def start(
@@ -42,7 +42,7 @@ class Coroutines:
         From Python 3.12 on its first step is taken here, and what needs no second one costs no turn of the loop.
         """
         value: list[Any] = []
-        # A task of its own: an endpoint that cancels the task it runs in must not cancel the server's.
+        # A task of its own: an endpoint that cancels its task must not cancel the server's.
         work = _awaited(begin.pop(), endpoint, run, value)
         loop = asyncio.get_running_loop()
         if self._starting:
@@ -80,7 +80,7 @@ class Coroutines:
             await asyncio.wait(self._tasks.values(), timeout=_AGAIN)
 
 
-#: What follows an endpoint's end is not in its context, where its run is the current one.
+#: The context of callbacks after an endpoint's end, without a current run.
 _OUTSIDE = contextvars.Context()
 
 
@@ -92,7 +92,7 @@ def _eager(work: Coroutine[Any, Any, Failure | None], loop: asyncio.AbstractEven
 
 def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | list[Any]:
     if task.cancelled():
-        return Failure.of(TaskCancelled())  # asked before its first step
+        return Failure.of(TaskCancelled())  # cancelled before its first step
     return task.result() or value
 
 
@@ -108,5 +108,5 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
     except BaseException as error:
         return Failure.raised(error)
     finally:
-        del begin  # has the arguments, and an error that somebody keeps may keep this frame
+        del begin  # it refers to the arguments, and a kept error may keep this frame
     return None

@@ -37,6 +37,6 @@ class DeviceMemory:
 
         :raises CapabilityError: if the device has not enough.
         """
-        # A safe point: what was dropped to make room goes back to the device before more is asked of it.
+        # A safe point: memory dropped to make room is returned to the device before more is allocated.
         MAPPINGS.drain()
         return backend_for(device).create(nbytes)

@@ -64,7 +64,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
     )
     for option, allowed in _ALLOWED.items():
         value = getattr(spec, option)
-        # By type too: 1 is no True on the wire.
+        # By type too: 1 is not True on the wire.
         if not any(type(value) is type(one) and value == one for one in allowed):
             raise ConfigurationError(f"endpoint {chosen!r}: {option}={value!r}; use {' or '.join(map(repr, allowed))}")
     ttl = spec.idle_ttl
@@ -107,7 +107,7 @@ def _parameter(parameter: inspect.Parameter) -> Parameter:
     if parameter.default is inspect.Parameter.empty:
         variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return Parameter(parameter.name, int(parameter.kind), required=not variadic)
-    # A default that is no plain data has no canonical text of its own; within one server it stands for itself.
+    # A default that is no plain value has no canonical text; within one server its identity stands for it.
     default = parameter.default
     try:
         known = canonical(lower(default, parameter.name, _dtype_by_name))
@@ -155,7 +155,7 @@ def _fields(template: str) -> Iterator[str]:
             yield from _fields(spec or "")
 
 
-#: The enumeration of kinds, by whose numbers parameters travel; it has no public name.
+#: The enumeration of parameter kinds, whose numbers are sent; it has no public name.
 _Kind: Any = type(inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -258,8 +258,8 @@ def _fill(spec: EndpointSpec, bound: dict[str, Any]) -> str:
     for name in sorted(set(_fields(template)) & set(values)):
         if canonical(values[name]) is None:
             raise CapabilityError(
-                f"endpoint {spec.name!r}: cache_format_key={template!r} names {name!r}, which is a tensor or a module in this "
-                f"call: leave it out, or pass what distinguishes it beside it"
+                f"endpoint {spec.name!r}: cache_format_key={template!r} names {name!r}, which is a tensor or module in this "
+                f"call: leave it out, or pass a plain argument that identifies it"
             )
     try:
         return template.format(**values)
@@ -294,11 +294,11 @@ def check_chain(spec: EndpointSpec, key: str | None, chain: frozenset[str]) -> N
     """
     if key is not None and key in chain and spec.singleflight:
         raise ConfigurationError(
-            f"{key} was called while it is being built, by itself or by what it calls: it would wait forever"
+            f"{key} calls itself while it is being built, directly or through another one: it would wait forever"
         )
     if spec.concurrency == "serialized" and spec.name in chain:
         raise ConfigurationError(
-            f"endpoint {spec.name!r} is serialized and was called by itself, or by what it calls: it would wait forever"
+            f"endpoint {spec.name!r} is serialized and calls itself, directly or through another one: it would wait forever"
         )
 
 
@@ -307,7 +307,7 @@ class Registry:
 
     def __init__(self, specs: Iterable[EndpointSpec] = ()) -> None:
         self.replace(specs)
-        #: Called with every endpoint that is added.
+        #: Called with every added endpoint.
         self.on_add: Callable[[EndpointSpec], None] | None = None
 
     def add(self, spec: EndpointSpec) -> None:
@@ -319,7 +319,7 @@ class Registry:
     def replace(self, specs: Iterable[EndpointSpec]) -> None:
         """Have these endpoints and no others."""
         self._specs = {spec.name: spec for spec in specs}
-        #: The spec of an endpoint, None where there is none.
+        #: Returns the spec of an endpoint, or None.
         self.find: Callable[[str], EndpointSpec | None] = self._specs.get
 
     def get(self, name: str) -> EndpointSpec:
@@ -329,9 +329,9 @@ class Registry:
         """
         spec = self._specs.get(name)
         if spec is None:
-            name = name[:_SHOWN]  # the time to find what is near grows with it
+            name = name[:_SHOWN]  # the time of the search grows with the length
             near = difflib.get_close_matches(name, self._specs, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(sorted(self._specs)) or 'none'}"
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(self._specs)) or 'none'}"
             raise EndpointNotFound(f"the server has no endpoint {name!r}: {hint}")
         return spec
 

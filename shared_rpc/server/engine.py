@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Where it is installed.
+#: Whether uvloop is installed.
 USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
-#: Seconds that stop() gives the thread.
+#: Seconds for which stop() waits for the thread.
 _STOP_TIMEOUT = 0.9
 
 
@@ -70,7 +70,7 @@ class Engine:
         self._thread.start()
         self._ready.wait()
         if self._ended:
-            raise ConfigurationError(f"{self._name} could not start; the log of shared_rpc.server says why")
+            raise ConfigurationError(f"{self._name} did not start: see the log of shared_rpc.server")
 
     @property
     def running(self) -> bool:
@@ -99,7 +99,7 @@ class Engine:
             if self._ended:
                 raise ConnectionClosed(f"{self._name} was stopped")
             self._posted.append(job)
-        with suppress(RuntimeError):  # the loop was closed just now: what it left is run after it
+        with suppress(RuntimeError):  # the loop has just closed: remaining jobs run after it
             self._loop.call_soon_threadsafe(self._wake)
 
     def ask(self, question: Callable[[Core], T]) -> T:

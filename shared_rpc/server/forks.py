@@ -52,8 +52,8 @@ def one_process(begun: Awaitable[Any], name: str, pid: int) -> Generator[Any, An
             raise
         if os.getpid() != pid:
             _end(
-                f"shared_rpc: a process (pid {os.getpid()}) that the endpoint {name!r} forked awaits something of the event "
-                f"loop of its parent (pid {pid}), and ends: use asyncio.run() in it, or fork in a def endpoint"
+                f"shared_rpc: a process (pid {os.getpid()}) that the endpoint {name!r} forked waits for the event loop of its "
+                f"parent (pid {pid}), and ends: use asyncio.run() in the process, or fork in a def endpoint"
             )
         try:
             yield wanted
@@ -62,7 +62,7 @@ def one_process(begun: Awaitable[Any], name: str, pid: int) -> Generator[Any, An
             raise
         except BaseException as error:
             thrown.append(error)
-        # A loop that resumes a coroutine sends it nothing: its futures are asked for their results.
+        # send() needs no value: a coroutine gets results from its futures, not from the loop.
 
 
 async def _awaited(begun: Awaitable[Any]) -> Any:
@@ -76,11 +76,11 @@ def _end(error: BaseException | str | None) -> NoReturn:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-        # Private, and what the child processes of multiprocessing call too: 3.8 to 3.14 have it.
+        # Private; child processes of multiprocessing call it too. In Python 3.8 to 3.14.
         atexit._run_exitfuncs()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # it is None, closed, or a pipe that nobody reads
+            with suppress(Exception):  # the stream is None or closed, or a pipe without a reader
                 stream.flush()
         os._exit(code)
 
@@ -93,7 +93,7 @@ def _tell(error: BaseException | str | None) -> int:
     if isinstance(code, int):
         return code & 0xFF
     if isinstance(code, BaseException):
-        # Without the frame that has called the endpoint.
+        # Without the frame that called the endpoint.
         trace = code.__traceback__.tb_next if code.__traceback__ is not None else None
         sys.excepthook(type(code), code.with_traceback(trace), trace)
     else:
@@ -105,7 +105,7 @@ def _tell(error: BaseException | str | None) -> int:
 def _end_run() -> None:
     run = CURRENT_RUN.get()
     if run is not None:
-        # Exit callbacks are for the process that registered them: those of multiprocessing would end its pools, for one.
+        # Exit callbacks belong to the process that registered them: those of multiprocessing, for example, would end its pools.
         atexit._clear()
         run.report = _nobody_asks
 

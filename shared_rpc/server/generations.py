@@ -22,10 +22,10 @@ from shared_rpc.server.state.tasks import TASK_SESSION
 
 __all__ = ["Generations", "page_of", "refreshable"]
 
-#: Keys whose latest generation is remembered for those who ask what is new: who asks too rarely misses the oldest ones.
+#: Keys whose latest generation is remembered for subscribers: a subscriber that asks too rarely misses the oldest ones.
 _REMEMBERED = 4096
 
-#: What is new since a position, and the position after it.
+#: Called with the generations since a position, and the position after them.
 Answer = Callable[[list[Generation], int], object]
 
 
@@ -37,11 +37,11 @@ def refreshable(spec: EndpointSpec, key: str | None) -> str:
     if key is not None:
         return key
     why = (
-        "its results are not cached (cache=False)"
+        "its results are not cached: share it with cache=True"
         if not spec.cache
         else "a call with a tensor or a module among its arguments is not cached: give the endpoint a cache_format_key"
     )
-    raise ConfigurationError(f"endpoint {spec.name!r} has nothing to refresh: {why}")
+    raise ConfigurationError(f"endpoint {spec.name!r} cannot be refreshed: {why}")
 
 
 class Generations:
@@ -67,11 +67,11 @@ class Generations:
         self._leases = leases
         self._release = release
         self._reclaim = reclaim
-        #: The latest generation of each key and its position, the latest last.
+        #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
         self._waiting: list[tuple[Waiter, int, Answer]] = []
-        #: What those are told who wait when the server has stopped.
+        #: The failure for waiters once the server has stopped.
         self._gone: Failure | None = None
 
     def announce(self, stored: StoredObject) -> None:
@@ -94,7 +94,7 @@ class Generations:
             tell(waiter, self._gone)
             return
         news = self._since(after) if after >= 0 else []
-        if news or after < 0 or after > self._position:  # a position of an earlier server
+        if news or after < 0 or after > self._position:  # also for a position of an earlier server
             answer(news, self._position)
         else:
             self._waiting.append((waiter, after, answer))
@@ -112,7 +112,7 @@ class Generations:
 
     def of(self, stored: StoredObject) -> Generation:
         """Describe an object with a key."""
-        assert stored.cache_key is not None, "what has no key has no generations"
+        assert stored.cache_key is not None, "only objects with a key have generations"
         return Generation(
             endpoint=stored.endpoint,
             cache_key=stored.cache_key,
@@ -134,13 +134,13 @@ class Generations:
         current = self._objects.current(stored.cache_key) if stored is not None else None
         if stored is not None and current is not None and current.run > stored.run:
             raise RefreshError(
-                f"another refresh of {stored.cache_key} began while {endpoint}() built this generation, and ended before it, "
-                f"so this one was not made current: generation {current.generation} is, object {current.object_id}"
+                f"another refresh of {stored.cache_key} began while {endpoint}() built this generation, and ended first: this "
+                f"generation is not current, generation {current.generation} is (object {current.object_id})"
             )
         if stored is None or not stored.listed:
             raise RefreshError(
-                f"{endpoint}() was invalidated while its next generation was being built, so that was not made current: the "
-                f"next call builds it anew, and so does refresh()"
+                f"{endpoint}() was invalidated while its next generation was being built: the generation is not current. Call "
+                f"the endpoint or refresh() to build another one"
             )
         return self.of(stored)
 
@@ -151,11 +151,11 @@ class Generations:
         """
         stored = self._objects.get(object_id)
         if stored is None:
-            raise StaleHandleError(f"the server {self._server_id} owns no object {object_id[:100]}", reason="object_gone")
+            raise StaleHandleError(f"the server {self._server_id} has no object {object_id[:100]}", reason="object_gone")
         current = self._objects.lookup(stored.cache_key) if stored.cache_key is not None else stored
         if current is None:
             raise StaleHandleError(
-                f"no generation of {stored.cache_key} is current: it was invalidated, and not called since: call it again",
+                f"{stored.cache_key} was invalidated and has no current generation: call the endpoint again",
                 reason="invalidated",
             )
         self._deliver(waiter, current)
@@ -169,18 +169,18 @@ class Generations:
         stored = self._objects.get(object_id)
         if stored is not None:
             if stored.listed and stored.cache_key is not None:
-                self._objects.lookup(stored.cache_key)  # which is an access
+                self._objects.lookup(stored.cache_key)  # this counts as an access
             self._deliver(waiter, stored)
             return
         current = self._objects.lookup(cache_key)
         if current is not None:
             raise StaleHandleError(
-                f"generation {current.generation} of {cache_key[:200]} has taken the place of object {object_id[:100]}, which "
-                f"nobody holds any more: call the endpoint for it",
+                f"object {object_id[:100]} was dropped, and generation {current.generation} of {cache_key[:200]} is current: "
+                f"call the endpoint to get it",
                 reason="superseded",
             )
         raise StaleHandleError(
-            f"the server {self._server_id} owns no object {object_id[:100]} any more: nobody held it, and it is not cached: "
+            f"the server {self._server_id} has no object {object_id[:100]} any more: it had no lease and is not cached: "
             f"call the endpoint again",
             reason="object_gone",
         )
@@ -223,9 +223,9 @@ def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool
     stored = objects.get(object_id)
     if stored is not None and stored.page is None:
         quotas.require_descriptors(1)
-        stored = objects.get(object_id)  # that may have been what made room
+        stored = objects.get(object_id)  # the eviction may have dropped it
     if stored is None:
-        raise StaleHandleError(f"the server owns no object {object_id[:100]}", reason="object_gone")
+        raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")
     page = stored.page
     if page is None:
         page = new_page()
@@ -236,6 +236,6 @@ def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool
 
 def _memory_of(stored: StoredObject) -> list[SegmentInfo]:
     kinds = {(segment.info.device, segment.info.mechanism): segment.info for segment in stored.record.segments}
-    if not kinds and stored.record.device != "cpu":  # in the local role nothing lies in segments
+    if not kinds and stored.record.device != "cpu":  # in the local role objects have no segments
         return [SegmentInfo("", 0, stored.record.device, mechanism=chosen(stored.record.device).name)]
     return list(kinds.values())

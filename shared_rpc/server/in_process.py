@@ -57,9 +57,9 @@ class InProcessExecutor:
         self._kind = device_kind(device)
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
-        #: As many again for tasks: a few that take minutes must not hold up every call.
+        #: As many again for tasks: a few long tasks must not hold up all calls.
         self._background = WorkerThreads(limit, self._prepare, next_turn=True)
-        #: Runs whose work has not begun, and what is to be done for them.
+        #: Runs whose work has not begun, with their jobs.
         self._queued: dict[Run[Any], tuple[WorkerThreads, Job]] = {}
         self._coroutines = Coroutines()
 
@@ -110,12 +110,12 @@ class InProcessExecutor:
             begun()
             loaded = guarded(lambda: Completed(None, load(run)))
             if isinstance(loaded, Failure):
-                asyncio.get_running_loop().call_soon(ended, loaded)  # which may start the next run in line, and so on
+                asyncio.get_running_loop().call_soon(ended, loaded)  # soon: it may start the next run in line
             else:
                 self._await(endpoint, run, context, loaded, ended)
             return
         else:
-            # What takes time, the arguments and the result, is done in threads all the same.
+            # Mapping large arguments and publishing the result take time, and are done in threads all the same.
             job = Job(
                 lambda: guarded(lambda: Completed(None, load(run))),
                 lambda loaded: self._await(endpoint, run, context, loaded, ended),
@@ -165,7 +165,7 @@ class InProcessExecutor:
         if isinstance(loaded, Failure):
             ended(loaded)
             return
-        if context.cancelled:  # asked while its arguments were loaded
+        if context.cancelled:  # cancelled while its arguments were loaded
             ended(Failure.of(TaskCancelled()))
             return
 
@@ -178,7 +178,7 @@ class InProcessExecutor:
 
         args, kwargs = loaded.live
         begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
-        # Who else has the arguments decides whether they can go back as they are.
+        # Other references to the arguments decide whether the result can be returned in their chunks.
         loaded.live = None
         del args, kwargs
         self._prepare()
@@ -233,7 +233,7 @@ class InProcessExecutor:
         job = self._job(run, publish, ended)
         transfer = self._transfers.find(run.session)
         if transfer is None:
-            ended(Failure.of(ConnectionClosed("the session ended before its result had room")))
+            ended(Failure.of(ConnectionClosed("the session ended while the result of {run.spec.name!r} waited for memory")))
             return
         transfer.park(run, lambda: self._threads.start(job), awaiting.frees)
         owner.out_of_memory(run, awaiting.why)
@@ -266,13 +266,13 @@ class InProcessExecutor:
         finally:
             CURRENT_RUN.reset(token)
         end_if_forked(pid)
-        # The arguments' memory may be what the result replaces.
+        # The result may take the place of the arguments' memory.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
 
 
 def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failure:
-    # In a list that is emptied: an error of the endpoint's code that somebody keeps keeps this frame.
+    # In a list that is emptied: a kept error of the endpoint's code may keep this frame.
     outcome = [guarded(work)]
     if type(outcome[0]) is Failure:
         let_go(run, outcome[0])

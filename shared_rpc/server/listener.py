@@ -42,7 +42,7 @@ def bind_socket(path: str) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                _make_way(path)  # somebody was quicker, who has no part in the lock
+                _make_way(path)  # a process that does not use the lock was faster
                 return _listen(path)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {path}: {error}") from error
@@ -51,7 +51,7 @@ def bind_socket(path: str) -> socket.socket:
 def _listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
-        # On Linux the file takes the mode of the socket's own inode, so it is never open to others.
+        # On Linux the file gets the mode of the socket's inode: it is never open to other users.
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(path)
         listener.listen(_BACKLOG)
@@ -68,7 +68,7 @@ def remove_socket(path: str, inode: int) -> None:
             if os.lstat(path).st_ino == inode:
                 os.unlink(path)
     except (OSError, ConfigurationError):
-        return  # gone already, with its directory perhaps
+        return  # removed already, perhaps with its directory
 
 
 def check_directory(directory: str) -> None:
@@ -103,7 +103,7 @@ def why_not_there(status: os.stat_result) -> str:
         return ""
     if status.st_uid != os.geteuid():
         return f"belongs to uid {status.st_uid}, not {os.geteuid()}"
-    return f"has mode {mode:04o}, others can write to it" if mode & 0o022 else ""
+    return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
 
 
 def _make_private(directory: str) -> None:
@@ -139,16 +139,16 @@ def _make_way(path: str) -> None:
         return
     ours, is_socket = status.st_uid == os.geteuid(), stat.S_ISSOCK(status.st_mode)
     if ours and not is_socket:
-        raise ConfigurationError(f"{path} is there and is no socket: remove it, or choose another base_path")
+        raise ConfigurationError(f"{path} exists and is no socket: remove the file, or choose another base_path")
     owner = _who_listens(path) if is_socket else ""
     if not ours:
         served = f", and is served {owner}" if owner else ""
         raise ConfigurationError(
-            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}{served}: have that user remove it, or choose another "
-            f"base_path (SHARED_TENSOR_BASE_PATH)"
+            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}{served}: have that user remove it, or choose "
+            f"another base_path (SHARED_TENSOR_BASE_PATH)"
         )
     if owner:
-        raise ConfigurationError(f"{path} is served {owner}: stop that server first, or choose another base_path")
+        raise ConfigurationError(f"{path} is served {owner}: stop that server, or choose another base_path")
     os.unlink(path)
 
 
@@ -160,4 +160,4 @@ def _who_listens(path: str) -> str:
             return ""
         if code == errno.EAGAIN:
             return "by a server with a full backlog"
-        return _named(peer_of(probe)) if code == 0 else f"by a server that cannot be asked ({os.strerror(code)})"
+        return _named(peer_of(probe)) if code == 0 else f"by a server that cannot be reached ({os.strerror(code)})"

@@ -27,7 +27,7 @@ _COUNTS: dict[str, Literal["hits", "misses", "joined", "builds"]] = {
 def measures(cores: Iterable[Core]) -> Measures:
     """Return the numbers of all servers of a process together. On their loop, in one step."""
     found: Measures = defaultdict(Counter)
-    segments: dict[str, SegmentInfo] = {}  # servers may have objects in the same memory
+    segments: dict[str, SegmentInfo] = {}  # objects of several servers may share memory
     for core in cores:
         for spec in core.registry.all():
             for name in (*_COUNTS, "builds_running", "builds_queued"):
@@ -49,7 +49,7 @@ def measures(cores: Iterable[Core]) -> Measures:
         found["leases"][()] += len(core.leases)
         found["sessions"][()] += len(core.sessions)
         found["connections"][()] += core.sessions.connections
-        # The process's, which all its servers share.
+        # Of the process: its servers share them.
         found["object_descriptors"][()] = core.objects.descriptors.used
         found["object_descriptors_limit"][()] = core.objects.descriptors.limit
     for device, nbytes in usage_of(segments).items():

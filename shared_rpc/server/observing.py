@@ -36,7 +36,7 @@ class Observed:
             "session": session,
             "pid": pid,
         }
-        #: How it is answered if all goes well.
+        #: How the call is answered if it succeeds.
         self.how: Literal["hit", "joined", "built"] = "built"
         self._ended = False
         self._began = time.monotonic()
@@ -65,7 +65,7 @@ class Listeners:
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id
-        #: The session that ends without having said so, while its leases end.
+        #: The session that ended without a goodbye, while its leases are released.
         self._reclaiming = ""
 
     def added(self, stored: StoredObject) -> None:

@@ -13,7 +13,7 @@ from shared_rpc.memory.records import Record
 
 __all__ = ["AwaitingRoom", "Completed", "Failure"]
 
-#: Bytes. An exception that pickles larger than this carries data, and arrives as a RemoteError.
+#: Bytes. An exception that pickles larger carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
 
 
@@ -71,12 +71,12 @@ class Failure:
 
     def to_raise(self) -> BaseException:
         """Return what a caller in this process raises; a copy where the failure is kept, as raising adds frames."""
-        assert self.error is not None, "a failure in this process has its exception"
+        assert self.error is not None, "a failure of this process has its exception"
         if not self.kept:
             return self.error
         try:
             again = copy.copy(self.error)
-        except Exception:  # an exception whose constructor takes other arguments
+        except Exception:  # the exception's constructor takes other arguments
             return self.error
         again.__cause__, again.__suppress_context__ = self.error.__cause__, self.error.__suppress_context__
         return again.with_traceback(self.error.__traceback__)
@@ -97,13 +97,13 @@ class Failure:
         )
         remote = RemoteError(text_of(error), type_name=name, traceback=text)
         pickled = b""
-        # SystemExit and the like end the process that raised them, and must not end the caller's.
+        # SystemExit and the like end the process that raises them, and must not end the caller's.
         if isinstance(error, Exception):
             try:
                 from shared_rpc.codec.skeleton import dump_exception
 
                 pickled = dump_exception(error)
-            except BaseException:  # of its own methods too nothing may get past the waiters
+            except BaseException:  # nothing that the exception's own methods raise may pass the waiters
                 pickled = b""
         local = error if isinstance(error, Exception) else remote
         return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
@@ -128,4 +128,4 @@ def _traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except BaseException as problem:
-        return f"<the traceback cannot be shown: {type(problem).__name__}>"
+        return f"<the traceback cannot be formatted: {type(problem).__name__}>"

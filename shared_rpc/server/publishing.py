@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Publisher", "failure", "guarded", "let_go", "load", "loads_soon"]
 
-#: Seconds that the loop waits for a result to be copied, before a thread does.
+#: Seconds of copying a result on the loop, above which a thread copies results.
 _PATIENCE = 100e-6
-#: Bytes of a table of so few tensors that they are made on the loop.
+#: Bytes of a table of so few tensors that they are rebuilt on the loop.
 _FEW = 1024
 
 
@@ -56,7 +56,7 @@ class Publisher:
             record = publish_argument(only, transfer.references)
             if record is not None:
                 return Completed(record, None)
-        # It stays in its list, which is emptied: code of its own that runs below may have this frame kept.
+        # The value stays in its list, which is emptied: code of the value that runs below may keep this frame.
         spec = endpoint.spec
         try:
             if not run.publish or not self._shares:
@@ -70,7 +70,7 @@ class Publisher:
                 except PoolFull as full:
                     if not (again and transfer.reclaim()):
                         return AwaitingRoom(None, only[0], str(full), full.frees)
-            raise AssertionError("it was published, or it starves")
+            raise AssertionError("the second attempt returns")
         finally:
             only.clear()
 
@@ -127,7 +127,7 @@ def loads_soon(run: Run[Any]) -> bool:
     """Return whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
     arguments = run.arguments
     return isinstance(arguments, tuple) or (
-        "shared_rpc.codec.arguments" in sys.modules  # with torch
+        "shared_rpc.codec.arguments" in sys.modules  # torch is loaded with it
         and not arguments.skeletons
         and len(arguments.table) < _FEW
         and all(MAPPINGS.knows(segment.info) for segment in arguments.segments)

@@ -30,15 +30,15 @@ __all__ = ["RemoteClient"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Seconds a new connection has for its first frame.
+#: Seconds for the first frame of a new connection.
 _HANDSHAKE_TIMEOUT = 10.0
 #: Bytes of replies a client may leave unread before the server stops reading its requests.
 _BACKPRESSURE = 1 << 20
-#: Requests of one connection that may be under way at once; each costs the server some kilobytes.
+#: Requests of one connection under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
-#: Characters of an error's text for those who listen.
+#: Characters of an error's text in events.
 _SHOWN = 500
-#: Connections of this process, in the order they came.
+#: Numbers of this process's connections, in the order of their arrival.
 _numbers = itertools.count(1)
 
 
@@ -59,12 +59,12 @@ class RemoteClient:
         self.peer = peer
         self.session: Session | None = None
         self.session_id = ""
-        #: Tells it from all others, of all servers: what its requests are called begins with it.
+        #: The connection's name, unique among all servers: the names of its requests begin with it.
         self.name = ""
         self.stream = FramedStream(sock, self._handle, self._end, backpressure=_BACKPRESSURE)
-        #: Requests that are answered later, by their numbers.
+        #: Requests that are answered later, by number.
         self.waiting: dict[int, RemoteCaller] = {}
-        #: Arenas of the session's pool whose descriptors went over this connection.
+        #: Arenas of the session's pool whose descriptors were sent over this connection.
         self.sent: set[str] = set()
         self._on_close = on_close
         self._silence: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class RemoteClient:
             self.stream.send(message, number, payload, fds)
             return True
         except (OSError, ProtocolError) as error:
-            _log.error("a reply to pid %d cannot be sent: %s", self.peer.pid, error)
+            _log.error("cannot send a reply to pid %d: %s", self.peer.pid, error)
             self.stream.send(m.Error(CapabilityError.code, f"the server cannot send the reply: {error}"), number)
             return False
 
@@ -126,7 +126,7 @@ class RemoteClient:
     def _welcome(self, frame: Frame) -> None:
         hello = decode_message(frame)
         if not isinstance(hello, m.Hello):
-            raise ProtocolError(f"a connection begins with Hello, not with {type(hello).__name__}")
+            raise ProtocolError(f"the first message of the connection is {type(hello).__name__}, not Hello")
         self.session = self.core.sessions.join(self.peer, hello.token)
         self.session_id = self.session.session_id
         self.name = f"{self.session_id[:8]}-{next(_numbers)}"
@@ -134,16 +134,16 @@ class RemoteClient:
 
     def _end(self, error: Exception | None) -> None:
         if isinstance(error, ProtocolError):
-            _log.warning("pid %d broke the protocol: %s", self.peer.pid, error)
+            _log.warning("protocol error of pid %d: %s", self.peer.pid, error)
             self.refuse(error)
             return
         if error is not None:
-            _log.error("the connection of pid %d is ended: %s", self.peer.pid, error, exc_info=error)
+            _log.error("closed the connection of pid %d: %s", self.peer.pid, error, exc_info=error)
         self.close()
 
     def _said_nothing(self) -> None:
         if self.session is None:
-            _log.warning("pid %d connected and said nothing for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
+            _log.warning("pid %d connected and sent no Hello for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
             self.close()
 
 
@@ -154,10 +154,10 @@ class RemoteCaller(msgspec.Struct, eq=False):
     session: str
     _client: RemoteClient
     _number: int
-    #: What it came in, until it waits.
+    #: The request's frame, until the request waits.
     _frame: Frame | None
     _waiter: Waiter | None = None
-    #: Why its result waits for memory.
+    #: Why the result waits for memory.
     _out_of_memory: str = ""
     local: ClassVar[bool] = False
 
@@ -168,13 +168,13 @@ class RemoteCaller(msgspec.Struct, eq=False):
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
-        assert self._frame is not None, "it does not wait yet"
+        assert self._frame is not None, "a waiting request has no frame any more"
         return None, read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
 
     def wait(self) -> Waiter:
         waiting = self._client.waiting
         if self._number in waiting:
-            raise ProtocolError(f"request id {self._number} is in use")
+            raise ProtocolError(f"request id {self._number} is in use already")
         if len(waiting) >= _MAX_CALLS:
             raise ServerBusy(f"{_MAX_CALLS} calls of this connection are under way: wait for some of them to end")
         waiting[self._number] = self
@@ -184,7 +184,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
 
     def leave(self) -> None:
         """Stop waiting; the asker knows."""
-        assert self._waiter is not None, "it waits"
+        assert self._waiter is not None, "only a waiting request is discarded"
         if self._waiter.on_leave is not None:
             self._waiter.on_leave()
         self.core.leave(self._waiter)
@@ -194,7 +194,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         caller = self._client.waiting.get(self._number)
         if caller is not None:
             caller.leave()
-            text = "the call was given up by its caller"
+            text = "the caller has cancelled the call"
             caller.reply(
                 m.Error(ServerBusy.code, caller._out_of_memory)
                 if caller._out_of_memory
@@ -216,7 +216,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
                 return False
             del waiting[self._number]
         if not self._number and not isinstance(message, m.Error):
-            return True  # nobody waits for the answer, see Free
+            return True  # no caller waits for the answer, see Free
         return self._client.send(message, self._number, payload, fds)
 
     def fail(self, failure: Failure) -> None:
@@ -241,7 +241,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
             self.fail(outcome)
             return True
         record, stored = outcome.record, outcome.stored
-        assert record is not None and self._waiter is not None, "a call from another process needs a record"
+        assert record is not None and self._waiter is not None, "a result for another process has a record"
         transfer, sent = self.core.transfers.find(self.session), self._client.sent
         kept = [number for number in record.arenas if record.segments[number].info.id in sent]
         message = m.Result(

@@ -14,11 +14,11 @@ from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["Reporter"]
 
-#: Reports that are told one by one, before they are thinned out.
+#: Reports that are all sent, before they are thinned out.
 _BURST = 100
-#: Seconds between two reports from then on; one that was held back is told after as long.
+#: Seconds between two reports from then on; a report that was held back is sent after as long.
 _PERIOD = 0.05
-#: Of all reporters: it is held for less than a microsecond at a time, and making one takes as long.
+#: Of all reporters: it is held for less than a microsecond, and making a lock takes as long.
 _lock = threading.Lock()
 
 
@@ -30,7 +30,7 @@ class Reporter(msgspec.Struct, eq=False):
 
     _loop: asyncio.AbstractEventLoop
     _tell: Callable[[Progress], None]
-    #: Most runs report nothing: what is needed for that is made with the first report.
+    #: Made with the first report: most runs report nothing.
     _waiting: deque[Progress] | None = None
     _scheduled: bool = False
     _allowance: float = float(_BURST)
@@ -49,7 +49,7 @@ class Reporter(msgspec.Struct, eq=False):
             if self._scheduled:
                 return
             self._scheduled = True
-        with suppress(RuntimeError):  # the loop is closed: the server stopped while the endpoint ran
+        with suppress(RuntimeError):  # the loop is closed: the server stopped during the run
             self._loop.call_soon_threadsafe(self._flush)
 
     def close(self) -> None:
@@ -70,9 +70,9 @@ class Reporter(msgspec.Struct, eq=False):
         self._counted = now
         count = int(self._allowance)
         with _lock:
-            if self._waiting is None:  # the run ended
+            if self._waiting is None:  # the run has ended
                 return
-            # The newest ones: whoever waits wants to know how far it is, not how far it was.
+            # The newest ones: a watcher wants the present progress.
             told = list(self._waiting)[-count:] if count else []
             if count or not self._waiting:
                 self._waiting.clear()

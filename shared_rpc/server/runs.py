@@ -113,7 +113,7 @@ class Runs:
         self._admit = admit
         self._listed = listed
         self._server_id = server_id
-        #: Of each serialized endpoint the run that has its turn, and those that wait for theirs.
+        #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
@@ -246,12 +246,12 @@ class Runs:
                 waiter.on_progress(progress)
 
     def out_of_memory(self, run: Run[Waiter], why: str) -> None:
-        # The endpoint itself has ended: others need not wait for the memory that this one's caller holds.
+        # The endpoint itself has ended: the next run need not wait for memory that this one's caller holds.
         self._next_turn(run)
         for waiter in tuple(run.waiters):
             if waiter.on_out_of_memory is not None:
                 waiter.on_out_of_memory(why)
-        if not run.waiters:  # they left while the endpoint worked
+        if not run.waiters:  # they have left while the endpoint ran
             self._abandon(run)
 
     def ended(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
@@ -263,7 +263,7 @@ class Runs:
         if run in self.calls.runs:
             self._finish(run, outcome)
         elif isinstance(outcome, Completed) and outcome.record is not None:
-            outcome.record.close()  # the server was stopped
+            outcome.record.close()  # the server has stopped
         if run.spec.concurrency != "parallel":
             self._next_turn(run)
 
@@ -288,7 +288,7 @@ class Runs:
         if spec.concurrency == "parallel":
             return
         line = self._lines.get(spec.name, deque())
-        if run not in line:  # the server was stopped
+        if run not in line:  # the server has stopped
             return
         had_turn = line[0] is run
         line.remove(run)
@@ -351,12 +351,12 @@ class Runs:
     ) -> None:
         managed = spec.managed and stored is not None
         if stored is not None:
-            # All of them before anybody is told: one who gives its lease back at once must not end the others'.
+            # All leases before any delivery: a waiter that releases its lease at once must not drop the others' object.
             for waiter in waiters:
                 if (managed and not waiter.refreshes) or waiter.keeps:
                     self._leases.grant(waiter.session, stored.object_id)
         if len(waiters) > 1:
-            # Tasks last: what a task hands on and lets go of may be all that keeps the record.
+            # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.
             waiters = sorted(waiters, key=lambda waiter: waiter.keeps)
         for waiter in waiters:
             tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
@@ -370,7 +370,7 @@ def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
     try:
         waiter.deliver(outcome)
     except Exception:
-        _log.exception("a waiter of session %s could not be told", waiter.session)
+        _log.exception("the callback of a waiter of session %s failed", waiter.session)
 
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:

@@ -135,7 +135,7 @@ class Server:
         :raises ConnectionClosed: if the server does not run.
         """
         if self._engine is None or not self._engine.running:
-            raise ConnectionClosed(f"the server of this process at {self.socket_path} does not run")
+            raise ConnectionClosed(f"the server of this process at {self.socket_path} is not running: call start()")
         return self._engine
 
     def start(self, blocking: bool = False) -> Server:
@@ -147,7 +147,7 @@ class Server:
             cannot, or the package that they need.
         """
         if self.running:
-            raise ConfigurationError(f"this server already runs at {self.socket_path}")
+            raise ConfigurationError(f"this server is running already, at {self.socket_path}")
         if blocking:
             wait_for_signal(self.start, end=self.stop)
             return self

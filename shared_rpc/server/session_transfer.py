@@ -16,7 +16,7 @@ from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["SessionTransfer", "Transfers"]
 
-#: Arenas of one client; one that doubles its pool comes to a dozen.
+#: The limit of arenas of one client; a pool that doubles as it grows has a dozen.
 _MAX_ARENAS = 64
 
 
@@ -24,7 +24,7 @@ class SessionTransfer(ABC):
     """One session's pool of results, and what its client lends for arguments. On the server's loop."""
 
     def __init__(self) -> None:
-        #: The client's arenas, by the ids that it gave them.
+        #: The client's arenas, by the client's ids.
         self._arenas: dict[str, Segment] = {}
 
     def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
@@ -33,12 +33,12 @@ class SessionTransfer(ABC):
         Its id is made here, so that no client can pass its memory off as another segment.
         """
         segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd)
-        # Several connections may bring the same one, and the first is good for all.
+        # Several connections may send the same arena: the first one counts.
         if self._arenas.setdefault(info.id, segment) is not segment:
             segment.close()
         if len(self._arenas) > _MAX_ARENAS:
             self._arenas.pop(info.id).close()
-            raise ProtocolError(f"a client with more than {_MAX_ARENAS} arenas")
+            raise ProtocolError(f"the client has sent more than {_MAX_ARENAS} arenas")
         return self.arena(info.id)
 
     def arena(self, segment_id: str) -> Segment:
@@ -110,7 +110,7 @@ class Transfers(Generic[TransferT_co]):
     def __init__(self, make: Callable[[str], TransferT_co]) -> None:
         self._make = make
         self._transfers: dict[str, TransferT_co] = {}
-        #: A session's transfer, None if it has none.
+        #: Returns the transfer of a session, or None.
         self.find: Callable[[str], TransferT_co | None] = self._transfers.get
 
     def of(self, session: str) -> TransferT_co:

@@ -30,7 +30,7 @@ class Session:
         self.peer = peer
         self.since = time.time()
         self.connections = 0
-        #: Whether its client has said that it ends.
+        #: Whether the client has announced the session's end.
         self.closing = False
         self.began = time.monotonic()
 
@@ -54,7 +54,7 @@ class Sessions:
         self._objects = objects
         self._leases = leases
         self._on_end = on_end
-        #: All there are, those included that belong to no session yet.
+        #: The number of connections, including those without a session.
         self.connections = 0
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
@@ -92,7 +92,7 @@ class Sessions:
         if not session.connections:
             del self._by_token[session.token], self._by_id[session.session_id]
             leases = self._leases.count(session.session_id)
-            # One that hangs up while another of its threads waits cannot say goodbye, and lives on.
+            # A thread that closes its connection while another thread waits cannot say goodbye, and the process lives on.
             clean = session.closing or not _ends(session.peer.pid)
             self._on_end(session.session_id, clean=clean)
             if HOOKS.registered:
@@ -144,7 +144,7 @@ class Sessions:
         return len(self._by_id)
 
 
-#: PF_EXITING of the kernel (include/linux/sched.h). It is set before a process's descriptors are closed.
+#: PF_EXITING of the kernel (include/linux/sched.h). Set before the kernel closes a process's descriptors.
 _EXITING = 0x4
 
 

@@ -26,7 +26,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, EndpointStatistics] = defaultdict(_zeros)
-        #: An endpoint's counts, to be read or added to. Its name must be a registered one.
+        #: Returns the counts of a registered endpoint, to be read or added to.
         self.of: Callable[[str], EndpointStatistics] = self._counts.__getitem__
         self.refused = 0
 

@@ -18,7 +18,7 @@ __all__ = ["FramedStream"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Reads of one stream after which others have their turn, and frames whose answers go in one write.
+#: Reads of one stream before other streams get their turn, and frames whose answers are sent in one write.
 _TURN = 32
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
@@ -53,17 +53,17 @@ class FramedStream:
         self._on_drained = on_drained
         self._backpressure = backpressure
         self._loop = asyncio.get_running_loop()
-        #: A message may be sent in the context of an endpoint, and what the loop is to call must not keep that.
+        #: The context of the loop's callbacks: a message may be sent in the context of an endpoint, which they must not keep.
         self._context = contextvars.copy_context()
-        #: Whether there may be frames that have come and were not handled.
+        #: Whether there may be frames that have arrived and are not handled yet.
         self._behind = False
-        #: Whether it goes on in the loop's next turn.
+        #: Whether the loop continues the stream in its next turn.
         self._scheduled = False
-        #: Whether all must be written before more is handled.
+        #: Whether everything must be written before more frames are handled.
         self._paused = False
         self._gathering = False
         self._broken = False
-        #: Whether what is queued now waits here: the other side does not read, or will not read any more.
+        #: Whether queued messages wait: the other side does not read, or has stopped reading for good.
         self.congested = False
         self.closed = False
 
@@ -101,7 +101,7 @@ class FramedStream:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
-            # Whoever is called knows this object, and both are to go at once.
+            # The callbacks refer to this object: without them, both are freed at once.
             del self._on_frame, self._on_end, self._on_drained
 
     def abandon(self) -> None:
@@ -118,7 +118,7 @@ class FramedStream:
         except (BlockingIOError, ConnectionClosed):
             pass
         except Exception:
-            _log.exception("what a process had sent before its end cannot be read")
+            _log.exception("cannot read the last frames of a process that has ended")
 
     def _go_on(self) -> None:
         self._scheduled = False
@@ -146,7 +146,7 @@ class FramedStream:
                 except BlockingIOError:
                     return
                 except OSError:
-                    pass  # the next read says what is wrong
+                    pass  # the next read reports the error
             self._scheduled = True
             self._loop.call_soon(self._go_on)
         except BlockingIOError:
@@ -184,7 +184,7 @@ class FramedStream:
                 self._flush()
         if self.congested and self.full:
             if self._broken:
-                raise ConnectionClosed("the other side has gone, and left more unread than it may")
+                raise ConnectionClosed("the other side has ended or does not read, and too many bytes for it wait")
             self._paused = True
             self._loop.remove_reader(sock.fileno())
         return more
@@ -197,7 +197,7 @@ class FramedStream:
                 self._context.run(self._loop.add_writer, self._socket.fileno(), self._writable)
                 self.congested = True
         except ConnectionClosed:
-            # The reading side sees it too, after what the other side has sent; until then nothing goes.
+            # The reading side reports the error too, after the last frames of the other side; nothing is sent until then.
             self.congested = self._broken = True
         except OSError as error:
             self._unwatched(error)

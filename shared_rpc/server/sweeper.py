@@ -11,7 +11,7 @@ from shared_rpc.server.state.clock import Clock
 
 __all__ = ["BootClock", "Sweeper"]
 
-#: Seconds after which it looks again where something will expire.
+#: Seconds between two checks at the most, if anything can expire.
 _LONGEST = 60.0
 
 
@@ -38,7 +38,7 @@ class Sweeper:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        #: When it looks next, on that clock.
+        #: The time of the next check, on that clock.
         self._looks_at = float("inf")
         self._wake: anyio.Event | None = None
 
@@ -56,6 +56,6 @@ class Sweeper:
             self._wake = awake = anyio.Event()
             pause = min((pause for drop in expire if (pause := drop()) is not None), default=float("inf"))
             self._looks_at = self._clock.now() + pause
-            # A loop's clock stands still while the host sleeps.
+            # The loop's clock stands still while the host sleeps.
             with anyio.move_on_after(min(pause, _LONGEST) if pause < float("inf") else pause):
                 await awake.wait()

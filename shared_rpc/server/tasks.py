@@ -20,7 +20,7 @@ __all__ = ["Tasks"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Bytes. A task remembers an exception that pickles larger as its type, message and traceback.
+#: Bytes. Of an exception that pickles larger, a task keeps the type, message and traceback.
 _EXCEPTION_LIMIT = 1 << 14
 
 
@@ -93,7 +93,7 @@ class Tasks:
         """
         task = self.table.get(task_id)
         if poll and not task.finished:
-            raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is {task.info.status}: it goes on")
+            raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is still {task.info.status}")
         self.watch(waiter, task)
 
     def fetch(self, waiter: Waiter, task_id: str, claimed: str = "") -> None:
@@ -113,7 +113,7 @@ class Tasks:
         task = self.table.get(task_id)
         if not task.finished:
             raise TaskError(
-                f"task {task_id} of {task.info.endpoint!r} is {task.info.status}, and has no result yet: wait_for_task() waits",
+                f"task {task_id} of {task.info.endpoint!r} is {task.info.status} and has no result yet: use wait_for_task()",
                 reason="unfinished",
             )
         self.watch(waiter, task)
@@ -145,7 +145,7 @@ class Tasks:
         if task.finished:
             return False
         waiter = task.waiter
-        assert waiter is not None, "a task that has not ended waits for its run"
+        assert waiter is not None, "a task that has not ended has a waiter"
         run = waiter.run
         if run is not None and run.running and len(run.waiters) == 1:
             if not task.info.cancel_requested:
@@ -165,7 +165,7 @@ class Tasks:
         if isinstance(outcome, Failure):
             self._end(task, outcome.remembered(_EXCEPTION_LIMIT))
             return
-        assert outcome.stored is not None, "what a task waits for is stored"
+        assert outcome.stored is not None, "a task's result is a stored object"
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
         self._deliver(task, task.watchers)
         if not task.kept:
@@ -200,7 +200,7 @@ class Tasks:
         if stored is None:
             return Failure.of(
                 TaskError(
-                    f"the result of task {task.info.task_id} was fetched, and nothing has kept it since: call "
+                    f"the result of task {task.info.task_id} was fetched, and not kept since: call "
                     f"{task.info.endpoint!r} again; managed handles and the cache keep a result longer",
                     reason="released",
                 )
@@ -217,7 +217,7 @@ class Tasks:
         self._emit(task)
         self._notify_watchers(task)
         if status.finished:
-            # A task is remembered for long, and what it was made of is not needed any more.
+            # A task is remembered for long, without its run.
             task.waiter = None
             self._changed()
 
@@ -244,4 +244,4 @@ class Tasks:
                 try:
                     waiter.on_event(task.info)
                 except Exception:
-                    _log.exception("a waiter of session %s could not be told of its task", waiter.session)
+                    _log.exception("the callback of a waiter of session %s for a task failed", waiter.session)

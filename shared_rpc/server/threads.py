@@ -49,19 +49,19 @@ class WorkerThreads:
 
     def __init__(self, limit: int, prepare: Callable[[], None] | None = None, *, next_turn: bool = False) -> None:
         if limit < 1:
-            raise ConfigurationError(f"max_workers={limit}: a server needs at least one thread to run endpoints")
+            raise ConfigurationError(f"max_workers={limit}: use at least one thread to run endpoints")
         self._prepare = prepare
         self._limit = limit
         self._next_turn = next_turn
-        #: Jobs that have a thread.
+        #: Jobs in threads.
         self._begun = 0
         self._waiting: deque[Job] = deque()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
-        #: Threads with a job: that may end after the loop.
+        #: Threads with a job, which may end after the loop.
         self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: Jobs that ended, with what they returned, until the loop has looked.
+        #: Ended jobs with their results, until the loop processes them.
         self._results: deque[tuple[Job, Any]] = deque()
         self._closed = False
 
@@ -109,8 +109,8 @@ class WorkerThreads:
         try:
             if self._prepare is not None:
                 self._prepare()
-        except Exception:  # the endpoint will meet it again, and can tell its caller
-            _log.exception("a worker thread could not be prepared")
+        except Exception:  # the endpoint meets the same error, and its caller gets it
+            _log.exception("preparing a worker thread failed")
         while (job := self._jobs.get()) is not None:
             self._working.add(threading.get_ident())
             self._results.append((job, job.work()))
@@ -118,7 +118,7 @@ class WorkerThreads:
             # An idle thread must hold neither the arguments nor the result.
             del job
             self._working.discard(threading.get_ident())
-            assert self._loop is not None, "a job comes from a loop"
+            assert self._loop is not None, "jobs come from a loop"
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._take_result)
             if after is not None:
@@ -134,7 +134,7 @@ class WorkerThreads:
         if loop is None:
             yield
             return
-        with suppress(RuntimeError):  # the server was stopped
+        with suppress(RuntimeError):  # the server has stopped
             loop.call_soon_threadsafe(self._grow, 1)
         try:
             yield
@@ -154,7 +154,7 @@ class WorkerThreads:
             self._jobs.put(None)
 
     def _discard_results(self) -> None:
-        with suppress(IndexError):  # another thread may do the same
+        with suppress(IndexError):  # another thread may have done the same
             while True:
                 _discard(self._results.popleft()[1])
 

@@ -33,18 +33,18 @@ class ServerTransfer(SessionTransfer):
     def __init__(self, session: str, options: PoolOptions) -> None:
         super().__init__()
         self.results = Pool(options, f"the pool for results of session {session}")
-        #: Chunks of the client's pool.
+        #: References to chunks of the client's pool.
         self.references = ChunkReferences(self._chunk_dropped)
-        #: Chunks of the results' pool that came back as arguments.
+        #: References to chunks of the results' pool that arrived as arguments.
         self.own = ChunkReferences(self._own_dropped)
-        #: Arenas of it whose descriptors the broker has, by their segments' ids, where this process is a worker.
+        #: In a worker, the ids of the pool's arenas whose descriptors the broker has.
         self.sent: set[str] = set()
-        #: Results that wait for room in the pool: what belongs to whom, and what to do when there may be some.
+        #: Results that wait for room in the pool: the owner of each, and a function to call when there may be room.
         self._parked: deque[tuple[object, Callable[[], None]]] = deque()
-        #: Who waits for chunks of the client's own: called from another thread.
+        #: Waiters for chunks of the client's pool: called from another thread.
         self._wanted: deque[Callable[[], None]] = deque()
         self._looking = False
-        #: The server's loop, once something is parked.
+        #: The server's loop, once a result is parked.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def poll(self) -> None:
@@ -92,7 +92,7 @@ class ServerTransfer(SessionTransfer):
             FINALIZER.submit(self._look)
 
     def unsubscribe(self, told: Callable[[], None]) -> None:
-        with suppress(ValueError):  # told already
+        with suppress(ValueError):  # called already
             self._wanted.remove(told)
 
     def returned(self) -> list[int]:
@@ -117,7 +117,7 @@ class ServerTransfer(SessionTransfer):
         self._looking = False
         self.references.drain()
         if self.references.free:
-            with suppress(IndexError):  # the loop's thread may take some
+            with suppress(IndexError):  # the loop's thread may remove some
                 while True:
                     self._wanted.popleft()()
 
@@ -139,7 +139,7 @@ class ServerTransfer(SessionTransfer):
         """Have ``retry`` called when chunks have come back since there were ``frees``, see :attr:`Pool.frees`."""
         self._loop = asyncio.get_running_loop()
         self._parked.append((result, retry))
-        if self.results.frees != frees:  # an endpoint's thread was first, and saw nobody here
+        if self.results.frees != frees:  # an endpoint's thread has freed chunks before the result was parked
             self._loop.call_soon(self._retry)
 
     def unpark(self, result: object) -> bool:
@@ -155,6 +155,6 @@ class ServerTransfer(SessionTransfer):
         self._wanted.clear()
         self.references.close()
         self.own.close()
-        # On a GPU it waits for the device.
+        # For a GPU this waits for the device.
         FINALIZER.start()
         FINALIZER.submit(self.results.close)

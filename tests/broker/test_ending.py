@@ -233,7 +233,7 @@ def test_stop_all(app: BrokerApp, tmp_path: Path, base_path: str) -> None:
     with Server(Provider(f"{base_path}-mine", device="cpu")) as mine:
         child = stopped(app, "--all", "--json")
         assert child.process.returncode == 1
-        assert "this server is a part of process" in child.expect_error(mine.socket_path)
+        assert "this server is part of process" in child.expect_error(mine.socket_path)
         assert child.process.stdout is not None
         assert {held["pid"] for held in json.loads(child.process.stdout.read())} == {broker.pid, other.pid}
         assert mine.running

@@ -632,7 +632,7 @@ def test_doctor_sees_an_open_directory(base_path: str, tmp_path: Path) -> None:
     """A directory that a server would refuse is found before a server is started."""
     tmp_path.chmod(0o777)
     (finding,) = (finding for finding in examine() if finding.state == "broken")
-    assert (finding.what, finding.found) == ("socket directory", f"{tmp_path} has mode 0777, others can write to it")
+    assert (finding.what, finding.found) == ("socket directory", f"{tmp_path} has mode 0777, so other users can write to it")
     assert finding.fix.startswith(f"chmod 700 {tmp_path}")
 
 

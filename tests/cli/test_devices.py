@@ -110,7 +110,7 @@ def test_quotas_as_people_write_them(texts: list[str], expected: dict[str, int |
         (["cpu=0.0"], "--quota cpu=0.0: a fraction is more than 0"),
         (["cpu=1G", "cpu=2G"], "--quota cpu=2G: cpu has a quota already"),
         (["cpu=1G", "disk=5"], "--quota disk=5: device='disk': use 'auto', 'cpu', 'cuda'"),
-        (["GPU-1=5"], "--quota GPU-1=5: quotas['GPU-1']: this server's devices are cpu"),
+        (["GPU-1=5"], "--quota GPU-1=5: quotas['GPU-1']: use a device of this server: cpu"),
     ],
     ids=str,
 )

@@ -411,7 +411,7 @@ def test_a_directory_of_somebody_else_is_not_used(place: Place, tmp_path: Path) 
     open_to_all.chmod(0o777)
     ran = Place(place.folder, open_to_all, forks=True).run(place.write(HAS_TORCH))
     assert ran.output == "False\n"
-    assert "others can write to it" in ran.errors
+    assert "other users can write to it" in ran.errors
 
 
 @pytest.mark.parametrize(

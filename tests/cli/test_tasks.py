@@ -434,7 +434,7 @@ def test_a_server_that_stops_meanwhile(client: Client, served: Server, start: Ca
 def test_an_id_that_was_never_issued(client: Client, command: str) -> None:
     """Exit code 1, and where ids come from."""
     for task in ("nonsense", f"{client.get_server_info()['server_id']}-7"):
-        assert cli(command, task).complaint.startswith(f"this server knows no task {task!r}: ids are those that submit()")
+        assert cli(command, task).complaint.startswith(f"this server has no task {task!r}: use an id returned by submit()")
 
 
 @pytest.mark.parametrize("command", ["wait", "cancel"])
@@ -467,7 +467,7 @@ def test_an_id_of_no_server(client: Client, another: Client, command: str) -> No
     """The error names the servers that were asked; one that is named is asked whatever the id is."""
     complaint = f"none of the servers that answer issued task 'a-1': {another.socket_path}, {client.socket_path}"
     assert cli(command, "a-1").complaint == complaint
-    assert cli(command, "a-1", "--socket", client.socket_path).complaint.startswith("this server knows no task 'a-1'")
+    assert cli(command, "a-1", "--socket", client.socket_path).complaint.startswith("this server has no task 'a-1'")
 
 
 def test_a_call_to_one_of_several(client: Client, another: Client) -> None:
@@ -737,7 +737,7 @@ def test_a_limit_of_tasks(start: Callable[..., Child], connect: Callable[..., Cl
     (tmp_path / "app.py").write_text(textwrap.dedent(APP))
     start("serve", "app", "--max-tasks", "1").expect("serving")
     connect().submit("forever")
-    assert cli("call", "forever").complaint.startswith("1 tasks are pending or running, as many as this server takes")
+    assert cli("call", "forever").complaint.startswith("1 tasks are pending or running, the limit of this server")
 
 
 def test_how_long_a_task_is_remembered(start: Callable[..., Child], connect: Callable[..., Client], tmp_path: Path) -> None:

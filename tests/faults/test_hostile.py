@@ -259,7 +259,7 @@ def test_a_request_before_hello(server: Server, message: m.Message) -> None:
     """A connection begins with Hello."""
     with Raw(server.socket_path, hello=False) as raw:
         raw.say(message)
-        assert f"begins with Hello, not with {type(message).__name__}" in refused(raw).text
+        assert f"the first message of the connection is {type(message).__name__}, not Hello" in refused(raw).text
 
 
 @pytest.mark.parametrize("kind", [0, 2, 4, 7, 9, 12, 15, 16, 19, 99, 255])
@@ -278,7 +278,7 @@ def test_a_second_hello(server: Server) -> None:
     with Raw(server.socket_path) as raw:
         answer = raw.ask(m.Hello())
         assert isinstance(answer, m.Error)
-        assert "Hello is no request" in answer.text
+        assert "Hello is no message of a client" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -649,7 +649,7 @@ def test_saying_nothing_for_too_long(server: Server, monkeypatch: pytest.MonkeyP
     with Raw(server.socket_path, hello=False) as raw:
         raw.send(frame_of(m.Hello())[:-1])
         raw.hear_end()
-    assert f"pid {os.getpid()} connected and said nothing" in caplog.text
+    assert f"pid {os.getpid()} connected and sent no Hello" in caplog.text
 
 
 def test_a_crowd_that_dies_in_the_middle_of_a_frame(server: Server, good: Client) -> None:

@@ -76,7 +76,7 @@ def test_nobody_holds_what_only_the_cache_keeps(client: Client) -> None:
 
 def test_what_is_not_there_has_no_holders(client: Client) -> None:
     """That is an error which says so, and not an empty list."""
-    with pytest.raises(StaleHandleError, match="owns no object 0123") as caught:
+    with pytest.raises(StaleHandleError, match="has no object 0123") as caught:
         client.holders("0123")
     assert caught.value.reason == "object_gone"
 

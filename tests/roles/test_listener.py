@@ -83,7 +83,7 @@ def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, conne
     """The second server fails, naming the first one's pid and the socket; the first one serves on."""
     client = connect()
     client.ping()
-    with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server first") as caught:
+    with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}: stop that server") as caught:
         serve()
     assert client.socket_path in str(caught.value)
     client.ping()
@@ -151,7 +151,7 @@ def test_something_else_is_in_the_way(path: str, serve: Serve, kind: str) -> Non
         Path(path).mkdir()
     else:
         Path(path).symlink_to("nowhere")
-    with pytest.raises(ConfigurationError, match=f"{path} is there and is no socket: remove it"):
+    with pytest.raises(ConfigurationError, match=f"{path} exists and is no socket: remove the file"):
         serve()
     assert os.path.lexists(path)
     assert kind != "file" or Path(path).read_text() == "precious"
@@ -258,7 +258,9 @@ def test_directory_and_socket_are_private(tmp_path: Path, connect: Connect) -> N
 def test_a_directory_that_others_can_write_to(tmp_path: Path, serve: Serve, permissions: int) -> None:
     """Whoever can write to it could put another socket in place of ours."""
     tmp_path.chmod(permissions)
-    with pytest.raises(ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}, others can write to it: chmod 700"):
+    with pytest.raises(
+        ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}, so other users can write to it: chmod 700"
+    ):
         serve()
     tmp_path.chmod(0o700)
 
@@ -359,7 +361,10 @@ def test_a_client_of_another_user_is_turned_away(open_directory: Path, children:
         os.chmod(server.socket_path, 0o666)
         stranger = python(AS_NOBODY.format(path=server.socket_path))
         children.append(stranger)
-        assert stranger.expect("") == f"ConfigurationError the server admits no client of uid {NOBODY} (allow_uids)"
+        assert stranger.expect("") == (
+            f"ConfigurationError the server (pid {os.getpid()}) admits no client of uid {NOBODY}: "
+            "start it with that uid in allow_uids"
+        )
         assert mine.get_server_info()["connections"] == 1
 
 

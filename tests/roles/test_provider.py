@@ -546,7 +546,7 @@ def test_endpoint_that_needs_itself(app: App, is_async: bool) -> None:
             result: torch.Tensor = app.inside["load"](size)
             return result
 
-    with pytest.raises(ConfigurationError, match=r"load\(size=2\) was called while it is being built"):
+    with pytest.raises(ConfigurationError, match=r"load\(size=2\) calls itself while it is being built"):
         app.provider.call("load", 2)
 
 
@@ -558,7 +558,7 @@ def test_serialized_endpoint_that_calls_itself(app: App) -> None:
         result: torch.Tensor = app.inside["load"](size - 1)
         return result
 
-    with pytest.raises(ConfigurationError, match="endpoint 'load' is serialized and was called by itself"):
+    with pytest.raises(ConfigurationError, match="endpoint 'load' is serialized and calls itself"):
         load(2)
 
 

@@ -61,14 +61,14 @@ def test_its_terms_in_every_role(provider: Provider) -> None:
     with provider.create_buffer(16, "int32", ttl=60, max_accesses=1) as buffer:
         assert buffer.get_object_info()["accesses_left"] == 1
         provider.get_buffer(buffer.object_id).release()
-        with pytest.raises(BufferNotFound, match="as often as its max_accesses allows"):
+        with pytest.raises(BufferNotFound, match="has reached its max_accesses"):
             provider.get_buffer(buffer.object_id)
     for arguments, options, text in (
         ((-1,), {}, "a buffer of -1 bytes"),
         ((1,), {"ttl": 0}, "ttl=0"),
         (("12",), {}, "neither a number of bytes nor a shape"),
         ((1,), {"device": "disk"}, "device='disk'"),
-        ((1,), {"device": "GPU-1"}, "makes no memory on GPU-1"),
+        ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1"),
     ):
         with pytest.raises((ConfigurationError, CapabilityError), match=text):
             provider.create_buffer(*arguments, **options)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_generations_are_iterated_over(app: App) -> None:
 def test_a_part_of_a_process_is_neither_reloaded_nor_stopped(app: App) -> None:
     """A server in a script has no workers, and its process may do more; nobody serves in the local role."""
     app.share("ones")(lambda: torch.ones(1))
-    with pytest.raises(ConfigurationError, match="whose code cannot be replaced"):
+    with pytest.raises(ConfigurationError, match="whose code cannot be reloaded"):
         app.provider.reload()
     with pytest.raises((ConfigurationError, CapabilityError), match=r"may do more than serve|plays the local role"):
         app.provider.stop_server()

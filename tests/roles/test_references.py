@@ -262,9 +262,9 @@ def encoded(table: TensorTable) -> msgspec.Raw:
 @pytest.mark.parametrize(
     ("message", "code", "text"),
     [
-        (named("0123456789abcdef", [0]), "segment-not-found", "does not keep, or not any more, the segments 0123456789abcdef"),
+        (named("0123456789abcdef", [0]), "segment-not-found", "does not have the segments 0123456789abcdef any more"),
         (named("x" * 1000, [0]), "segment-not-found", "x" * 100),
-        (named("", [0]), "segment-not-found", "does not keep"),
+        (named("", [0]), "segment-not-found", "does not have the segments"),
         (named("", [1]), "protocol", "do not match its message"),
         (named("", [-1]), "protocol", "do not match its message"),
         (named("", [0, 0], segments=2), "protocol", "do not match its message"),

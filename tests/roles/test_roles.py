@@ -424,7 +424,7 @@ def test_several_providers_at_one_path(base_path: str, script: Callable[..., Pat
     assert code == 1
     assert errors.splitlines() == [
         f"shared_rpc: {base_path}-cpu.sock is served by another provider of this process (pid {server.pid}): "
-        f"stop that server first, or choose another base_path"
+        f"stop that server, or choose another base_path"
     ]
     assert not Path(f"{base_path}-cpu.sock").exists()
 

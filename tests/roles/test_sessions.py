@@ -414,7 +414,7 @@ def test_an_object_that_is_gone(server: Server, client: Client) -> None:
     """The server does not own it any more: its lease was given back by id, and the handle not asked."""
     handle = client.call("own", 3)
     assert client.release(handle.object_id)
-    with pytest.raises(StaleHandleError, match=f"owns no object {handle.object_id}") as caught:
+    with pytest.raises(StaleHandleError, match=f"has no object {handle.object_id}") as caught:
         client.ensure_handle_live(handle)
     assert caught.value.reason == "object_gone"
     with pytest.raises(StaleHandleError):

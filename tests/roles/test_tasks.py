@@ -928,7 +928,7 @@ def test_an_unknown_task(app: App) -> None:
             app.provider.wait_for_task,
             app.provider.cancel_task,
         ):
-            with pytest.raises(TaskError, match="this server knows no task") as caught:
+            with pytest.raises(TaskError, match="this server has no task") as caught:
                 question(task_id)
             assert caught.value.reason == "unknown"
         with pytest.raises(TaskError):

@@ -258,7 +258,7 @@ def test_a_template_over_memory_names_the_argument(template: str) -> None:
     with pytest.raises(CapabilityError) as caught:
         key_of(spec, TensorRef(0), z=[SkeletonRef(0)])
     name = next(name for name in ("more", "z", "x") if f"{{{name}}}" in template)
-    for told in ("endpoint 'f'", repr(template), f"names {name!r}, which is a tensor or a module", "leave it out"):
+    for told in ("endpoint 'f'", repr(template), f"names {name!r}, which is a tensor or module", "leave it out"):
         assert told in str(caught.value)
 
 
@@ -410,7 +410,7 @@ def test_a_call_within_itself_is_refused() -> None:
     """It would join its own run and wait forever."""
     spec = describe(lambda x: x, "f")
     key = key_of(spec, 1)
-    with pytest.raises(ConfigurationError, match=r"f\(x=1\) was called while it is being built.*wait forever"):
+    with pytest.raises(ConfigurationError, match=r"f\(x=1\) calls itself while it is being built.*wait forever"):
         check_chain(spec, key, frozenset({"f", "f(x=1)"}))
     check_chain(spec, key_of(spec, 2), frozenset({"f", "f(x=1)"}))
     check_chain(spec, key, frozenset({"g"}))
@@ -427,7 +427,7 @@ def test_a_serialized_endpoint_within_itself_is_refused() -> None:
     """Whatever its arguments: it runs one call at a time."""
     spec = describe(lambda x: x, "f", concurrency="serialized")
     for key in (key_of(spec, 2), None):
-        with pytest.raises(ConfigurationError, match="endpoint 'f' is serialized and was called by itself"):
+        with pytest.raises(ConfigurationError, match="endpoint 'f' is serialized and calls itself"):
             check_chain(spec, key, frozenset({"f", "f(x=1)"}))
     check_chain(spec, key_of(spec, 2), frozenset({"g"}))
 

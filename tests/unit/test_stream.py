@@ -27,7 +27,7 @@ async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
     stream.drain()
     stream.close()
     assert [type(message) for message in taken] == [w.Loaded]
-    assert "what a process had sent before its end cannot be read" in caplog.text
+    assert "cannot read the last frames of a process that has ended" in caplog.text
 
 
 @pytest.mark.asyncio

@@ -313,7 +313,7 @@ def test_an_id_that_is_still_to_come(desk: Desk) -> None:
 def test_an_id_of_another_server(desk: Desk) -> None:
     """It is unknown, though the number is one of this server's; the error says whose ids there are."""
     desk.task(COMPLETED)
-    with pytest.raises(TaskError, match=r"this server knows no task 'other-1': .* of the server that runs now") as caught:
+    with pytest.raises(TaskError, match=r"this server has no task 'other-1': .* of the server that runs now") as caught:
         desk.table.get("other-1")
     assert caught.value.reason == "unknown"
 
@@ -347,7 +347,7 @@ def test_an_id_that_is_garbage(desk: Desk, task_id: str) -> None:
     """It is unknown, whether this server's tasks have expired or not; a long one is not told whole."""
     desk.task(COMPLETED)
     for _ in range(2):
-        with pytest.raises(TaskError, match="this server knows no task") as caught:
+        with pytest.raises(TaskError, match="this server has no task") as caught:
             desk.table.get(task_id)
         assert caught.value.reason == "unknown"
         assert len(str(caught.value)) < 300

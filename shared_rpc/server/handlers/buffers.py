@@ -14,7 +14,7 @@ def create_buffer(caller: Caller, message: m.CreateBuffer) -> None:
 
     def deliver(outcome: Delivery | Failure) -> None:
         if not caller.deliver(outcome) and isinstance(outcome, Delivery) and outcome.stored is not None:
-            buffers.table.free(outcome.stored.object_id)  # nobody will ever know its id
+            buffers.table.free(outcome.stored.object_id)  # no client will ever know its id
 
     waiter.deliver = deliver
     buffers.create(waiter, message)

@@ -15,7 +15,7 @@ def call(caller: Caller, message: m.Call) -> None:
     waiter, lowered, arguments = entered(caller, message)
     if message.pooled:
         if caller.core.transfers.find(caller.session) is None:
-            caller.core.transfers.of(caller.session)  # which makes it
+            caller.core.transfers.of(caller.session)  # creates the transfer
         waiter.pooled = True
     waiter.on_out_of_memory = caller.out_of_memory
     caller.core.call(waiter, message.endpoint, lowered, arguments, frozenset(message.chain))

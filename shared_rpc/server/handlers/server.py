@@ -11,7 +11,7 @@ from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.server.handlers.table import Caller, handles
 from shared_rpc.server.outcomes import Failure
 
-#: Runs that are told at once.
+#: Runs in one reply.
 _MOST_RUNS = 1000
 
 
@@ -54,8 +54,8 @@ def get_statistics(caller: Caller, message: mo.GetStatistics) -> mo.StatisticsRe
 def reload(caller: Caller, message: m.Reload) -> None:
     if caller.core.on_reload is None:
         raise ConfigurationError(
-            f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be replaced: "
-            f"start it with 'shared-rpc serve' to reload it"
+            f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "
+            f"start it with 'shared-rpc serve'"
         )
     caller.wait()
 
@@ -72,7 +72,7 @@ def reload(caller: Caller, message: m.Reload) -> None:
 def stop_server(caller: Caller, message: m.StopServer) -> m.StopReply:
     if caller.core.on_stop is None:
         raise ConfigurationError(
-            f"this server is a part of process {os.getpid()}, which may do more than serve: end that process, with "
+            f"this server is part of process {os.getpid()}, which may do more than serve: end the process with "
             f"'kill {os.getpid()}' or Ctrl-C"
         )
     return m.StopReply(caller.core.on_stop(caller.session, message.if_idle))

@@ -81,7 +81,7 @@ def handles(kind: type[MessageT]) -> Callable[[Handler[MessageT]], Handler[Messa
     """Enter the decorated function as the one that answers messages of a kind: with what it returns, or later by itself."""
 
     def enter(handler: Handler[MessageT]) -> Handler[MessageT]:
-        assert kind not in _HANDLERS, f"{kind.__name__} has a handler"
+        assert kind not in _HANDLERS, f"{kind.__name__} has a handler already"
         _HANDLERS[kind] = handler
         return handler
 
@@ -93,14 +93,14 @@ def answer(caller: Caller, message: m.Message) -> None:
     try:
         handler = _HANDLERS.get(type(message))
         if handler is None:
-            raise ProtocolError(f"{type(message).__name__} is no request")
+            raise ProtocolError(f"{type(message).__name__} is no message of a client")
         reply = handler(caller, message)
         if reply is not None:
             caller.reply(reply)
     except (SharedRPCError, TypeError) as error:
         caller.fail(Failure.of(error))
     except Exception as error:
-        _log.exception("the request %s of session %s could not be handled", caller.name, caller.session)
+        _log.exception("the handler of request %s of session %s failed", caller.name, caller.session)
         caller.fail(Failure.of(error))
 
 

@@ -7,7 +7,7 @@ from shared_rpc.server.handlers.table import Caller, handles
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery
 
-#: Tasks that one page lists.
+#: Tasks in one page.
 _PAGE = 1000
 
 
@@ -28,7 +28,7 @@ def wait_task(caller: Caller, message: m.WaitTask) -> None:
 
     def show(outcome: Delivery | Failure) -> None:
         if caller.core.stopped and isinstance(outcome, Failure):
-            caller.fail(outcome)  # there will be nobody to ask for more
+            caller.fail(outcome)  # no watcher will ask for more
         else:
             caller.reply(m.TaskIs(tasks.table.get(message.task_id).info))
 

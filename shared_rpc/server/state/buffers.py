@@ -21,19 +21,19 @@ from shared_rpc.server.state.objects import ObjectStore, StoredObject
 
 __all__ = ["BufferTable", "Terms"]
 
-#: Buffers that are listed no more, and of which it is remembered why.
+#: Removed buffers whose reason of removal is remembered.
 _REMEMBERED = 10_000
 
-#: Seconds for which those who held a buffer may take their leases again, after the server was started anew.
+#: Seconds after a restart of the server for earlier holders of a buffer to take their leases again.
 _CLAIMED_WITHIN = 3600.0
 
-#: What became of a buffer, for the person who asks for it.
+#: Reasons for which a buffer is not available.
 _REASONS = {
     "unknown": "this server has no such buffer",
     "freed": "it was freed",
     "expired": "its ttl has passed",
-    "exhausted": "it was handed out as often as its max_accesses allows",
-    "released": "all who held it gave it back or have ended, and it was made without ttl= or keep=True",
+    "exhausted": "it has reached its max_accesses",
+    "released": "its last holder has released it, and it was made without ttl= or keep=True",
 }
 
 
@@ -61,7 +61,7 @@ class BufferTable:
         self._leases = leases
         self._clock = clock
         self._capacity = capacity
-        #: Of those that are listed.
+        #: Terms of listed buffers.
         self._terms: dict[str, Terms] = {}
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
@@ -71,7 +71,7 @@ class BufferTable:
         :raises ServerBusy: if there are as many as there may be.
         """
         if len(self) + coming >= self._capacity:
-            raise ServerBusy(f"the server has {self._capacity} buffers, as many as it takes: free or release some")
+            raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
     def add(
         self, session: str, record: Record, ttl: float | None, max_accesses: int | None, *, keep: bool = False
@@ -124,7 +124,7 @@ class BufferTable:
         terms, stored = self._current(object_id), self._objects.get(object_id)
         if terms is None or stored is None:
             reason = self._reasons.get(object_id, "unknown")
-            raise BufferNotFound(f"buffer {object_id[:100]} is not to be had: {_REASONS[reason]}", reason=reason)
+            raise BufferNotFound(f"buffer {object_id[:100]} is not available: {_REASONS[reason]}", reason=reason)
         self._leases.grant(session, object_id)
         stored.last_accessed_at = self._clock.now()
         if terms.accesses_left is not None:
@@ -177,7 +177,7 @@ class BufferTable:
         if len(self._reasons) > _REMEMBERED:
             self._reasons.popitem(last=False)
         stored = self._objects.get(object_id)
-        if stored is not None:  # at the end of the server all objects go at once
+        if stored is not None:  # at the end of the server all objects are dropped at once
             self._objects.unlist(stored)
 
     def __len__(self) -> int:

@@ -15,9 +15,9 @@ from shared_rpc.protocol.infos import DescriptorInfo
 
 __all__ = ["Descriptors", "mapped_limit", "open_limit"]
 
-#: One in so many of the descriptors, and of the mappings, that a process may have are for what is kept.
+#: This fraction of a process's descriptors, and of its mappings, is for kept objects.
 _SHARE = 2
-#: One in so many of the descriptors are for workers, and for the memory of calls, before more clients are let in.
+#: This fraction of the descriptors is for workers and the memory of calls, before more clients are admitted.
 _RESERVE = 16
 
 
@@ -32,7 +32,7 @@ def mapped_limit() -> int:
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
-        return 65530  # the kernel's default
+        return 65530  # the kernel's default of vm.max_map_count
 
 
 class Descriptors:
@@ -45,7 +45,7 @@ class Descriptors:
     def __init__(self, available: Callable[[], int] = open_limit, mapped: int | None = None) -> None:
         self.available = available
         self._mapped = mapped
-        #: Those that objects have, or are promised.
+        #: Descriptors that objects have or have reserved.
         self.used = 0
 
     @property

@@ -28,10 +28,10 @@ from shared_rpc.server.state.leases import LeaseTable
 
 __all__ = ["OBJECT_ID", "ListingObserver", "ObjectStore", "StoredObject", "usage_of"]
 
-#: What an object's id looks like.
+#: The form of an object's id.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
 
-#: Keys whose builds are counted, the most recently built ones.
+#: The most recently built keys, whose builds are counted.
 _KNOWN_KEYS = 1 << 14
 
 
@@ -52,18 +52,18 @@ class StoredObject:
     created_at: float
     last_accessed_at: float
     live: Any = None
-    #: Whether the cache lists it, or a buffer's id can be asked for; False once it was invalidated, evicted or freed.
+    #: Whether the cache, or the table of buffers, lists the object; False after it was invalidated, evicted or freed.
     listed: bool = False
-    #: Whether who gets it gets a lease on it.
+    #: Whether clients get the object with a lease.
     managed: bool = False
     kind: Literal["result", "buffer"] = "result"
-    #: Whether the code that made it has been replaced since.
+    #: Whether the code that made the object has been replaced since.
     stale: bool = False
-    #: The id of the object that was current for its key just before it was, ``""`` if none was.
+    #: The id of the previous current object of the key, ``""`` for none.
     previous_id: str = ""
-    #: The page of its revision, see :mod:`shared_rpc.memory.revisions`; None until somebody asks for it.
+    #: The page of the object's revision, see :mod:`shared_rpc.memory.revisions`; None until a client asks for it.
     page: Segment | None = None
-    #: The number of the run that made it, in the order in which these began; 0 for what no run of this server made.
+    #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
 
     @property
@@ -141,13 +141,13 @@ class ObjectStore:
         self._max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
-        #: Builds by key; of keys that are long out of use the count begins again.
+        #: Builds by key; the count of a long unused key starts again.
         self._generations: OrderedDict[str, int] = OrderedDict()
-        #: By id. Objects may share segments, by one descriptor.
+        #: Segments by object id. Objects may share segments, by one descriptor.
         self._segments: dict[str, list[Segment]] = {}
-        #: Their bytes, by device.
+        #: Bytes of the segments, by device.
         self._nbytes: Counter[str] = Counter()
-        #: None for nobody. At the end of the server it is not told that all objects go.
+        #: The observer, or None. It is not called when all objects are dropped at the end of the server.
         self.watcher: ListingObserver | None = None
 
     @property
@@ -304,7 +304,7 @@ class ObjectStore:
         for object_id in object_ids:
             stored = self._objects.get(object_id)
             if stored is not None:
-                # The time a session held it was no idle time.
+                # The time for which a session held the object was not idle time.
                 stored.last_accessed_at = self._clock.now()
                 if stored.listed and stored.cache_key is not None:
                     self._by_key.move_to_end(stored.cache_key)

@@ -14,7 +14,7 @@ from shared_rpc.server.state.tasks import TASK_SESSION
 __all__ = ["Quotas"]
 
 
-_QUOTA, _ALL = "the quota (Server(quotas=...))", "all that the device has"
+_QUOTA, _ALL = "the quota (Server(quotas=...))", "the device's memory"
 
 
 class Quotas:
@@ -33,7 +33,7 @@ class Quotas:
         self._objects = objects
         self._leases = leases
         self._limits = dict(limits)
-        #: To be replaced by who knows the clients.
+        #: Replaced when sessions are known.
         self._pid_of = pid_of
         self._promised: Counter[str] = Counter()
 
@@ -88,15 +88,13 @@ class Quotas:
 
     def _require(self, device: str, nbytes: int, limit: int, what: str) -> None:
         if nbytes > limit:
-            raise CapabilityError(
-                f"{nbytes} bytes on {device} are asked for, and {what} is {limit}: there can never be so many"
-            )
+            raise CapabilityError(f"{nbytes} bytes on {device} are more than {what}, {limit}: ask for less")
         if nbytes == 0 or self.used(device) + nbytes <= limit:
             return
         excess = self.used(device) + nbytes - limit
         if not self._objects.make_room(excess, lambda info: info.nbytes if info.device == device else 0):
             raise ServerBusy(
-                f"{nbytes} bytes on {device} are asked for, {what} is {limit}, and {self.used(device)} are in use: "
+                f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
                 f"{self._users(device)}. Release handles, free buffers, or ask for less"
             )
 
@@ -114,8 +112,8 @@ class Quotas:
         if count == 0 or excess <= 0 or self._objects.make_room(excess, lambda info: 1):
             return
         raise ServerBusy(
-            f"what is to be kept needs {count} more file descriptors, and of the {kept.limit} that objects may have in this "
-            f"process, half of its limit, {kept.used} are in use: {self.descriptor_users()}. Release handles, fetch results of "
+            f"keeping the object needs {count} more file descriptors: {kept.used} of the {kept.limit} for objects, half of the "
+            f"process's limit, are in use: {self.descriptor_users()}. Release handles, fetch results of "
             f"tasks, free buffers, or raise the limit (ulimit -n, LimitNOFILE= of a service)"
         )
 
@@ -128,17 +126,17 @@ class Quotas:
             held = [session for session in holders if not session.startswith(TASK_SESSION)]
             clients.update(held)
             if held:
-                counts["objects that clients hold"] += 1
+                counts["objects with leases"] += 1
             elif holders:
-                counts["results of tasks that nobody has fetched"] += 1
+                counts["unfetched results of tasks"] += 1
             elif stored.kind == "buffer":
-                counts["buffers that nobody holds"] += 1
+                counts["buffers without holders"] += 1
         texts = [f"{count} by {what}" for what, count in counts.most_common()]
         texts += [f"pid {self._pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
-        return ", ".join(texts) or "by objects of other servers of this process, and by pages of revisions"
+        return ", ".join(texts) or "objects of other servers of this process, and revision pages"
 
     def _users(self, device: str) -> str:
-        # By id: objects made over a buffer lie in its segment.
+        # By segment id: objects made over a buffer lie in its segment.
         sessions: defaultdict[str, dict[str, int]] = defaultdict(dict)
         alone: dict[str, int] = {}
         for stored in self._objects:
@@ -152,4 +150,4 @@ class Quotas:
         held = Counter({session: sum(sizes.values()) for session, sizes in sessions.items() if sizes})
         idle = sum(nbytes for name, nbytes in alone.items() if not any(name in sizes for sizes in sessions.values()))
         texts = [f"pid {self._pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
-        return ", and ".join([*texts, f"{idle} bytes are buffers that nobody holds"])
+        return ", and ".join([*texts, f"{idle} bytes are buffers without holders"])

@@ -25,7 +25,7 @@ __all__ = ["CallArguments", "Run", "RunTable"]
 
 W = TypeVar("W")
 
-#: The arguments as an executor takes them: lowered, or the live ``(args, kwargs)`` of a caller in this process.
+#: The arguments for an executor: lowered, or the live ``(args, kwargs)`` of a caller in this process.
 CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -60,14 +60,14 @@ class Run(Generic[W]):
     cached: bool = False
     number: int = 0
     former_key: str | None = None
-    #: When it was opened, in Unix seconds.
+    #: When the run was opened, in Unix seconds.
     created_at: float = 0.0
     running: bool = False
     begun_at: float = 0.0
     progress: Any = None
-    #: Whether its executor has nothing more to do for it.
+    #: Whether its executor has finished with the run.
     over: bool = False
-    #: What its executor keeps of it.
+    #: The executor's own data about the run.
     place: Any = None
 
 
@@ -75,7 +75,7 @@ class RunTable(Generic[W]):
     """All runs that have not ended; ``W`` is what stands for a waiter."""
 
     def __init__(self) -> None:
-        #: Those that have not ended.
+        #: Runs that have not ended.
         self.runs: set[Run[W]] = set()
         self._by_key: dict[str, Run[W]] = {}
         self._refreshes: dict[str, Run[W]] = {}

@@ -27,7 +27,7 @@ __all__ = ["TASK_SESSION", "TRANSITIONS", "Task", "TaskTable"]
 
 W = TypeVar("W")
 
-#: Where a task may go from each status.
+#: The permitted next statuses of each status.
 TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.PENDING: frozenset(TaskStatus) - {TaskStatus.PENDING},
     TaskStatus.RUNNING: frozenset({TaskStatus.COMPLETED, TaskStatus.FAILED, TaskStatus.CANCELLED}),
@@ -36,10 +36,10 @@ TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.CANCELLED: frozenset(),
 }
 
-#: What the names begin with of the sessions that hold results of tasks.
+#: The prefix of names of sessions that hold results of tasks.
 TASK_SESSION = "task "
 
-#: Characters of an error's message that a status shows; the error itself is told whole.
+#: Characters of an error's message in a task's status; the error itself is sent whole.
 _SHOWN = 2000
 
 
@@ -104,7 +104,7 @@ class TaskTable(Generic[W]):
         self._issued = first - 1
         self._tasks: dict[str, Task[W]] = {}
         self._counts = {status.value: 0 for status in TaskStatus}
-        #: In the order they ended.
+        #: Finished tasks, in the order of their ends.
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
     def check_capacity(self) -> None:
@@ -114,7 +114,7 @@ class TaskTable(Generic[W]):
         """
         if len(self._tasks) - len(self._finished) >= self._capacity:
             raise ServerBusy(
-                f"{self._capacity} tasks are pending or running, as many as this server takes (max_tasks): wait for one to end"
+                f"{self._capacity} tasks are pending or running, the limit of this server (max_tasks): wait for one to end"
             )
 
     def add(self, endpoint: str, cache_key: str | None, *, kept: bool = True) -> Task[W]:
@@ -166,7 +166,7 @@ class TaskTable(Generic[W]):
         if task is not None:
             return task
         issuer, _, number = task_id[:100].rpartition("-")
-        # As it would have been written: int() takes more than that.
+        # In the form of submit()'s ids: int() accepts other forms too.
         if (
             issuer == self.issuer
             and number.isdecimal()
@@ -179,7 +179,7 @@ class TaskTable(Generic[W]):
                 reason="expired",
             )
         raise TaskError(
-            f"this server knows no task {task_id[:100]!r}: ids are those that submit() returned, of the server that runs now",
+            f"this server has no task {task_id[:100]!r}: use an id returned by submit() of the server that runs now",
             reason="unknown",
         )
 
