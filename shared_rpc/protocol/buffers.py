@@ -10,7 +10,7 @@ from shared_rpc.errors import ConfigurationError
 
 __all__ = ["ITEM_SIZES", "Extent"]
 
-#: Bytes of an element, by torch's name of the dtype. Quantised ones are not among them: they are more than their bytes.
+#: Bytes of an element, by torch's name of the dtype. Quantised dtypes are left out: they have more than their elements.
 ITEM_SIZES = {
     "bool": 1,
     "uint8": 1,
@@ -36,9 +36,9 @@ ITEM_SIZES = {
     "complex128": 16,
 }
 
-#: What torch can count: sizes, strides and bytes are signed 64-bit integers there.
+#: The limit of torch, in which sizes, strides and bytes are signed 64-bit integers.
 _LARGEST = (1 << 63) - 1
-#: Dimensions. More are never meant, and some kernels stop at as many.
+#: Dimensions. More are a mistake, and some kernels take no more.
 _MOST = 64
 
 
@@ -58,27 +58,25 @@ class Extent(NamedTuple):
         """
         item = ITEM_SIZES.get(dtype)
         if item is None:
-            raise ConfigurationError(
-                f"dtype={dtype[:100]!r} is none that a buffer can have: use one of {', '.join(ITEM_SIZES)}"
-            )
+            raise ConfigurationError(f"dtype={dtype[:100]!r} is no dtype of a buffer: use one of {', '.join(ITEM_SIZES)}")
         if isinstance(shape_or_nbytes, int):
             if not 0 <= shape_or_nbytes <= _LARGEST:
                 raise ConfigurationError(f"a buffer of {_shown(shape_or_nbytes)} bytes: use a number from 0 to 2**63 - 1")
             if shape_or_nbytes % item:
                 raise ConfigurationError(
                     f"a buffer of {shape_or_nbytes} bytes is no whole number of {dtype} elements of {item} bytes: an int is "
-                    f"always a number of bytes, and a tuple is a shape"
+                    f"always a number of bytes; pass a tuple for a shape"
                 )
             shape: tuple[int, ...] = (shape_or_nbytes // item,)
         else:
             shape = tuple(shape_or_nbytes)
         if len(shape) > _MOST:
-            raise ConfigurationError(f"a buffer with {len(shape)} dimensions: the limit is {_MOST}")
-        # Of an empty tensor too, because its strides are computed as if no size were 0.
+            raise ConfigurationError(f"a buffer with {len(shape)} dimensions: use at most {_MOST}")
+        # Also for an empty tensor: its strides are computed as if no size were 0.
         if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) * item > _LARGEST:
             raise ConfigurationError(
-                f"a buffer of shape ({', '.join(map(_shown, shape))}) and dtype {dtype}: sizes are not negative, and all of it "
-                f"is less than 2**63 bytes"
+                f"a buffer of shape ({', '.join(map(_shown, shape))}) and dtype {dtype}: use sizes from 0 on, and less than "
+                f"2**63 bytes in all"
             )
         strides = tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
         return cls(shape, strides, dtype, math.prod(shape) * item)

@@ -13,7 +13,7 @@ from shared_rpc.protocol.frames import Frame
 
 __all__ = ["NUMBERS", "UNWRITABLE", "decode_message", "encode_body", "encode_message", "unwritable"]
 
-#: The kind byte of every message. Numbers are never used again for something else.
+#: The kind byte of every message. A number is never reused for another message.
 _KINDS: dict[int, type[m.Message]] = {
     1: m.Hello,
     2: m.Welcome,
@@ -104,7 +104,7 @@ _KINDS: dict[int, type[m.Message]] = {
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
-#: The body of a message; it raises one of :data:`UNWRITABLE`, of which :func:`unwritable` makes the error to raise.
+#: Encodes the body of a message; raises one of :data:`UNWRITABLE`, from which :func:`unwritable` makes the error.
 encode_body = msgspec.msgpack.Encoder().encode
 UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
 
@@ -122,7 +122,7 @@ def encode_message(message: m.Message) -> tuple[int, bytes]:
 
 def unwritable(message: m.Message, error: Exception) -> ProtocolError:
     """Return the error for a message that MessagePack cannot hold."""
-    return ProtocolError(f"a {type(message).__name__} message cannot be written: {error}")
+    return ProtocolError(f"cannot encode a {type(message).__name__} message: {error}")
 
 
 def decode_message(frame: Frame) -> m.Message:
@@ -136,4 +136,4 @@ def decode_message(frame: Frame) -> m.Message:
     try:
         return decoder.decode(frame.body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a {_KINDS[frame.kind].__name__} message cannot be read: {error}") from error
+        raise ProtocolError(f"cannot decode a {_KINDS[frame.kind].__name__} message: {error}") from error

@@ -31,7 +31,7 @@ class Election:
 
     def __init__(self, path: str) -> None:
         self.fd = open_own(f"{path}.spawn", os.O_RDWR)
-        # A child that kept the descriptor would keep the lock when its parent and the server have ended.
+        # With a child's copy of the descriptor, the lock would outlive its parent and the server.
         after_fork(self.close)
         self._failures, _ = self._read()
 

@@ -45,10 +45,10 @@ VERSION = 2
 _HEADER = struct.Struct("!4sBBHIIQ")
 HEADER_SIZE = _HEADER.size
 
-#: SCM_MAX_FD of the kernel (include/net/scm.h): what one sendmsg(2) takes.
+#: SCM_MAX_FD of the kernel (include/net/scm.h): the limit of one sendmsg(2).
 FDS_PER_MESSAGE = 253
 
-#: Bytes of a payload that are joined to the header.
+#: The largest payload, in bytes, that is joined to the header.
 _JOINED = 64 * 1024
 
 #: Descriptors of one frame: over 1,000 segments of 1 GiB or more.
@@ -72,7 +72,7 @@ _LIMITS = Limits()
 def close_all(fds: list[int]) -> None:
     """Close descriptors, each of which is taken out of the list. What a signal handler that raises leaves there is open."""
     while fds:
-        # No call in between, after which a handler might run: it is in the list or closed.
+        # No call in between, after which a handler could run: the descriptor is in the list or closed.
         fd = fds[-1]
         del fds[-1]
         os.close(fd)
@@ -104,14 +104,14 @@ def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", 
     :raises ProtocolError: if the other side would refuse it: too many descriptors or bytes. The connection stays good.
     """
     if fds > MAX_FDS:
-        raise ProtocolError(f"a frame with {fds} file descriptors; the protocol allows {MAX_FDS}")
+        raise ProtocolError(f"a frame with {fds} file descriptors; the limit is {MAX_FDS}")
     if len(body) > _LIMITS.body or len(payload) > _LIMITS.payload:
         raise ProtocolError(
             f"a frame of {len(body)} + {len(payload)} bytes; the limits are {_LIMITS.body} + {_LIMITS.payload}: "
             f"large data travels as tensors"
         )
     header = _HEADER.pack(MAGIC, VERSION, kind, fds, request_id, len(body), len(payload))
-    # One write and one read for a small frame; a large payload is not copied once more.
+    # One write and one read for a small frame; a large payload is not copied again.
     return [header + body + payload] if len(payload) <= _JOINED else [header + body, payload]
 
 
@@ -126,10 +126,10 @@ class FrameDecoder:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or _LIMITS
-        #: Bytes that have come, of frames that are not whole or were not looked at.
+        #: Received bytes of incomplete frames, or of frames that are not parsed yet.
         self.partial = bytearray()
         self._fds: list[int] = []
-        #: Frames that nobody has taken yet.
+        #: Complete frames, until the receiver takes them.
         self.frames: deque[Frame] = deque()
         self._header: tuple[int, int, int, int, int] | None = None
 
@@ -144,7 +144,7 @@ class FrameDecoder:
         self.partial += data
         del arrived[0]
         if len(self._fds) > 2 * MAX_FDS:
-            raise ProtocolError(f"{len(self._fds)} file descriptors for frames of at most {MAX_FDS}")
+            raise ProtocolError(f"received {len(self._fds)} file descriptors for a frame of at most {MAX_FDS}")
 
     def next_frame(self) -> Frame | None:
         """Return the next complete frame, None where more bytes are needed.
@@ -181,11 +181,11 @@ class FrameDecoder:
         here = len(self._fds)
         if len(partial) < end:
             if here > count:
-                raise ProtocolError(f"{here} file descriptors came with a frame that announced {count}")
+                raise ProtocolError(f"received {here} file descriptors with a frame that announced {count}")
             return False
         if here < count or (here > count and len(partial) == end):
-            raise ProtocolError(f"{here} file descriptors came with a frame that announced {count}")
-        # A view that an exception's traceback keeps would keep the buffer from growing.
+            raise ProtocolError(f"received {here} file descriptors with a frame that announced {count}")
+        # A view kept by an exception's traceback would prevent the buffer from growing.
         with memoryview(partial) as view:
             body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
         frame = Frame(kind, request_id, body, payload)

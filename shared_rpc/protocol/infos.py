@@ -3,7 +3,7 @@
 Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is ``"cpu"`` or a GPU's UUID.
 """
 
-# The annotations are not postponed: of a postponed one Python does not tell whether its key is required.
+# The annotations are evaluated: of postponed ones, Python does not know whether a key is required.
 
 from typing import Any, Literal, NotRequired, TypedDict
 

@@ -19,11 +19,11 @@ def open_own(path: str, flags: int) -> int:
     :raises OSError: if it cannot be opened, as a link cannot.
     """
     try:
-        # A pipe that somebody put there would keep us waiting.
+        # Opening another user's pipe would block.
         fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
-        # Where fs.protected_regular is set, the kernel keeps even root from another user's file, and says only EACCES.
-        with suppress(OSError):  # it is not there: the directory is full, or not for us
+        # With fs.protected_regular, the kernel keeps even root from opening another user's file, and says only EACCES.
+        with suppress(OSError):  # no such file: the directory is full or not accessible
             _check_owner(path, os.lstat(path))
         raise
     try:
@@ -31,8 +31,8 @@ def open_own(path: str, flags: int) -> int:
         _check_owner(path, status)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise ConfigurationError(
-                f"{path} is no file of its own: it is a pipe or a device, or has {status.st_nlink} names. Remove it, or choose "
-                f"another base_path (SHARED_TENSOR_BASE_PATH)"
+                f"{path} is a pipe or a device, or has {status.st_nlink} names, and not a file of its own. Remove it, or "
+                f"choose another base_path (SHARED_TENSOR_BASE_PATH)"
             )
     except BaseException:
         os.close(fd)
@@ -43,6 +43,6 @@ def open_own(path: str, flags: int) -> int:
 def _check_owner(path: str, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise ConfigurationError(
-            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}: have that user remove it, or choose another base_path "
-            f"(SHARED_TENSOR_BASE_PATH)"
+            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}: have that user remove it, or choose another "
+            f"base_path (SHARED_TENSOR_BASE_PATH)"
         )

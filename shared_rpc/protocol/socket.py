@@ -26,12 +26,12 @@ __all__ = ["FrameBuffers", "FrameSocket"]
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
-#: Buffers of one write; the kernel takes 1,024 (IOV_MAX).
+#: Buffers of one write; the kernel's limit is 1,024 (IOV_MAX).
 _BUFFERS = 256
-#: Bytes of one write, and writes of one flush: however slowly they are read, the deadline is looked at in between.
+#: Bytes of one write, and writes of one flush: the deadline is checked in between, however slowly the other side reads.
 _WRITE, _WRITES = 128 * 1024, 16
 _TIMEVAL = struct.Struct("ll")
-# As plain integers: an enum's operators are dear on this path.
+# As plain integers: an enum's operators are slow here.
 _CLOEXEC, _NOSIGNAL, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL), int(socket.MSG_CTRUNC)
 #: The arguments of a recvmsg(2), for :func:`itertools.starmap`.
 _RECEIVE = ((_CHUNK, _ANCILLARY, _CLOEXEC),)
@@ -54,11 +54,11 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
     """
     sockets = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
     for fd in sockets:
-        # Or close(2) may wait, for as long as the sender chose, for somebody who never reads.
+        # Otherwise close(2) waits, for as long as the sender chose, for unread data.
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     if sockets:
-        raise ProtocolError("a socket came where descriptors of memory are expected")
+        raise ProtocolError("received a socket where descriptors of memory are expected")
 
 
 class FrameBuffers:
@@ -66,17 +66,17 @@ class FrameBuffers:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._decoder = FrameDecoder(limits)
-        #: Frames that have come whole, and that nobody has taken; what may hold more; and see :meth:`FrameDecoder.ready`.
+        #: Complete frames that the receiver has not taken; the bytes that may hold more; and see :meth:`FrameDecoder.ready`.
         self.frames = self._decoder.frames
         self.partial = self._decoder.partial
         self.ready = self._decoder.ready
         self.next_frame = self._decoder.next_frame
-        #: Bytes and descriptors that have arrived, until the decoder has them.
+        #: Received bytes and descriptors, until the decoder has them.
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
-        #: Duplicates of descriptors that are about to go into the outbox.
+        #: Duplicates of descriptors on their way into the outbox.
         self._duplicates: list[int] = []
-        #: Bytes that were queued and written, since the beginning.
+        #: Queued bytes and written bytes, since the beginning.
         self.queued = 0
         self.written = 0
 
@@ -112,7 +112,7 @@ class FrameBuffers:
             except OSError:
                 close_all(owned)
                 raise
-            # Every sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
+            # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
             begin = 0
             while len(owned) - begin > FDS_PER_MESSAGE:
                 entries.append((first[:1], owned[begin : begin + FDS_PER_MESSAGE]))
@@ -171,7 +171,7 @@ class FrameSocket(FrameBuffers):
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
         super().__init__(limits)
         self.sock = sock
-        #: What recvmsg(2) returned, until it is sorted into bytes and descriptors.
+        #: The result of recvmsg(2), until it is split into bytes and descriptors.
         self._read: list[Any] = []
 
     def limit(self, seconds: float) -> None:
@@ -210,7 +210,7 @@ class FrameSocket(FrameBuffers):
             del self._read[0]
         if flags & _CTRUNC:
             raise ProtocolError(
-                "file descriptors were lost on the way: this process is at its limit of open files (RLIMIT_NOFILE, ulimit -n)"
+                "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, ulimit -n)"
             )
         if not data:
             raise ConnectionClosed("the other side closed the connection")
@@ -246,7 +246,7 @@ class FrameSocket(FrameBuffers):
             except OSError as error:
                 if is_of_handler(error):
                     raise
-                # Some failures, as too many descriptors in flight, the other direction would not notice.
+                # Some failures, as too many descriptors in flight, are not noticed in the other direction.
                 with passed_over(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error

@@ -26,7 +26,7 @@ _FORMAT = 1
 #: Bytes. The tensors of a module with 10,000 of them take about one megabyte.
 _LIMIT = 16 << 20
 
-#: Characters of a name, and the parts that one has: what lies deeper in an object is not listed.
+#: Characters of a name, and its parts: deeper tensors of an object are not listed.
 _NAME, _DEPTH = 4096, 40
 
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
@@ -109,14 +109,14 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             version = msgspec.json.decode(text, type=_Version).version
             if version != _FORMAT:
                 raise TicketError(
-                    f"{what} is a ticket of format {version}, and this release reads {_FORMAT}: use one release of "
+                    f"{what} is a ticket of format {version}, but this release reads {_FORMAT}: use one release of "
                     f"shared-rpc on both sides",
                     reason="malformed",
                 )
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TicketError(
-                f"{what} is no ticket, or not a whole one ({error}): have it written again with handle.ticket(path)",
+                f"{what} is no complete ticket ({error}): write it again with handle.ticket(path)",
                 reason="malformed",
             ) from error
 
@@ -141,7 +141,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                     os.unlink(draft)
                 raise
         except OSError as error:
-            raise ConfigurationError(f"the ticket {name} cannot be written: {error.strerror}") from error
+            raise ConfigurationError(f"cannot write the ticket {name}: {error.strerror}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ticket:
@@ -151,13 +151,13 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """
         name = os.fspath(path)
         try:
-            # A pipe without a writer would keep us waiting.
+            # Opening a pipe without a writer would block.
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as file:
                 _check_file(name, os.fstat(fd))
                 text = file.read(_LIMIT + 1)
         except OSError as error:
-            raise TicketError(f"the ticket {name} cannot be read: {error.strerror}", reason="unreadable") from error
+            raise TicketError(f"cannot read the ticket {name}: {error.strerror}", reason="unreadable") from error
         return cls.from_json(text, name)
 
     def check_here(self) -> None:
@@ -171,12 +171,12 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return
         if self.machine_id and self.machine_id == _machine_id():
             raise StaleHandleError(
-                f"the ticket of object {self.object_id} was written before this host was started again: the object has gone "
-                f"with its server; have another ticket written",
+                f"the ticket of object {self.object_id} was written before the last boot of this host, which ended the object "
+                f"and its server: write another ticket",
                 reason="server_changed",
             )
         raise TicketError(
-            f"the ticket of object {self.object_id} is for host {self.machine_id or '?'} (boot {self.boot_id}), and this is "
+            f"the ticket of object {self.object_id} is for host {self.machine_id or '?'} (boot {self.boot_id}), but this is "
             f"{_machine_id() or '?'} (boot {boot}): memory is shared within one host only",
             reason="other_host",
         )
@@ -191,12 +191,12 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return
         if os.path.realpath(self.socket_path) == os.path.realpath(socket_path):
             raise StaleHandleError(
-                f"the ticket of object {self.object_id} is of server {self.server_id}, and {server_id} runs at {socket_path} "
-                f"now: have another ticket written",
+                f"the ticket of object {self.object_id} is of server {self.server_id}, but {server_id} now runs at "
+                f"{socket_path}: write another ticket",
                 reason="server_changed",
             )
         raise TicketError(
-            f"the ticket of object {self.object_id} is for the server {self.server_id} at {self.socket_path}, and this is "
+            f"the ticket of object {self.object_id} is for the server {self.server_id} at {self.socket_path}, but this is "
             f"{server_id} at {socket_path}: use Client.from_ticket(path)",
             reason="other_server",
         )
@@ -216,21 +216,21 @@ def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
 def _check_file(name: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise TicketError(f"the ticket {name} is no regular file", reason="unreadable")
-    # Those whose servers the clients accept, too.
+    # The same users whose servers clients accept.
     if status.st_uid not in (os.geteuid(), 0):
         raise TicketError(
-            f"the ticket {name} belongs to uid {status.st_uid}, and this process is uid {os.geteuid()}: tickets are for the "
-            f"user who had them written",
+            f"the ticket {name} belongs to uid {status.st_uid}, but this process has uid {os.geteuid()}: a ticket is for the "
+            f"user who wrote it",
             reason="untrusted",
         )
     if status.st_mode & 0o022:
         raise TicketError(
-            f"the ticket {name} has mode {stat.S_IMODE(status.st_mode):04o}, so others may have written it: chmod 600, if you "
-            f"know what is in it",
+            f"the ticket {name} has mode {stat.S_IMODE(status.st_mode):04o}, so other users may have written it: check it and "
+            f"chmod 600",
             reason="untrusted",
         )
     if status.st_size > _LIMIT:
-        raise TicketError(f"{name} has {status.st_size} bytes, and no ticket has more than {_LIMIT}", reason="malformed")
+        raise TicketError(f"{name} has {status.st_size} bytes, but a ticket has at most {_LIMIT}", reason="malformed")
 
 
 def _tensors(value: Any, name: str, seen: dict[int, Any]) -> Iterator[TicketTensor]:

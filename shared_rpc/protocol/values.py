@@ -31,13 +31,13 @@ __all__ = [
     "refuse",
 ]
 
-#: Nesting deeper than this is refused: it is never meant, and recursion has an end.
+#: The limit of nesting: deeper arguments are a mistake, and recursion is limited.
 _DEPTH = 64
 
-#: Values in the arguments of one call, in containers too. The server reads them while others wait: 0.3 s for so many.
+#: Values in the arguments of one call, including those in containers. The server takes 0.3 s to decode so many.
 MAX_VALUES = 1_000_000
 
-#: Bytes of all tuples of a call, each with what it holds: every level of nesting copies what is inside it.
+#: Bytes of all tuples of a call, with their contents: every level of nesting copies its contents.
 _MAX_NESTED = 256 << 20
 
 #: Integers of more bits are written in hexadecimal: Python refuses to write long ones in decimal, and is slow at it.
@@ -70,7 +70,7 @@ class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
 Leaf = Callable[[Any, str], Any]
 
 
-#: Characters of a path that is told to people: nobody reads more.
+#: Characters of a path in an error.
 _PATH = 120
 
 
@@ -80,7 +80,7 @@ class _TooDeep(Exception):
 
 def _nesting(value: Any, path: str) -> CapabilityError:
     """Return the error for a value that is nested too deep: in itself, or simply deep."""
-    #: What is to be looked at, with the containers around it and their paths. An own stack: recursion has an end.
+    #: Values to visit, with the containers around each and their paths. A stack of its own: recursion is limited.
     todo: list[tuple[Any, str, dict[int, str]]] = [(value, path, {})]
     deep = path
     while todo:
@@ -89,8 +89,8 @@ def _nesting(value: Any, path: str) -> CapabilityError:
             continue
         if id(item) in around:
             return CapabilityError(
-                f"{where} is {around[id(item)]} again, in which it lies: a container that holds itself cannot be an argument; "
-                f"pass what is in it once"
+                f"{where} is {around[id(item)]} again, which contains it: a container that contains itself cannot be an "
+                f"argument; pass its contents once"
             )
         if len(around) >= _DEPTH:
             deep = where
@@ -100,8 +100,7 @@ def _nesting(value: Any, path: str) -> CapabilityError:
         todo.extend((part, f"{where}[{name!r}]", inside) for name, part in parts)
     where = deep if len(deep) <= _PATH else f"{deep[:_PATH]}…"
     return CapabilityError(
-        f"{where} is nested deeper than {_DEPTH} levels, which are as many as an argument may have: "
-        f"pass a flat list, or a module"
+        f"{where} is nested deeper than {_DEPTH} levels, the limit of an argument: pass a flat list, or a module"
     )
 
 
@@ -129,7 +128,7 @@ def _lower(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
     if kind is dict:
         for key in value:
             if type(key) is not str:
-                raise CapabilityError(f"{path} has the key {key!r}: the keys of a dict in a call are strings")
+                raise CapabilityError(f"{path} has the key {key!r}: use strings as keys of a dict in a call")
             _text(key, f"a key of {path}")
         return {key: _lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
     return leaf(value, path)
@@ -169,7 +168,7 @@ def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
 def refuse(value: Any, path: str) -> NoReturn:
     """Refuse a leaf, for calls that can carry plain data only."""
     raise CapabilityError(
-        f"{path} is a {type(value).__module__}.{type(value).__name__}; a call takes None, bool, int, float, complex, str, "
+        f"{path} is a {type(value).__module__}.{type(value).__name__}: pass None, bool, int, float, complex, str, "
         f"bytes, torch.dtype, tensors and modules, and lists, tuples and string-keyed dicts of them"
     )
 
@@ -227,7 +226,7 @@ def encode_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[msgspec.Ra
             msgspec.Raw(_write({name: encode(value) for name, value in kwargs.items()})) if kwargs else NO_KWARGS,
         )
     except (UnicodeEncodeError, OverflowError, TypeError) as error:
-        raise ProtocolError(f"the arguments of a call cannot be written: {error}") from error
+        raise ProtocolError(f"cannot encode the arguments of a call: {error}") from error
 
 
 def _ext(code: int, data: bytes) -> msgspec.msgpack.Ext:
@@ -259,7 +258,7 @@ def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict
     try:
         values, named = _read_args(args), _read_kwargs(kwargs)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the arguments of a call cannot be read: {error}") from error
+        raise ProtocolError(f"cannot decode the arguments of a call: {error}") from error
     if not values and not named:
         return values, named
     reader = _Reader()
@@ -270,7 +269,7 @@ def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict
 def count_args(args: msgspec.Raw, kwargs: msgspec.Raw) -> int | None:
     """Return how many arguments a call has by position, where that is all and can be told without reading them."""
     first = bytes(memoryview(args)[:1])
-    # A "fixarray" of MessagePack: up to 15 elements, their number in the byte that begins it.
+    # A "fixarray" of MessagePack: up to 15 elements, with their number in the first byte.
     return first[0] & 0x0F if first and first[0] & 0xF0 == 0x90 and kwargs == NO_KWARGS else None
 
 
@@ -284,7 +283,7 @@ class _Reader:
     def count(self, values: int) -> None:
         self._values += values
         if self._values > MAX_VALUES:
-            raise ProtocolError(f"the arguments of a call hold more than {MAX_VALUES:,} values: pass a tensor of them")
+            raise ProtocolError(f"the arguments of a call have more than {MAX_VALUES:,} values: pass them as a tensor")
 
     def read(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -310,13 +309,13 @@ class _Reader:
         data = bytes(ext.data)
         self._nested += len(data)
         if self._nested > _MAX_NESTED:
-            raise ProtocolError("tuples of too much data are nested too deep")
+            raise ProtocolError("tuples with too much data are nested too deeply")
         try:
             if ext.code == _TUPLE:
                 self._check_depth(depth)
                 items = msgspec.msgpack.decode(data)
                 if not isinstance(items, list):
-                    raise ProtocolError("a tuple argument does not hold a list")
+                    raise ProtocolError("a tuple argument has no list")
                 self.count(len(items))
                 return tuple(self.read(item, depth + 1) for item in items)
             if ext.code == _INT:
@@ -329,5 +328,5 @@ class _Reader:
                     raise ProtocolError(f"{reference.name!r} cannot name a dtype")
                 return reference
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"an argument cannot be read: {error}") from error
+            raise ProtocolError(f"cannot decode an argument: {error}") from error
         raise ProtocolError(f"an argument has the unknown extension type {ext.code}")

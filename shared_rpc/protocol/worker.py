@@ -13,7 +13,7 @@ from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import DeviceSpec, EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 
-# From the worker.
+# Messages of workers.
 
 
 class Serve(Message):
@@ -135,7 +135,7 @@ class Allocated(Message):
     error: str = ""
 
 
-# From the broker.
+# Messages of the broker.
 
 
 class StartRun(Call):

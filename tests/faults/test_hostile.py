@@ -168,7 +168,7 @@ def test_a_client_that_asks_and_hangs_up_at_once(server: Server) -> None:
         pytest.param(header(body=0xFFFFFFFF, payload=1 << 63), "announces 4294967295 + 9223372036854775808", id="sizes"),
         pytest.param(header(payload=Limits().payload + 1), f"the limits are {Limits().body} + ", id="payload"),
         pytest.param(header(fds=MAX_FDS + 1), f"the limit is {MAX_FDS}", id="descriptors"),
-        pytest.param(header(fds=3), "0 file descriptors came with a frame that announced 3", id="no descriptors"),
+        pytest.param(header(fds=3), "0 file descriptors with a frame that announced 3", id="no descriptors"),
     ],
 )
 @pytest.mark.parametrize("hello", [False, True], ids=["before Hello", "after Hello"])
@@ -186,7 +186,7 @@ def test_more_descriptors_than_announced(server: Server) -> None:
     fd = sealed_memory()
     with Raw(server.socket_path) as raw:
         raw.send(PING, [fd, fd])
-        assert "2 file descriptors came with a frame that announced 0" in refused(raw).text
+        assert "2 file descriptors with a frame that announced 0" in refused(raw).text
     os.close(fd)
 
 
@@ -195,7 +195,7 @@ def test_fewer_descriptors_than_announced(server: Server) -> None:
     fd = sealed_memory()
     with Raw(server.socket_path) as raw:
         raw.send(header(fds=2), [fd])
-        assert "1 file descriptors came with a frame that announced 2" in refused(raw).text
+        assert "1 file descriptors with a frame that announced 2" in refused(raw).text
     os.close(fd)
 
 
@@ -205,7 +205,7 @@ def test_descriptors_for_a_frame_that_never_comes(server: Server) -> None:
     with Raw(server.socket_path) as raw:
         for byte in header(fds=MAX_FDS)[: 2 * MAX_FDS // 253 + 1]:
             raw.send(bytes([byte]), [fd] * 253)
-        assert "file descriptors for frames of at most" in refused(raw).text
+        assert "file descriptors for a frame of at most" in refused(raw).text
     os.close(fd)
 
 
@@ -241,7 +241,7 @@ def test_a_socket_that_lingers(server: Server, good: Client) -> None:
             answer = raw.hear()
             assert good.ping() < 2
     assert isinstance(answer, m.Error)
-    assert "a socket came" in answer.text
+    assert "received a socket" in answer.text
 
 
 def test_garbage_after_a_good_frame(server: Server) -> None:
@@ -292,7 +292,7 @@ def test_a_malformed_body(server: Server, kind: int, body: bytes) -> None:
         error = raw.hear()
         assert isinstance(error, m.Error)
         assert error.code == "protocol"
-        assert "message cannot be read" in error.text
+        assert error.text.startswith("cannot decode a ")
         assert isinstance(raw.ask(m.Ping()), m.Pong)
 
 
@@ -328,7 +328,7 @@ def test_more_values_than_a_call_may_have(server: Server, good: Client) -> None:
             error = raw.ask(message)
             assert isinstance(error, m.Error)
             assert error.code == "protocol"
-            assert "more than 1,000,000 values: pass a tensor" in error.text
+            assert "more than 1,000,000 values: pass them as a tensor" in error.text
             assert good.ping() < 2
 
 
@@ -340,7 +340,7 @@ def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None
     with Raw(server.socket_path) as raw:
         error = raw.ask(m.Call("ones", [tuples]))
         assert isinstance(error, m.Error)
-        assert "tuples of too much data are nested too deep" in error.text
+        assert "tuples with too much data are nested too deeply" in error.text
         assert good.ping() < 2
 
 
@@ -761,7 +761,7 @@ def test_descriptors_run_out(base_path: str, connect: Callable[..., Client], chi
         others = [stack.enter_context(Raw(path, hello=False)) for _ in range(100)]
         assert "nearly all of its 64 file descriptors open" in refused(others[-1]).text
         first.say(m.Ping(), fds=[fd] * 30)
-        assert "file descriptors were lost on the way" in refused(first).text
+        assert "file descriptors were lost: this process" in refused(first).text
     os.close(fd)
     client = connect(connect_timeout=10.0)
     assert client.ping() < 5

@@ -96,7 +96,7 @@ def test_an_argument_that_holds_itself(app: App, make: Callable[[], Any], where:
     def take(x: Any) -> None:
         pass
 
-    with pytest.raises(CapabilityError, match=f"^{where} is {what} again, in which it lies"):
+    with pytest.raises(CapabilityError, match=f"^{where} is {what} again, which contains it"):
         take(make())
 
 

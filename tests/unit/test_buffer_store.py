@@ -364,7 +364,7 @@ def test_an_int_is_a_number_of_bytes() -> None:
         ([0, 1 << 62, 1 << 62], "uint8", "less than"),
         ([10**5000], "uint8", "or more"),
         ([1] * 65, "uint8", "65 dimensions"),
-        (4, "qint8", "dtype='qint8' is none that a buffer can have"),
+        (4, "qint8", "dtype='qint8' is no dtype of a buffer"),
         (4, "x" * 1000, "dtype='x{100}'"),
         (4, "", "use one of bool, "),
     ],

@@ -207,7 +207,7 @@ def test_fewer_descriptors_than_announced() -> None:
     with nothing_leaks():
         decoder = FrameDecoder()
         decoder.feed(Plan(8, 1, b"body", b"", fds=3).encode(), [new_fd(), new_fd()])
-        with pytest.raises(ProtocolError, match="2 file descriptors came with a frame that announced 3"):
+        with pytest.raises(ProtocolError, match="2 file descriptors with a frame that announced 3"):
             decoder.next_frame()
         decoder.close()
 
@@ -219,7 +219,7 @@ def test_more_descriptors_than_announced(whole: bool) -> None:
         decoder = FrameDecoder()
         data = Plan(8, 1, b"body", b"", fds=1).encode()
         decoder.feed(data if whole else data[:-1], [new_fd(), new_fd()])
-        with pytest.raises(ProtocolError, match="2 file descriptors came with a frame that announced 1"):
+        with pytest.raises(ProtocolError, match="2 file descriptors with a frame that announced 1"):
             decoder.next_frame()
         decoder.close()
 
@@ -238,7 +238,7 @@ def test_a_flood_of_descriptors_is_bounded() -> None:
     """A header that never ends cannot collect descriptors without limit."""
     with nothing_leaks():
         decoder = FrameDecoder()
-        with pytest.raises(ProtocolError, match=f"file descriptors for frames of at most {MAX_FDS}"):
+        with pytest.raises(ProtocolError, match=f"file descriptors for a frame of at most {MAX_FDS}"):
             for byte in header():
                 decoder.feed(bytes([byte]), [new_fd() for _ in range(FDS_PER_MESSAGE)])
                 assert decoder.next_frame() is None
@@ -304,7 +304,7 @@ def test_the_header_is_as_documented() -> None:
 @pytest.mark.parametrize(
     ("body", "payload", "fds", "message"),
     [
-        (0, 0, MAX_FDS + 1, rf"{MAX_FDS + 1} file descriptors; the protocol allows {MAX_FDS}"),
+        (0, 0, MAX_FDS + 1, rf"{MAX_FDS + 1} file descriptors; the limit is {MAX_FDS}"),
         (Limits.body + 1, 0, 0, rf"a frame of {Limits.body + 1} \+ 0 bytes; the limits are {Limits.body} \+"),
         (0, Limits.payload + 1, 0, rf"a frame of 0 \+ {Limits.payload + 1} bytes; .*: large data travels as tensors"),
     ],
