@@ -50,7 +50,7 @@ def encode_arguments(
         if isinstance(value, torch.dtype):
             return DtypeRef(str(value).removeprefix("torch."))
         if type(value) is torch.Tensor:
-            # A dump names the path of a tensor that is refused, and tells plain tensors from others.
+            # A dump reports the path of a refused tensor, and distinguishes plain tensors from others.
             dump(value, scan, path)
             number = scan.tensor(value)
             if number is not None:
@@ -75,7 +75,7 @@ def encode_arguments(
     )
 
 
-#: The arguments of a call with one tensor and nothing else.
+#: The arguments of a call with one tensor only.
 _ALONE = encode_call([TensorRef(0)], {})
 
 _SCALARS = (int, float, bool, str, bytes, complex, type(None))
@@ -155,9 +155,12 @@ def _lifted(
     except BaseException as error:
         if is_of_handler(error):
             raise
-        raise CodecError(f"an argument cannot be rebuilt in the server ({type(error).__name__}: {error})") from error
+        raise CodecError(
+            f"the server cannot rebuild an argument ({type(error).__name__}: {error}): it must be able to import the modules "
+            f"of the argument's classes"
+        ) from error
     finally:
-        # An error that an argument's own code caught, and somebody keeps, keeps this frame.
+        # A kept error of an argument's own code may keep this frame.
         tensors.clear()
         storages.clear()
 

@@ -13,7 +13,7 @@ from shared_rpc.protocol.records import TensorEntry
 
 __all__ = ["Block", "Span", "blocks", "spans"]
 
-#: Bytes. The element sizes of all dtypes divide it, so a span that begins at a multiple of it can be counted in any of them.
+#: Bytes. A multiple of all element sizes: a span that begins at a multiple of it can be counted in elements of any dtype.
 _GRAIN = 16
 
 
@@ -54,7 +54,7 @@ def spans(scan: Scan, *, exact: bool) -> list[Span]:
         start, end = 0, storage.nbytes()
         if number in used:
             bounds = [_bounds(entry) for entry in used[number]]
-            # An empty tensor may begin anywhere, past the end of its storage too.
+            # An empty tensor may begin anywhere, even past the end of its storage.
             start = min(end, *(low for low, _ in bounds)) // _GRAIN * _GRAIN
             end = min(end, max(start, *(high for _, high in bounds)))
         found.append(Span(number, storage.data_ptr() + start, end - start, storage.device, start))

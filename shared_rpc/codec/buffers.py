@@ -21,8 +21,8 @@ from shared_rpc.protocol.records import Access, BufferEntry, TensorTable
 
 __all__ = ["PickledBuffers", "buffers_of", "place"]
 
-#: Bytes. Below this a buffer is pickled: a segment is mapped by pages of 4 KiB, each of which costs a fault when it is first
-#: touched, and a buffer in one some microseconds whatever its size. Copying so few bytes takes one.
+#: Bytes. A smaller buffer is pickled: copying it takes a microsecond, while a segment takes some microseconds whatever its
+#: size, and a page fault for each touched page.
 _LEAST = 16 << 10
 
 
@@ -63,7 +63,7 @@ def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Seg
             _write(segments[number].fileno(), view, offset)
             entries.append(BufferEntry(first + number, offset, view.nbytes))
         for segment in segments:
-            HOST.seal(segment.fileno())  # nobody can write to it any more
+            HOST.seal(segment.fileno())  # no process can write to it any more
         return [segment.duplicate("read" if access == "read" else "copy") for segment in segments], entries
     finally:
         for segment in segments:
@@ -71,13 +71,13 @@ def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Seg
 
 
 def _write(fd: int, view: memoryview, offset: int) -> None:
-    # Not through a mapping: the kernel copies while other threads run, and takes no page fault for each page.
+    # Not through a mapping: the kernel copies while other threads run, and without page faults.
     done = 0
     try:
         while done < view.nbytes:
             done += os.pwrite(fd, view[done:], offset + done)
     except OSError as error:
-        raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment: {error}") from error
+        raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment in pid {os.getpid()}: {error}") from error
 
 
 def buffers_of(table: TensorTable, mappings: Sequence[Mapping]) -> list[memoryview]:
@@ -98,8 +98,10 @@ def _view(entry: BufferEntry, mappings: Sequence[Mapping]) -> memoryview:
         or entry.nbytes < 0
         or entry.offset + entry.nbytes > mapping.info.nbytes
     ):
-        raise CodecError(f"a buffer of {entry.nbytes} bytes at {entry.offset} leaves its segment, number {entry.segment}")
+        raise CodecError(
+            f"a buffer of {entry.nbytes} bytes at {entry.offset} is not within its segment, number {entry.segment}"
+        )
     view = HOST.view(mapping.address + entry.offset, entry.nbytes)
-    # The object under all views of it, arrays included.
+    # All views of the buffer, arrays too, refer to this object.
     MAPPINGS.keep_for([(mapping, view.obj)])
     return view.toreadonly() if mapping.info.access == "read" else view

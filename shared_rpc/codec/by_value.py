@@ -12,10 +12,10 @@ from shared_rpc.forks import fork_safe_lock
 
 __all__ = ["pickle_by_value", "registered"]
 
-#: Hugging Face writes remote code into this one. ``__main__`` is cloudpickle's own.
+#: Hugging Face puts remote code into this module. ``__main__`` is cloudpickle's own.
 _names: set[str] = {"transformers_modules"}
-#: Names of modules, which stand for those below them too. Private, in cloudpickle 3.0 to 3.1: its public function takes modules
-#: that are loaded, and transformers loads what is below ``transformers_modules`` without that package.
+#: Names of modules, each with its submodules. Private, in cloudpickle 3.0 to 3.1: its public function takes loaded modules
+#: only, and transformers loads submodules of ``transformers_modules`` without that package.
 _REGISTRY: set[str] = _PICKLE_BY_VALUE_MODULES
 _lock = fork_safe_lock()
 

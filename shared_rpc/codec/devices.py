@@ -16,10 +16,10 @@ from shared_rpc.errors import CapabilityError
 
 __all__ = ["check_devices", "host_tensors", "wrong_device"]
 
-#: Classes by the modules that they come from, which are not imported for that, each with the attributes that are on the host;
-#: with none, all of them may be. The noise schedules of diffusers; the step counts of torch's optimizers
-#: (``capturable=False``); how many models averaged weights are the average of, which stays on the host where the model was on
-#: its device before; and the lengths in a packed batch of sequences, which torch takes from the host alone.
+#: Classes by their modules, which are not imported for this, each with its attributes that are on the host; without a list, all
+#: may be. The noise schedules of diffusers; the step counts of torch's optimizers (``capturable=False``); the number of models
+#: in averaged weights, which stays on the host when the model moves to a device; and the lengths in a packed batch of
+#: sequences, which torch takes from the host only.
 _CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("diffusers.schedulers.scheduling_utils", "SchedulerMixin"): (),
     ("torch.optim.optimizer", "Optimizer"): (),
@@ -41,9 +41,7 @@ def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -
         hosted = {id(tensor) for module in value.modules() for tensor in host_tensors(module)}
         state = (*value.named_parameters(), *value.named_buffers())
     except RecursionError:
-        raise CapabilityError(
-            f"{path} is nested deeper than its modules can be walked (RecursionError): make it flat"
-        ) from None
+        raise CapabilityError(f"{path} has modules nested too deeply to visit (RecursionError): use fewer levels") from None
     for name, tensor in state:
         if id(tensor) not in hosted:
             check_devices(tensor, f"{path}.{name}", kind)
@@ -52,9 +50,9 @@ def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -
 def wrong_device(path: str, device: torch.device, kind: str) -> str:
     """Return the text for memory that is not on the kind of device a server shares."""
     if device.type == "meta":
-        return f"{path} is on the meta device, which has no memory: load the weights before it is shared"
+        return f"{path} is on the meta device, which has no memory: load the weights before sharing it"
     return (
-        f"{path} is on {device}, and memory is shared on {kind!r} here: move it with .to({kind!r}), or choose another device "
+        f"{path} is on {device}, but memory is shared on {kind!r} here: move it with .to({kind!r}), or choose another device "
         f"for the Provider (a tensor in a plain attribute does not follow module.to(); register it as a buffer)"
     )
 

@@ -11,8 +11,8 @@ import torch
 
 __all__ = ["without_modes"]
 
-# Private, from torch 2.6 to 2.13: there is no public way to ask whether any mode is on. Together they take less time than
-# entering one context does.
+# Private, from torch 2.6 to 2.13: no public function returns whether any mode is active. Together they take less time than
+# entering one context.
 _dispatching = torch._C._len_torch_dispatch_stack
 _overriding = torch._C._len_torch_function_stack
 _transforming = torch._C._functorch.peek_interpreter_stack
@@ -37,7 +37,7 @@ def without_modes(function: Callable[P, R]) -> Callable[P, R]:
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
         finally:
-            # An error that an argument's own code caught, and somebody keeps, keeps this frame.
+            # A kept error of an argument's own code may keep this frame.
             del args, kwargs
 
     return run
@@ -52,7 +52,7 @@ def _no_modes() -> Iterator[None]:
         if _dispatching():
             stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
         if _transforming() is not None:
-            # Loaded with the first transform, and not to be before.
+            # Loaded with the first transform; importing it earlier would take time.
             from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
             stack.enter_context(temporarily_clear_interpreter_stack())

@@ -20,15 +20,15 @@ from shared_rpc.codec.refusals import PickleRefused
 
 __all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module", "reduce_parameter"]
 
-#: What a new module has. Most of it is a dozen empty containers for hooks, which few modules ever fill.
+#: The state of a new module. Most of it is a dozen empty containers for hooks, which few modules fill.
 _NEW = torch.nn.Module().__dict__
 _CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
 _CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in _CONSTANTS}
 
-#: Containers of hooks. The others of a module, ``_forward_hooks_with_kwargs`` and its kind, have some of the same keys.
+#: Containers of hooks. The other containers, ``_forward_hooks_with_kwargs`` and the like, have some of the same keys.
 _HOOKS = tuple(name for name in _CONTAINERS if name.endswith("_hooks"))
 
-#: What ``module.compile()`` made for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
+#: The attribute that ``module.compile()`` makes for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
 _COMPILED = "_compiled_call_impl"
 
 _PICKLING = {
@@ -50,7 +50,7 @@ def reduce_module(module: torch.nn.Module) -> Any:
     if _restores_plainly(kind):
         return copyreg.__newobj__, (kind,), _state(module), None, None, _restore  # type: ignore[attr-defined]
     if isinstance(module, torch.fx.GraphModule):
-        # torch makes it again of its code, and its hooks are not among what it takes over.
+        # torch rebuilds the module from its code, without its hooks.
         hooks = {name: value for name, value in module.__dict__.items() if name in _CONTAINERS and "_hooks" in name and value}
         return *module.__reduce__(), hooks, None, None, _add_hooks
     if any((base.__module__, base.__name__) == _UNINITIALISED for base in kind.__mro__):
@@ -58,7 +58,7 @@ def reduce_module(module: torch.nn.Module) -> Any:
     return NotImplemented
 
 
-#: Quantised convolutions set attributes of what was never made a module: torch's own pickle gives broken ones.
+#: Quantised convolutions set attributes before the module's constructor has run: torch's own pickle breaks them.
 _UNINITIALISED = ("torch.ao.nn.quantized.modules.conv", "_ConvNd")
 
 
@@ -91,14 +91,14 @@ def _counted(module: torch.nn.Module) -> list[tuple[str, Any, int]]:
     return [(name, value, sys.getrefcount(value)) for name, value in module.__dict__.items()]
 
 
-#: References to a container that only its module has. What the interpreter itself holds differs between releases of Python.
+#: References to a container that only its module refers to. The interpreter's own references differ between Pythons.
 _ALONE = max(references for name, _, references in _counted(torch.nn.Module()) if name in _CONTAINERS)
 
 
 def _is_new(name: str, value: Any, references: int) -> bool:
     if name in _CONSTANTS:
         return value is _CONSTANTS[name]
-    # An empty container is one in particular to what refers to it: the handle of a hook, a shallow copy of the module.
+    # Some objects refer to one particular empty container: the handle of a hook, a shallow copy of the module.
     return type(value) is _CONTAINERS.get(name) and not value and references <= _ALONE and not weakref.getweakrefcount(value)
 
 
@@ -124,13 +124,13 @@ def _add_hooks(module: torch.nn.Module, hooks: dict[str, Any]) -> None:
 
 
 def _reduce_parametrized(module: torch.nn.Module) -> Any:
-    # torch refuses to pickle these because their class is made on the fly; it is made again on the other side.
+    # torch refuses to pickle parametrised modules because their class is made at run time; the receiver makes it again.
     (base,) = type(module).__bases__
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
     plainly = _restores_plainly(base)
     if {"__reduce__", "__reduce_ex__"} & _defined(base):
         raise PickleRefused(
-            f"is parametrised, and its class {base.__name__} has a __reduce__ of its own: share it after "
+            f"is parametrised, and its class {base.__name__} has its own __reduce__: share it after "
             f"torch.nn.utils.parametrize.remove_parametrizations()",
             module,
         )
@@ -150,7 +150,7 @@ def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...],
     if plainly:
         _restore(module, own)
     elif isinstance(own, dict):
-        # torch looks for the attribute first, and a __getattr__ of the class may look for others.
+        # torch reads the attribute first, and a __getattr__ of the class may read others.
         module.__dict__.update(own)
     for name in names:
         parametrize._inject_property(module, name)
@@ -177,7 +177,7 @@ def _make_parameter(kind: type[torch.nn.Parameter], data: torch.Tensor, requires
 
 def _restore_parameter(parameter: torch.nn.Parameter, state: dict[str, Any]) -> None:
     for name, value in state.items():
-        # Not setattr(), which a class may have its own of.
+        # Not setattr(): a class may define its own.
         object.__setattr__(parameter, name, value)
 
 
@@ -190,14 +190,14 @@ def next_hook(module: torch.nn.Module) -> int:
 
 def raise_next_hook(value: int) -> None:
     """Keep hooks registered from here on from taking the id of one that came from another process."""
-    # Statements without a call are not interrupted by other threads, which is what torch relies on where it counts.
+    # Other threads do not interrupt statements without a call; torch's own counting relies on that too.
     if RemovableHandle.next_id < value:  # noqa: PLR1730  max() would be a call
         RemovableHandle.next_id = value
 
 
 def reduce_handle(handle: RemovableHandle) -> Any:
     """Return the reduction of a hook's handle, which may be one of a module that is gone."""
-    # torch writes a dict down that is gone, and cannot read that.
+    # torch would store a collected dict too, and could not load it.
     extras = tuple(extra for reference in handle.extra_dict_ref if (extra := reference()) is not None)
     return copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)  # type: ignore[attr-defined]
 
@@ -210,8 +210,8 @@ def reduce_compiled(function: types.FunctionType) -> Any:
     original = function.__dict__.get("_torchdynamo_orig_callable")
     if original is None or function.__dict__.get("_torchdynamo_disable"):
         return None
-    # The options of torch.compile() are in an object that the wrapper closes over, as torch.compile(module) keeps one in
-    # an attribute (torch 2.6 to 2.13). A later torch that hides it gives the function as it was written.
+    # The options of torch.compile() are in an object in the wrapper's closure; torch.compile(module) has it in an attribute
+    # (torch 2.6 to 2.13). With a later torch that hides it, the original function is returned.
     names = function.__code__.co_freevars
     context = function.__closure__[names.index("self")].cell_contents if function.__closure__ and "self" in names else _same
     return _call, (context, original)

@@ -10,9 +10,9 @@ from typing import Any
 
 __all__ = ["locate"]
 
-#: A path this long is not read by anybody, and cycles end here.
+#: The longest path: nobody reads a longer one, and cycles end here.
 _DEPTH = 40
-#: Of what is nested too deep.
+#: The same for values that are nested too deeply.
 _RECURSION = 8
 
 
@@ -51,7 +51,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
         yield ".__func__", value.__func__
-        return  # its other attributes are those of the function
+        return  # other attributes of a method are its function's
     elif isinstance(value, partial):
         yield ".func", value.func
         for index, part in enumerate(value.args):
@@ -60,7 +60,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".keywords[{name!r}]", part
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        # Children, parameters and buffers of a module read as attributes of it, and come before what refers to them.
+        # Children, parameters and buffers of a module read as its attributes, and precede other references to them.
         children = [name for name in ("_parameters", "_buffers", "_modules") if isinstance(attributes.get(name), dict)]
         for name in children:
             for key, child in attributes[name].items():
@@ -83,7 +83,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             part = cell.cell_contents
         except ValueError:
-            continue  # a name that is not bound yet
+            continue  # a name without a value yet
         yield f".<closure {function.__code__.co_freevars[index]}>", part
     yield from ((f".{name}", getattr(function, name)) for name in ("__defaults__", "__kwdefaults__"))
     for name in function.__code__.co_names:

@@ -24,14 +24,14 @@ __all__ = ["check_result", "dump_result"]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (tuple, list, dict, OrderedDict)
-#: What runs when somebody asks for more of it, which cannot be elsewhere.
+#: Objects that run when the caller iterates or awaits them, in this process only, and the advice for each.
 _RUNNING = {
     GeneratorType: "return what it yields, as a list",
     AsyncGeneratorType: "return what it yields, as a list",
     CoroutineType: "make the endpoint an async def, which is awaited",
 }
 
-#: Containers within each other; beyond it the pickler looks.
+#: Levels of containers; the pickler checks deeper ones.
 _DEPTH = 20
 
 
@@ -44,14 +44,14 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     where = f"endpoint {endpoint!r}"
     advice = _RUNNING.get(type(value))
     if advice is not None:
-        raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process alone: {advice}")
+        raise CapabilityError(f"{where} returned a {type(value).__name__}, which runs in this process only: {advice}")
     scan = Scan(kind, PickledBuffers())
     try:
         skeleton = dump(value, scan, f"{where}: result")
         if not scan.found:
             raise CapabilityError(
-                f"{where} returned a value of type {_name(value)} that reaches no tensor and no module: only memory is shared; "
-                f"make tensors of arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
+                f"{where} returned a value of type {_name(value)} without a tensor or module: only memory is shared. "
+                f"Convert arrays (torch.from_numpy), and return other values beside a tensor, or by other means"
             )
         outside = graph_outside(value, scan, "result") if scan.graph else None
         if outside is not None:
@@ -62,7 +62,7 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
             )
         return skeleton, scan
     finally:
-        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        # A kept error of the value's own code may keep this frame.
         del value, scan
 
 
@@ -79,7 +79,7 @@ def check_result(value: Any, endpoint: str, kind: str) -> int:
     storages: dict[int, int] = {}
     try:
         plain = _is_plain(value, kind, storages, set(), 0)
-    except RecursionError:  # modules within modules; pickling tells where
+    except RecursionError:  # nested modules; pickling reports the place
         plain = False
     if not plain or not storages:
         _, scan = dump_result(value, endpoint, kind)

@@ -37,5 +37,5 @@ def _is_shared(parameter: torch.Tensor) -> bool:
     try:
         found = MAPPINGS.find(parameter.data_ptr())
     except RuntimeError:
-        return False  # one without memory, as fake and functional tensors
+        return False  # a tensor without memory, as fake and functional tensors
     return found is not None and not found[0].pooled

@@ -19,15 +19,15 @@ class PickleRefused(TypeError):
         self.subject = subject
 
 
-_FILE = "is a file that this process has open: keep its path, and open it where it is read"
-_SCRIPT = "is TorchScript, which has no Python skeleton: share what it was scripted from"
-_FSDP = "is sharded by FSDP, and belongs to its process group: share the module as it is before that"
-_TRACED = "is a functional tensor, which ends with what traces it: share the tensor that it was made of"
-_ELSEWHERE = "belongs to this process: make it where it is used"
+_FILE = "is an open file of this process: keep its path, and open the file where it is read"
+_SCRIPT = "is TorchScript, which has no Python skeleton: share the original module or function"
+_FSDP = "is sharded by FSDP, and belongs to its process group: share the module before it is sharded"
+_TRACED = "is a functional tensor, which exists only during tracing: share the original tensor"
+_ELSEWHERE = "belongs to this process: make one in each process"
 
-#: By the names of classes, or of modules that define them, so that nothing is imported for it. Subclasses are of their kind.
+#: Reasons by names of classes, or of the modules that define them, so that no module is imported. They apply to subclasses.
 _KINDS = {
-    # cloudpickle reads a file and a view, and clients would have a copy of what was in them.
+    # cloudpickle would read a file or view, and clients would get a copy of its contents.
     "_io.TextIOWrapper": _FILE,
     "_io.BufferedReader": _FILE,
     "_io.BufferedWriter": _FILE,
@@ -35,25 +35,25 @@ _KINDS = {
     "_io.FileIO": _FILE,
     "tempfile._TemporaryFileWrapper": _FILE,
     "tempfile.SpooledTemporaryFile": _FILE,
-    "builtins.memoryview": "is a memoryview, of which clients would get a copy: keep bytes, or a tensor (torch.frombuffer)",
+    "builtins.memoryview": "is a memoryview, which clients would get as a copy: keep bytes, or a tensor (torch.frombuffer)",
     "mmap.mmap": "is a mapping of this process: keep a tensor over it (torch.frombuffer), which is shared",
-    "_socket.socket": "is a socket of this process: keep its address, and connect where it is used",
-    "sqlite3.Connection": "is a connection of this process: keep what it is connected to, and connect where it is used",
+    "_socket.socket": "is a socket of this process: keep its address, and connect in each process",
+    "sqlite3.Connection": "is a connection of this process: keep its address or path, and connect in each process",
     "torch.utils.mkldnn": "was converted by torch.utils.mkldnn, whose layout cannot be shared: share the module "
-    "as it was before",
+    "before the conversion",
     "torch.jit._script.ScriptModule": _SCRIPT,
     "torch.jit.torch.jit.ScriptFunction": _SCRIPT,
-    "torch.export.exported_program.ExportedProgram": "is an exported program: share the module it was exported from, or keep "
-    "the path of a file by torch.export.save()",
-    "torch.export._unlift.GuardsFn": "belongs to an exported program: share the module it was exported from",
+    "torch.export.exported_program.ExportedProgram": "is an exported program: share the original module, or keep the "
+    "path of a file made by torch.export.save()",
+    "torch.export._unlift.GuardsFn": "belongs to an exported program: share the original module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "belongs to its process group: share its .module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _FSDP,
     "torch.distributed.fsdp.FSDPModule": _FSDP,
     "torch.distributed.tensor.DTensor": "is a DTensor, which belongs to its process group: share its local shard, "
     "tensor.to_local()",
-    "torch._subclasses.fake_tensor.FakeTensor": "is a fake tensor, which has no memory: make it outside of FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensor": "is a fake tensor, which has no memory: make it outside FakeTensorMode",
     "torch._subclasses.functional_tensor.FunctionalTensor": _TRACED,
-    "torch.distributed.distributed_c10d.ProcessGroup": "is a process group of this process: make it where it is used",
+    "torch.distributed.distributed_c10d.ProcessGroup": "is a process group of this process: make one in each process",
     "torch.Stream": f"is a stream, which {_ELSEWHERE}",
     "torch.Event": f"is an event, which {_ELSEWHERE}",
     "torch.cuda.streams.Stream": f"is a CUDA stream, which {_ELSEWHERE}",
@@ -80,7 +80,7 @@ def _of_kind(kind: type) -> str | None:
     return None
 
 
-#: Compressed sparse tensors are not among them: torch has no way to bind one to other memory in place.
+#: Without compressed sparse tensors: torch cannot bind one to other memory in place.
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 
 
@@ -98,16 +98,16 @@ def reason_against(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot be shared; None for one that can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if isinstance(tensor, UninitializedTensorMixin):
-            return "is a lazy parameter without a shape: run the module once before it is shared"
+            return "is a lazy parameter without a shape: run the module once before sharing it"
         reason = _of_kind(type(tensor))
         if reason is not None:
             return reason
     if torch._is_functional_tensor(tensor):
         return _TRACED
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "belongs to a transform of torch.func, and ends with it: share what the transform returns"
+        return "belongs to a transform of torch.func: share the result of the transform"
     if tensor.layout not in _LAYOUTS:
         return f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
     if tensor.is_nested and tensor.layout is torch.strided:
-        return "is a nested tensor of the strided layout: make it with layout=torch.jagged, or share its rows"
+        return "is a nested tensor of the strided layout: use layout=torch.jagged, or share its rows"
     return None

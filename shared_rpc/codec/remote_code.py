@@ -36,6 +36,6 @@ def _finish(kind: type, state: tuple[Any, Any, str]) -> None:
         if spec is None:
             return
         module = sys.modules[kind.__module__] = importlib.util.module_from_spec(spec)
-        pickle_by_value(module)  # to whoever it is sent from here
-    if "__transformers_module_hash__" not in vars(module):  # which it has once it was run
+        pickle_by_value(module)  # for every receiver
+    if "__transformers_module_hash__" not in vars(module):  # present once the code has run
         setattr(module, kind.__qualname__, kind)

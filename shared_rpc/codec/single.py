@@ -26,7 +26,7 @@ from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, T
 
 __all__ = ["FIRST", "Copied", "copy_single", "publish_argument", "rebuild_argument", "rebuild_single"]
 
-#: The skeletons of a value that is tensor 0 of its table and nothing else.
+#: The skeletons of a value that is tensor 0 of its table.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -100,7 +100,7 @@ def copy_single(
     address = tensor.data_ptr()
     found = MAPPINGS.find(address)
     if found is not None and not (found[0].pooled and (not reader or found[0].owner != reader)):
-        return None  # the reader may be told where it lies: see Placement.stays()
+        return None  # the reader can map the memory in place: see Placement.stays()
     chunk = pool.acquire_one(id_of(device), size, purpose)
     try:
         mapping = chunk.arena.mapping
@@ -132,18 +132,18 @@ def publish_argument(value: list[Any], references: ChunkReferences, seconds: flo
     reference = references.reference_of(storage)
     if reference is None or not _plain(tensor):
         return None
-    # It stays mapped whatever becomes of the session.
+    # This keeps the arena mapped whatever becomes of the session.
     hold = references.holds.get(reference.mapping.info.id)
     nbytes, device = tensor.nbytes, tensor.device
     if hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
         return None
     stream, offset = current_stream(device), storage.data_ptr() - hold.mapping.address
     if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
-        return None  # torch has moved the storage meanwhile, into shared memory of its own
+        return None  # torch has moved the storage meanwhile, to shared memory of its own
     if not reference.backend.wait(stream, seconds):
         return None
     entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-    # What keeps the chunk goes with its last user: if this is not the last, there is something left.
+    # The pin ends with the last user of the chunk: if it lives on, there is another user.
     del tensor, storage
     value.clear()
     pin = reference()
@@ -169,7 +169,7 @@ def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, 
     end = chunk.offset + chunk.nbytes
     if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
         references.release((chunk.number,))
-        raise CodecError("the server answered with an argument's memory, and a table that does not fit it")
+        raise CodecError("the server answered with an argument's memory, but its table does not fit it")
     mapping = chunk.arena.mapping
     device = torch_device(mapping.info.device)
     storage = make_storage(mapping, place.offset, place.nbytes, device)

@@ -60,24 +60,24 @@ class Scan:
     def __init__(self, kind: str, buffers: PickledBuffers | None = None) -> None:
         self.kind = kind
         self.buffers = buffers
-        #: Whether there was a module, and a tensor with an autograd graph.
+        #: Whether a module was found, and a tensor with an autograd graph.
         self.module = False
         self.graph = False
-        #: Storages, by address, of which each process that rebuilds the value makes its own memory, as of packed weights.
+        #: Storages, by address, for which each process makes its own memory, as for packed weights.
         self.repacked: set[int] = set()
-        #: Those on the host that belong there, though memory is shared on a GPU.
+        #: Storages on the host that belong there, though memory is shared on a GPU.
         self.hosted: set[int] = set()
         self.storages: list[torch.UntypedStorage] = []
         self.entries: list[TensorEntry] = []
-        #: Plain tensors, one for each entry.
+        #: Plain tensors, each one an entry.
         self.plain: list[torch.Tensor] = []
         #: Strided tensors, plain or not, with the number of their storage.
         self.strided: list[tuple[torch.Tensor, int]] = []
-        #: Tensors that only torch can rebuild (sparse, quantised), with a skeleton of their own.
+        #: Tensors that only torch can rebuild (sparse, quantised), each with its skeleton.
         self.composite: list[tuple[torch.Tensor, bytes]] = []
-        #: Numbers of the storages that something refers to as a whole, and not through plain tensors alone.
+        #: Numbers of storages with other references than plain tensors.
         self.whole: set[int] = set()
-        #: No hook of the modules that were met has this id, or a higher one.
+        #: A number above the ids of all hooks of the visited modules.
         self.next_hook = 0
         self._storage_numbers: dict[int, int] = {}
         self._tensor_numbers: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Scan:
                 shape=tuple(tensor.shape),
                 strides=tuple(tensor.stride()),
                 parameter=type(tensor) is torch.nn.Parameter,
-                # What autograd computed is shared as a value: its graph stays here.
+                # A computed tensor is shared as a value: its graph stays here.
                 requires_grad=tensor.requires_grad and tensor.is_leaf,
                 conj=tensor.is_conj(),
                 neg=tensor.is_neg(),
@@ -136,7 +136,7 @@ class Scan:
             return
         self._met[id(tensor)] = tensor
         if _wraps(tensor):
-            return  # its inner tensors are met on their own
+            return  # the pickler visits its inner tensors
         if tensor.layout is torch.strided and not tensor.is_quantized:
             self.strided.append((tensor, self.storage(tensor.untyped_storage())))
         else:
@@ -147,7 +147,7 @@ class Scan:
     def _check_device(self, memory: torch.Tensor | torch.UntypedStorage, size: int) -> None:
         if memory.device.type == self.kind:
             return
-        # Nothing of an empty tensor is shared; a jagged tensor on a GPU keeps its row lengths as shapes of such on the host.
+        # An empty tensor has no memory to share; a jagged tensor on a GPU keeps row lengths as shapes of empty host tensors.
         if memory.device.type != "cpu" or not (size == 0 or self._belongs_on_the_host(memory)):
             raise PickleRefused(wrong_device("", memory.device, self.kind).lstrip())
 
@@ -167,7 +167,7 @@ def _wraps(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
-    # The address of a wrapper is 0, as torch's own reduction takes it; that of one that asks its class may be anything.
+    # The address of a wrapper is 0, as for torch's own reduction; a wrapper that asks its class may have any address.
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.data_ptr() == 0
 
 
@@ -201,7 +201,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.Generator):
             return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
         if type(obj) is torch.Tensor and obj.layout is torch.sparse_coo:
-            # torch's own reduction keeps what it rebuilds in a list, for torch.load to validate: it would never be freed.
+            # torch's own reduction keeps rebuilt tensors in a list for torch.load to validate: they would never be freed.
             return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
         if isinstance(obj, torch.nn.Module):
             self._scan.module = True
@@ -219,8 +219,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _reduce_packed(self, packed: Any) -> Any:
-        # TorchBind's own reduction, noted: weights of torch.ao.nn.quantized. Unpacked they are new tensors each time, and
-        # packing them makes memory in the layout of the processor's library, which no other process can be given.
+        # TorchBind's own reduction, noted for weights of torch.ao.nn.quantized: unpacked they are new tensors each time, and
+        # packing makes memory in the layout of the processor's library, which cannot be shared.
         reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         for tensor in tree_leaves(reduced[2]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
@@ -236,29 +236,29 @@ def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
-    # torch's own reduction has the state as a tensor, on the host whatever the device is: memory that nobody is to share.
+    # torch's own reduction has the state as a tensor, on the host whatever the device: memory that is not to be shared.
     generator = torch.Generator(device)
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return generator
 
 
 def _make_coo(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
-    # The operator itself: the public function of torch 2.11 asks for the setting of invariant checks, and warns the first time
-    # of what it is, whatever it was told. That is for who makes a sparse tensor; here one comes back as it was.
+    # The operator itself: the public function of torch 2.11 reads the setting of invariant checks, and warns the first time,
+    # even if the argument is given. The checks are for makers of a sparse tensor; here an existing one is rebuilt.
     rebuilt: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape, is_coalesced=coalesced)
     return rebuilt
 
 
-#: What pickle makes of a plain tensor: a reference and nothing else (INT, BINPERSID, STOP). Pickling takes ten times as long.
+#: The pickle of a plain tensor: one reference (INT, BINPERSID, STOP). Pickling takes ten times as long.
 _REFERENCE = b"I%d\nQ."
 
 
 _TOO_DEEP = (
-    "is nested deeper than pickle can follow (RecursionError; sys.setrecursionlimit() says how deep), or holds itself in a way "
-    "that it cannot write: keep its parts in a flat list"
+    "is nested deeper than pickle can follow (RecursionError; the limit is sys.getrecursionlimit()), or contains itself in a "
+    "way that pickle cannot write: keep its parts in a flat list"
 )
 
-_UNPICKLABLE = "cannot be pickled: {}; make it where it is used, or leave it out in a __getstate__() of what holds it"
+_UNPICKLABLE = "cannot be pickled: {}; make it in each process, or leave it out in a __getstate__() of its owner"
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
@@ -286,13 +286,13 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
         above = max(scan.next_hook, RemovableHandle.next_id)
         return _HOOKS_BELOW % above + skeleton if above else skeleton
     finally:
-        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        # A kept error of the value's own code may keep this frame.
         del value, scan
 
 
-#: What a skeleton begins with: a reference that nothing comes of but :func:`raise_next_hook`, before anything else is rebuilt
-#: (MARK, INT, TUPLE, BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, wherever
-#: it holds them: in a module, an optimiser, an object of the user's.
+#: The beginning of a skeleton: a reference to :func:`raise_next_hook`, before anything else is rebuilt (MARK, INT, TUPLE,
+#: BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, wherever they are: in a
+#: module, an optimiser, an object of the user.
 _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
@@ -328,7 +328,7 @@ def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
 def _dump(value: Any, scan: Scan) -> bytes:
     buffer = io.BytesIO()
     try:
-        # Not cloudpickle's own method: that one's frame would have the value. It only words a RecursionError otherwise.
+        # Not cloudpickle's own method, whose frame would refer to the value; that method only rewords a RecursionError.
         pickle.Pickler.dump(_Pickler(buffer, scan), value)
     finally:
         del value, scan
@@ -347,12 +347,12 @@ def load(
     try:
         return unpickler.load()
     finally:
-        # It remembers all that it has made.
+        # The unpickler refers to all rebuilt objects.
         del unpickler
 
 
 class _Unpickler(pickle.Unpickler):
-    # Without an __init__, which torch.compile cannot trace where a call is in what it compiles (torch 2.13).
+    # Without an __init__, which torch.compile cannot trace if the call is compiled (torch 2.13).
     tensors: list[torch.Tensor]
     storages: list[torch.UntypedStorage]
 

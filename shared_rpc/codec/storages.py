@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import msgspec
 import torch
-import torch.multiprocessing  # registers torch's own reducers, which those here come before
+import torch.multiprocessing  # registers torch's own reducers, which the reducers here precede
 from torch.multiprocessing import reductions
 
 from shared_rpc.codec.recurrent import keep_in_place
@@ -33,11 +33,11 @@ from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["bytes_at", "current_stream", "make_storage"]
 
-#: Descriptors that a child is started with at most: a fork server takes fewer than 256, torch's own among them. The others it
-#: fetches from its parent.
+#: The most descriptors that a new child inherits: a fork server takes fewer than 256, with torch's own. The child fetches the
+#: others from its parent.
 _INHERITED = 128
 
-#: The storage over a place of a mapping, so that one is one in the receiver too, in whichever messages it comes.
+#: Storages by their place in a mapping, so that one storage stays one in the receiver, whichever messages it comes in.
 _storages: weakref.WeakValueDictionary[tuple[Mapping, int, int], torch.UntypedStorage] = weakref.WeakValueDictionary()
 _lock = fork_safe_lock()
 
@@ -65,7 +65,7 @@ def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
     try:
         address, nbytes = storage.data_ptr(), storage.nbytes()
     except RuntimeError:
-        return None  # one without memory, as those of fake and functional tensors
+        return None  # a storage without memory, as those of fake and functional tensors
     found = MAPPINGS.find(address) if nbytes else None
     return found if found is not None and found[1] + nbytes <= found[0].info.nbytes else None
 
@@ -76,8 +76,8 @@ def _shared(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
     return found if found is not None and not found[0].pooled else None
 
 
-# Sending. A reducer of a type is called for an object of it once in a message: pickle remembers the objects it has seen. So
-# storages name the one mapping they have in common, and that brings its descriptor once.
+# Sending. Pickle calls a type's reducer once for each object in a message. Storages refer to one common mapping, which sends
+# its descriptor once.
 
 
 def _reduce_storage(before: Callable[[Any], Any], storage: torch.UntypedStorage) -> Any:
@@ -92,16 +92,16 @@ def _reduce_storage(before: Callable[[Any], Any], storage: torch.UntypedStorage)
 
 
 def _reduce_tensor(before: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
-    # On a GPU torch's reducer of tensors does not ask that of storages. Sparse and nested tensors come here again, in parts.
+    # For a GPU, torch's reducer of tensors does not call that of storages. Sparse and nested tensors come here in parts.
     if not tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_nested:
         return before(tensor)
     found = _find(tensor.untyped_storage())
-    if found is None or (tensor.requires_grad and not tensor.is_leaf):  # which is refused there
+    if found is None or (tensor.requires_grad and not tensor.is_leaf):  # torch's reducer refuses it
         return before(tensor)
     if found[0].pooled:
         raise CapabilityError(
-            f"a tensor of {tensor.nbytes} bytes on {tensor.device} is the result of one call, and lies in memory that is used "
-            f"again when it is gone: send tensor.clone(), or let the endpoint's result be cached or managed"
+            f"a tensor of {tensor.nbytes} bytes on {tensor.device} is the result of an uncached call, whose memory is reused "
+            f"when it is released: send tensor.clone(), or let the endpoint's result be cached or managed"
         )
     torch.utils.hooks.warn_if_has_hooks(tensor)
     metadata = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.requires_grad)
@@ -111,11 +111,11 @@ def _reduce_tensor(before: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
 def _reduce_mapping(mapping: Mapping) -> Any:
     if mapping.descriptor is None:
         raise CapabilityError(
-            f"shared memory cannot be sent to another process: pid {os.getpid()} has no descriptor of segment "
-            f"{mapping.info.id} on {mapping.info.device}, because mappings keep theirs only until they are 1/{KEPT_SHARE} of "
-            f"all that the process may have open (ulimit -n): raise the limit, or have the other process call the endpoint"
+            f"cannot send shared memory to another process: pid {os.getpid()} has no descriptor of segment "
+            f"{mapping.info.id} on {mapping.info.device}, because mappings keep at most 1/{KEPT_SHARE} of the process's "
+            f"descriptors (ulimit -n): raise the limit, or have the other process call the endpoint"
         )
-    # What is queued on the GPU is done before another process reads.
+    # GPU work in the queue must be complete before another process reads.
     if not mapping.backend.synchronize():
         raise CapabilityError("a CUDA graph is being captured, and sending a tensor waits for the GPU: send it before or after")
     info = msgspec.structs.replace(mapping.info, access="read" if mapping.sealed else mapping.info.access)
@@ -124,7 +124,7 @@ def _reduce_mapping(mapping: Mapping) -> Any:
 
 def _enclosed(fd: int) -> Any:
     """Return a message's part of a descriptor; its ``detach()`` gives the receiver one of its own."""
-    # A process that is being started inherits each descriptor once: two messages in its arguments may name the same one.
+    # A new process inherits each descriptor once: two messages in its arguments may name the same one.
     inherited = getattr(context.get_spawning_popen(), "_fds", ())
     if fd in inherited or len(inherited) >= _INHERITED:
         return resource_sharer.DupFd(fd)
@@ -138,12 +138,12 @@ def _receive(info: SegmentInfo, owner: str, enclosed: Any) -> MappingHold:
     try:
         fd = enclosed.detach()
     except (OSError, EOFError) as error:
-        error.add_note(f"the process that sent memory of segment {info.id} must live until it has been received")
+        error.add_note(f"the process that sends memory of segment {info.id} must live until the receiver has mapped it")
         raise
     with Segment.owning(info, fd) as segment:
         hold = MAPPINGS.receive(segment, owner)
     if MAPPINGS.has_unused:
-        MAPPINGS.drain()  # a safe point for what earlier messages left behind, of which this process may have no other
+        MAPPINGS.drain()  # a safe point: a process that only receives has no other one
     return hold
 
 
@@ -152,7 +152,7 @@ def _rebuild_storage(hold: MappingHold, offset: int, nbytes: int) -> torch.Untyp
     with _lock:
         storage = _storages.get((mapping, offset, nbytes))
         if storage is not None:
-            # A weak reference may give a storage's object that tensors own, and that would go with them: torch's cure.
+            # A weak reference may return a storage's object owned by tensors, which would end with them: torch's own remedy.
             storage._fix_weakref()  # type: ignore[attr-defined]
             return storage
         storage = make_storage(mapping, offset, nbytes, torch_device(mapping.info.device))
@@ -161,7 +161,7 @@ def _rebuild_storage(hold: MappingHold, offset: int, nbytes: int) -> torch.Untyp
         return storage
 
 
-# torch's own words for the same.
+# torch's own names for these functions.
 
 
 def _share_memory(before: Callable[..., torch.UntypedStorage], storage: torch.UntypedStorage, *args: Any) -> Any:
@@ -184,7 +184,7 @@ def _install() -> None:
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, functools.partial(_reduce_tensor, by_type[kind]))
     ForkingPickler.register(Mapping, _reduce_mapping)
-    # By these names torch finds them, for the parts of sparse and nested tensors, and where a library registers all anew.
+    # torch finds the functions by these names, for parts of sparse and nested tensors, and when a library registers all again.
     reductions.reduce_storage = reduce_storage
     reductions.reduce_tensor = functools.partial(_reduce_tensor, reductions.reduce_tensor)
     for name, instead in (("share_memory_", _share_memory), ("is_shared", _is_shared)):
@@ -199,6 +199,6 @@ def _asking(instead: Callable[..., Any], before: Callable[..., Any]) -> Callable
     return method
 
 
-# A storage over a mapping is made here, so torch knows of such storages before there is one.
+# The reducers must be in place before the first storage over a mapping, which is made in this module.
 _install()
 keep_in_place()

@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["keep_untraced"]
 
-# Private: torch.compiler.disable() would import all of torch._dynamo, which takes seconds. What it comes to is there with torch
-# itself, under one name in torch 2.6 and under others in 2.13.
+# Private: torch.compiler.disable() would import all of torch._dynamo, which takes seconds. Its effect is available without
+# that, under one name in torch 2.6 and under others in 2.13.
 _dynamo: Any = torch._C._dynamo.eval_frame
 
 
@@ -27,7 +27,7 @@ def _skip(code: types.CodeType) -> None:
         _dynamo.skip_code(code)
 
 
-#: A layer of the user's runs it, and is traced with it.
+#: Layers of the user run this module, which is traced with them.
 _TRACED = "shared_rpc.codec.recurrent"
 
 

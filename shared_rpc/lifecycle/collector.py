@@ -15,7 +15,7 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 
 __all__ = ["paused"]
 
-#: Frozen objects that nobody froze on purpose.
+#: The most frozen objects that count as none: some Pythons freeze a few of their own.
 _FEW = 10_000
 
 _lock = fork_safe_lock()
@@ -38,10 +38,10 @@ def paused() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0 and _was_enabled:
-                # Counting what is frozen is a walk over it: milliseconds, where somebody froze everything. Some Pythons
-                # freeze a few objects of their own, which may as well be looked at again.
+                # Counting frozen objects walks over them: milliseconds if an application froze everything. A few frozen objects
+                # of Python's own may be examined again.
                 if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() < _FEW:
-                    # All objects are old from here on, or enabling would first walk over everything just made.
+                    # All objects count as old from here on; otherwise enabling would first walk over all new ones.
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

@@ -70,19 +70,17 @@ def _scripted() -> Any:
 
 
 RESULTS = {
-    "plain": Refusal(lambda: 3, "returned a value of type int that reaches no tensor and no module"),
-    "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict that reaches no tensor"),
-    "object": Refusal(object, "returned a value of type object that reaches no tensor"),
-    "class": Refusal(lambda: torch.nn.Linear, "returned a value of type type that reaches no tensor"),
-    "path": Refusal(lambda: (1, Path("x")), "returned a value of type tuple that reaches no tensor"),
-    "array": Refusal(
-        lambda: State(1, {"m": numpy.zeros(3)}), "returned a value of type tests.kit.models.State that reaches no"
-    ),
+    "plain": Refusal(lambda: 3, "returned a value of type int without a tensor or module"),
+    "empty": Refusal(lambda: {"a": [1, "b"]}, "returned a value of type dict without a tensor"),
+    "object": Refusal(object, "returned a value of type object without a tensor"),
+    "class": Refusal(lambda: torch.nn.Linear, "returned a value of type type without a tensor"),
+    "path": Refusal(lambda: (1, Path("x")), "returned a value of type tuple without a tensor"),
+    "array": Refusal(lambda: State(1, {"m": numpy.zeros(3)}), "returned a value of type tests.kit.models.State without a"),
     "generator": Refusal(
         lambda: (torch.ones(1) for _ in range(2)),
-        "returned a generator, which runs in this process alone: return what it yields, as a list",
+        "returned a generator, which runs in this process only: return what it yields, as a list",
     ),
-    "coroutine": Refusal(_coroutine, "returned a coroutine, which runs in this process alone: make the endpoint an async def"),
+    "coroutine": Refusal(_coroutine, "returned a coroutine, which runs in this process only: make the endpoint an async def"),
     "generator within": Refusal(lambda: {"all": (torch.ones(1) for _ in range(2))}, "result['all'] cannot be pickled"),
     "lock": Refusal(lambda: State(1, {"m": [Lock()]}), "result.moments['m'][0] cannot be pickled"),
     "lock of a method": Refusal(lambda: Holder(guard=Lock()).get, "result.__self__.guard cannot be pickled"),

@@ -208,7 +208,7 @@ def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> N
     """Wherever else in an object a tensor on the host is, it was forgotten there: the error has the way to it."""
     with pytest.raises(CapabilityError) as caught:
         dump_result([torch.nn.Identity(), make()], "load", "cuda")
-    assert f"endpoint 'load': {path} is on cpu, and memory is shared on 'cuda' here" in str(caught.value)
+    assert f"endpoint 'load': {path} is on cpu, but memory is shared on 'cuda' here" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_computes_on_the_host_as_an_argument(lower: Callable[..., Any]) -> 
     model = _averaged()
     lower([model], {}, "cuda")
     model.register_buffer("scale", torch.ones(1))
-    with pytest.raises(CapabilityError, match="scale is on cpu, and memory is shared on 'cuda' here"):
+    with pytest.raises(CapabilityError, match="scale is on cpu, but memory is shared on 'cuda' here"):
         lower([model], {}, "cuda")
 
 

@@ -184,7 +184,7 @@ def test_results_of_every_size(client: Client, size: int) -> None:
 @KINDS
 def test_what_is_no_result_is_refused(client: Client, device: str, kind: str) -> None:
     """A plain value is, and so is what the general way would refuse."""
-    with pytest.raises(CapabilityError, match="of type int that reaches no tensor"):
+    with pytest.raises(CapabilityError, match="of type int without a tensor"):
         client.call(f"{kind}plain", numbers(device))
 
 

@@ -866,7 +866,7 @@ def test_a_sender_that_is_gone_is_named(device: str, get: Serve, elsewhere: Else
             answer = error.__notes__
         """
     )
-    assert "must live until it has been received" in answer[0]
+    assert "must live until the receiver has mapped it" in answer[0]
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -678,7 +678,7 @@ def test_a_logger_goes_by_its_name(rebuilt: Rebuilt, device: str) -> None:
 @pytest.mark.parametrize(
     "value, named",
     [
-        (42, "a value of type int that reaches no tensor"),
+        (42, "a value of type int without a tensor"),
         ("text", "a value of type str"),
         ([1, {"a": 2.0}], "a value of type list"),
         ({}, "a value of type dict"),
@@ -688,8 +688,8 @@ def test_a_logger_goes_by_its_name(rebuilt: Rebuilt, device: str) -> None:
         (nn.Linear, "a value of type type"),
         (torch.float32, "a value of type torch.dtype"),
         (torch.device("cpu"), "a value of type torch.device"),
-        (numpy.zeros(2), "a value of type numpy.ndarray that reaches no tensor and no module"),
-        ([numpy.zeros(1 << 15)], "make tensors of arrays (torch.from_numpy)"),
+        (numpy.zeros(2), "a value of type numpy.ndarray without a tensor or module"),
+        ([numpy.zeros(1 << 15)], "Convert arrays (torch.from_numpy)"),
         (functools.partial(print, 1), "a value of type functools.partial"),
         (State(1), "a value of type tests.kit.models.State"),
     ],
@@ -734,7 +734,7 @@ def test_memory_on_the_wrong_device_is_refused(no_leaks: None, make: Callable[[]
     """There is no silent copy to another device: the error says where the tensor is and where it should be."""
     with pytest.raises(CapabilityError) as caught:
         publish(make(), "cuda", "read_write", "load")
-    assert f"endpoint 'load': {path}, and memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
+    assert f"endpoint 'load': {path}, but memory is shared on 'cuda' here: move it with .to('cuda')" in str(caught.value)
 
 
 def test_an_empty_tensor_may_be_on_the_host(no_leaks: None) -> None:
