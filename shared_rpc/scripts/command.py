@@ -22,11 +22,11 @@ from shared_rpc.zygote.framing import Incoming, Lost
 
 __all__ = ["launch", "run_directly", "zygote_path"]
 
-#: Seconds that a zygote which listens has to answer. It forks for one script after another, in some ten milliseconds each.
+#: Seconds for a listening zygote's answer. It forks one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
-#: Seconds that a zygote has to import torch and what else it is told to.
+#: Seconds for a zygote to import torch and the other modules that it was given.
 _START = 120.0
-#: Seconds from look to look at what sends no signal.
+#: Seconds between two checks of conditions that send no signal.
 _LOOK = 0.02
 
 
@@ -58,7 +58,7 @@ def launch(script: Script) -> NoReturn:
         _check(script)
         run = _Run(script, signals, environ)
         connection = run.begin()
-    except Exception as why:  # whatever it is: the script is not to suffer from it
+    except Exception as why:  # any failure: the script must not suffer from it
         if not isinstance(why, _Unavailable):
             why = _Unavailable(f"{type(why).__name__}: {why}")
         if str(why) and sys.stderr is not None:
@@ -73,16 +73,16 @@ def _check(script: Script) -> None:
     """Find what only the interpreter itself can do, or says better."""
     if not script.module:
         if script.name == "-":
-            raise _Unavailable("a program from standard input is not known by a path")
+            raise _Unavailable("a program from standard input has no path")
         if not os.access(script.name, os.R_OK):
-            raise _Unavailable  # the interpreter has a message for that
+            raise _Unavailable  # the interpreter has its own message
     if sys.flags.inspect or sys.flags.interactive:
-        raise _Unavailable("the interpreter is to be interactive afterwards (-i, PYTHONINSPECT)")
+        raise _Unavailable("the interpreter becomes interactive after the script (-i, PYTHONINSPECT)")
     if not sys.executable:
         raise _Unavailable("the interpreter does not know its own path")
     if is_in_background():
         raise _Unavailable(
-            "it would read the terminal, which belongs to another job. Start it with '< /dev/null' if it does not read"
+            "the script could read the terminal, which belongs to another job: if it does not, start it with '< /dev/null'"
         )
 
 
@@ -116,13 +116,13 @@ class _Run:
 
     def begin(self) -> socket.socket:
         """Have the script begin: the connection to its watcher."""
-        # One that ends just now is replaced; one that ends again and again is not waited for.
+        # A zygote that ends just now is replaced; if zygotes end repeatedly, the script runs without one.
         for _ in range(3):
             try:
                 return self._ask(self._connect())
             except _Gone as error:
                 reason = error
-        raise _Unavailable(f"its zygotes end: {reason}")
+        raise _Unavailable(f"the zygotes at {self._path} end: {reason}")
 
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
@@ -151,7 +151,7 @@ class _Run:
     def _check_peer(self, connection: socket.socket) -> None:
         peer = peer_of(connection)
         if peer.uid != os.geteuid():
-            raise _Unavailable(f"a process of uid {peer.uid} (pid {peer.pid}) listens at {self._path}")
+            raise _Unavailable(f"pid {peer.pid} of another user (uid {peer.uid}) listens at {self._path}")
 
     def _ask(self, connection: socket.socket) -> socket.socket:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -172,7 +172,7 @@ class _Run:
                     "idle_exit": self._settings.idle_exit,
                 }
             )
-            self._exchange(connection, [])  # it greets
+            self._exchange(connection, [])  # the greeting
             answer = self._exchange(connection, parts(message, [*self.fds, folder]))
         except (Lost, ConnectionError) as error:
             connection.close()
@@ -205,9 +205,11 @@ class _Run:
                 if not poll.poll(_LOOK * 1000):
                     self._signals.attend()
                     if _is_stopped(pid):
-                        raise _Unavailable(f"the zygote (pid {pid}) is stopped: 'kill -CONT {pid}', or -KILL")
+                        raise _Unavailable(
+                            f"the zygote (pid {pid}) is stopped: resume it with 'kill -CONT {pid}', or end it with -KILL"
+                        )
                     if time.monotonic() > deadline:
-                        raise _Unavailable(f"the zygote (pid {pid}) has not answered within {_PATIENCE:g} s")
+                        raise _Unavailable(f"the zygote (pid {pid}) did not answer within {_PATIENCE:g} s")
                 with suppress(BlockingIOError):
                     if pieces:
                         data, fds = pieces[0]
@@ -225,7 +227,7 @@ def _connected(path: str) -> socket.socket | None:
     """Return a connection to the process that listens there, None if none does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        # A backlog that is full is waited for by the kernel; it takes thousands.
+        # The kernel waits for a full backlog; it admits thousands.
         connection.settimeout(_PATIENCE)
         connection.connect(path)
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
@@ -241,7 +243,7 @@ def _inheritable() -> list[int]:
     """Return the descriptors that a program which this process became would have."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        with suppress(OSError):  # the directory that has just been listed
+        with suppress(OSError):  # the descriptor of the listing itself
             if os.get_inheritable(fd):
                 found.append(fd)
     return found

@@ -18,12 +18,12 @@ from typing import NoReturn
 __all__ = ["GO", "Signals", "ended", "is_in_background", "stand_for", "stopped"]
 
 #: Messages of the command to the watcher: the number of a signal, and whether it is for the script's whole process group. 0 is
-#: none, and lets the script begin.
+#: no signal: the script begins.
 GO = bytes([0, 0])
-#: Messages of the watcher: the script has ended with a code, was ended by a signal, was stopped by one.
+#: Messages of the watcher: the script ended with a code, was ended by a signal, was stopped by a signal.
 _CODE, _SIGNAL, _STOP = b"EST"
 
-#: si_code of what the kernel itself sends, such as the signals of a terminal; kill(2) has 0. See sigaction(2).
+#: si_code of signals that the kernel itself sends, such as those of a terminal; kill(2) sends 0. See sigaction(2).
 _SI_KERNEL = 0x80
 
 
@@ -46,9 +46,9 @@ class Signals:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._all = signal.valid_signals()
-        #: What the script is to begin with, as a process that this one became would: signals that it ignores, or holds back.
+        #: Signals that the script begins with ignored or blocked, as if this process became the script.
         self.ignored = [int(number) for number in self._all if signal.getsignal(number) is signal.SIG_IGN]
-        # The interpreter ignores these by itself.
+        # The interpreter ignores these two itself.
         self.ignored = [number for number in self.ignored if number not in (signal.SIGPIPE, signal.SIGXFSZ)]
         self.blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, self._all)]
 
@@ -94,7 +94,7 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in fds:
         os.dup2(null, fd, inheritable=fd <= 2)
-    # Only signals have to be waited for, where a signal tells that there is something to read; see fcntl(2).
+    # Only signals are waited for: a signal reports received data; see fcntl(2).
     connection.setblocking(False)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | fcntl.FASYNC)
@@ -113,7 +113,7 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
         info = signals.wait()
         if info.si_signo == signal.SIGIO and info.si_code != 0:
             continue
-        # What a terminal sends, it sends to a whole group. A group that was stopped as one goes on as one.
+        # A terminal signals a whole process group, and a group that was stopped together is resumed together.
         group = info.si_code == _SI_KERNEL or info.si_signo == signal.SIGCONT
         _send(connection, info.si_signo, group)
 
@@ -135,14 +135,14 @@ def _receive(connection: socket.socket, received: bytearray) -> None:
 
 
 def _send(connection: socket.socket, number: int, group: bool) -> None:
-    with suppress(OSError):  # it has ended just now
+    with suppress(OSError):  # the process has just ended
         connection.send(bytes([number, group]))
 
 
 def _stop(connection: socket.socket, signals: Signals, number: int) -> None:
     """Stop as the script has, and have it go on when this process does."""
     signals.suffer(number)
-    # Where this process cannot be stopped, as one whose shell is gone, nobody continues it either.
+    # A process that cannot be stopped, as one without a shell, is not resumed either.
     if signal.SIGCONT not in signal.sigpending():
         _send(connection, signal.SIGCONT, True)
 
@@ -150,11 +150,11 @@ def _stop(connection: socket.socket, signals: Signals, number: int) -> None:
 def _die(number: int) -> NoReturn:
     """End by a signal, without leaving an image of this process beside that of the script."""
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    # Not 0, which programs that take images from a pipe do not respect; see core(5).
+    # Not 0: programs that read images from a pipe ignore a limit of 0; see core(5).
     resource.setrlimit(resource.RLIMIT_CORE, (min(soft, 1) if soft >= 0 else 1, hard))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    # The first process of a system, or of a container, is not ended by its own signals.
+    # The first process of a system or container does not end by its own signals.
     os._exit(128 + number)

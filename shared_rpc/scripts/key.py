@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from _blake2 import blake2b  # that of hashlib, which loads OpenSSL before it; 3.6 to 3.14 have it
+from _blake2 import blake2b  # hashlib's own, without loading OpenSSL first; in 3.6 to 3.14
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -18,8 +18,8 @@ import shared_rpc
 
 __all__ = ["interpreter_options", "is_relative", "key_of", "limits"]
 
-#: What variables begin with that are read when the interpreter begins or a library is loaded: by Python, the loader and the C
-#: library, the pools of threads of OpenMP and BLAS, torch and what it loads, CUDA, numpy, and libraries of Hugging Face.
+#: Prefixes of variables that are read when the interpreter begins or a library is loaded: by Python, the loader and the C
+#: library, the thread pools of OpenMP and BLAS, torch and its libraries, CUDA, numpy, and libraries of Hugging Face.
 _PREFIXES = (
     *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "LOCPATH", "COVERAGE_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_"),
@@ -28,9 +28,9 @@ _PREFIXES = (
     *("CUDA_", "CUBLAS", "CUDNN_", "CUSOLVER_", "NVIDIA_", "HIP_", "HSA_", "ROCM_", "ROCR_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_"),
 )
-#: Those that are read so by their whole names: HOME leads to the user's own site-packages.
+#: Variables that are read likewise, by their full names: HOME leads to the user's own site-packages.
 _NAMES = frozenset({"HOME"})
-#: Lines of /proc/self/status: credentials, what may never be gained again, and processors, for which pools of threads are made.
+#: Lines of /proc/self/status: credentials, privileges given up for good, and the processors that size thread pools.
 _STATUS = frozenset({"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed"})
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "user", "uts")
 
@@ -40,7 +40,7 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
     preload = sorted(set(preload))
     prefixes = (*_PREFIXES, *(f"{name.partition('.')[0].upper()}_" for name in preload))
     facts: list[object] = [
-        # The package itself: a zygote speaks with its own version only.
+        # The package itself: a zygote talks to its own version only.
         (shared_rpc.__version__, os.path.dirname(shared_rpc.__file__)),
         (sys.executable, sys.version, sys.prefix, sys.base_prefix, _identity(os.path.realpath(sys.executable))),
         (tuple(sys.flags), _is_unbuffered(), sorted(sys._xoptions.items(), key=str), sys.warnoptions),
@@ -53,7 +53,7 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
         _identity("/"),
         [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current")],
         (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        # The C library takes the size of stacks of threads from the soft limit when a program begins.
+        # The C library takes the stack size of threads from the soft limit when a program begins.
         ([resource.getrlimit(limit)[1] for limit in limits()], resource.getrlimit(resource.RLIMIT_STACK)[0]),
     ]
     return blake2b(repr(facts).encode(errors="surrogateescape"), digest_size=8).hexdigest()
@@ -62,7 +62,7 @@ def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
 def interpreter_options() -> list[str]:
     """Return the options that this interpreter was started with, as they stood before the program and its arguments."""
     before, behind = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) + 1 :]
-    if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed them
+    if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed its arguments
         return []
     return before[:-1] if before[-1:] == ["-m"] else before
 

@@ -19,7 +19,7 @@ from shared_rpc.zygote.process import has_ended
 
 __all__ = ["live_zygotes", "stop_zygotes"]
 
-#: Seconds that a zygote has to answer, or to end.
+#: Seconds for a zygote to answer, or to end.
 _PATIENCE = 2.0
 
 
@@ -33,7 +33,7 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
         try:
             found.append(_asked(sock, "tell"))
         except (OSError, Lost, ValueError) as error:
-            passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) does not answer: {error}")
+            passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) did not answer: {error}")
     return found
 
 
@@ -44,14 +44,14 @@ def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
         pid = peer_of(sock).pid
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         try:
             facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": path}
             with suppress(OSError, Lost, ValueError):
                 facts = _asked(sock, "stop")
             if not has_ended(pidfd, _PATIENCE):
-                # It holds nothing that anybody could miss.
+                # A zygote has no state to lose.
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 has_ended(pidfd)
             ended.append(facts)
@@ -89,7 +89,7 @@ def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
                 continue
             if asked:
                 return received[0]
-            sock.sendall(packed({"do": what}))  # it has greeted
+            sock.sendall(packed({"do": what}))  # after the greeting
             asked = True
     finally:
         incoming.close()

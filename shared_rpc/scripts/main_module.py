@@ -59,7 +59,7 @@ class ScriptFork:
         self._zygote = zygote
         self._request = request
         self.script = Script(request.name, tuple(request.arguments), request.module)
-        #: The script's whole path, as the interpreter makes it: that is its ``__file__``.
+        #: The script's full path as the interpreter makes it, for ``__file__``.
         self._path = ""
         self._file: int | None = None
         self._is_archive = False
@@ -81,13 +81,13 @@ class ScriptFork:
         *fds, folder = fds
         numbers = self._request.fds
         if len(numbers) != len(fds):
-            raise Refusal(f"{len(numbers)} descriptors were announced, and {len(fds)} came")
+            raise Refusal(f"received {len(fds)} descriptors instead of the announced {len(numbers)}")
         os.fchdir(folder)
         options = self._request.options
         self._path = _absolute(self.script.name)
         own = [] if sys.flags.safe_path else self._own_path()
         if name := shadowed(own) or self._shadowed_by_archive():
-            raise Refusal(f"{name} would be imported in place of a module that the zygote has from elsewhere")
+            raise Refusal(f"the script's path has another {name} than the zygote has imported")
         become(
             Identity(
                 fds=numbers,
@@ -156,15 +156,15 @@ class ScriptFork:
             run_module(self.script.name)
         if self._is_archive:
             run_module("__main__", False)
-        # What leaves the zygote's frames is an exception that nobody catches. The interpreter shows it by a hook, with nothing
-        # left on the stack, and here the hook makes a text of two parts: with the first one the main module becomes empty, with
-        # the second one the script runs. All in between is written in C, so the script's frames are the only ones.
+        # To leave the zygote's frames, an exception is raised that no code catches. The interpreter shows it by a hook with an
+        # empty stack, and this hook formats a text of two parts: the first part empties the main module, the second one runs
+        # the script. All frames in between are C frames, so the script's are the only Python frames.
         sys.excepthook = partial("{!s}{!s}".format, _text(_new_main), _text(partial("".join, filter(self._runner(), [None]))))
         raise _Begin
 
     def _runner(self) -> Any:
-        # What "python script.py" itself calls, exported since long before 3.11, and in 3.14. It names the module's file, reads
-        # compiled files, shows errors. The argument that is missing is filter()'s: None, for no options of the compiler.
+        # The function behind "python script.py", exported since long before 3.11, and in 3.14: it names the module's file,
+        # reads compiled files and shows errors. filter() adds the last argument: None, for no compiler options.
         run = ctypes.pythonapi.PyRun_SimpleFileExFlags
         run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]
         run.restype = _end
@@ -175,7 +175,7 @@ def _absolute(path: str) -> str:
     """Return a path with the working directory before it, and otherwise unchanged."""
     try:
         return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
-    except OSError:  # it has been removed
+    except OSError:  # the directory has been removed
         return path
 
 
@@ -200,7 +200,7 @@ def _new_main() -> str:
 def _end(code: int) -> NoReturn:
     """End when the script has ended: it failed where the code is not 0, and the error has been shown."""
     if code and getattr(sys, "last_type", None) is KeyboardInterrupt:
-        # The interpreter ends by the signal then, when all is torn down. exit(3) calls this with its code as the argument.
+        # The interpreter then ends by the signal, when everything is torn down. exit(3) calls this with its exit code.
         libc = ctypes.CDLL(None)
         libc.on_exit(getattr(libc, "raise"), None)
         raise SystemExit(int(signal.SIGINT))

@@ -21,11 +21,11 @@ from shared_rpc.zygote.title import ROOM
 
 __all__ = ["NoZygote", "Starting", "log_path"]
 
-#: Seconds for which a reason why a zygote must not be forked is believed: nobody waits for its imports again.
+#: Seconds for which a zygote is not started again after its imports made it unfit for forks.
 _BELIEVED = 600.0
 
-#: The working directory is no place for modules of a zygote, and comes first where Python looks for them, if it is not told
-#: otherwise. Nothing but this is below a script that a fork runs.
+#: The working directory, first on Python's path by default, must not provide modules to a zygote. Only this code is on the
+#: stack below a script in a fork.
 _CODE = """\
 import sys
 if not sys.flags.safe_path:
@@ -85,9 +85,9 @@ class Starting(NamedTuple):
                 if connection is not None:
                     return connection
                 if won:
-                    raise NoZygote(f"the zygote ended at once; see {log_path(self.path)}")
+                    raise NoZygote(f"the zygote ended at once: see {log_path(self.path)}")
             raise NoZygote(
-                f"another process began to start a zygote at {self.path}, and it has not come up in time; see "
+                f"another process began to start a zygote at {self.path}, which does not listen in time: see "
                 f"{log_path(self.path)}"
             )
         finally:
@@ -111,7 +111,7 @@ class Starting(NamedTuple):
         finally:
             os.close(reading)
         if told != "listens":
-            reason = told or f"the zygote ended before it listened; see {log_path(self.path)}"
+            reason = told or f"the zygote ended before it listened: see {log_path(self.path)}"
             election.record_failure(reason)
             raise NoZygote(reason)
 
@@ -130,7 +130,7 @@ class Starting(NamedTuple):
                 [sys.executable, *words],
                 dict(self.variables),
                 file_actions=actions,
-                # Out of the job of this process: what the terminal sends is not meant for it, from its first moment on.
+                # A process group of its own: signals of the terminal are not for the zygote, from its first moment on.
                 setpgroup=0,
                 setsigmask=(),
                 setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
@@ -140,7 +140,7 @@ class Starting(NamedTuple):
             for fd in (null, log):
                 if fd >= 0:
                     os.close(fd)
-        os.waitpid(pid, 0)  # it goes on in a child
+        os.waitpid(pid, 0)  # the zygote continues in a child
 
     def _told(self, reading: int) -> str:
         """Return what the zygote tells; empty if it ends without a word."""
@@ -154,7 +154,7 @@ class Starting(NamedTuple):
                 text += data
                 continue
             self.pause()
-        return "the zygote has not begun to listen in time"
+        return "the zygote did not listen in time"
 
 
 def _believed(path: str) -> str:

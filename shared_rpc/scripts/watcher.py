@@ -25,7 +25,7 @@ from shared_rpc.zygote.title import set_title
 
 __all__ = ["begin_script"]
 
-#: What the script tells its watcher when it can begin; anything else is why it cannot.
+#: The script's message to its watcher when it can begin; any other message is the reason why it cannot.
 _READY = b"+"
 _BEGIN = b"!"
 
@@ -35,7 +35,7 @@ def begin_script(script: ScriptFork, connection: socket.socket, fds: list[int]) 
 
     :param fds: descriptors for the script.
     """
-    # A session of its own: no terminal; and a script that is in another process group of it can be stopped, see setpgid(2).
+    # A session of its own, without a terminal: a script in another process group of the session can be stopped, see setpgid(2).
     os.setsid()
     watcher = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -44,7 +44,7 @@ def begin_script(script: ScriptFork, connection: socket.socket, fds: list[int]) 
     try:
         pid = fork()
     except OSError as error:
-        connection.sendall(packed({"refused": f"the zygote cannot be forked: {error}"}))
+        connection.sendall(packed({"refused": f"cannot fork the zygote: {error}"}))
         os._exit(1)
     if pid:
         theirs.close()
@@ -53,7 +53,7 @@ def begin_script(script: ScriptFork, connection: socket.socket, fds: list[int]) 
         finally:
             os._exit(1)
     ours.close()
-    # Out of the way of the numbers that the script's own descriptors have.
+    # Above the numbers of the script's own descriptors.
     moved = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, script.highest + 1)
     theirs.close()
     theirs = socket.socket(fileno=moved)
@@ -78,10 +78,10 @@ def _refuse(watcher: socket.socket, why: str) -> NoReturn:
 
 def _watch(pid: int, script: socket.socket, connection: socket.socket) -> NoReturn:
     """Watch a script, to its end and this process's."""
-    gc.disable()  # a collection would touch every object, and so copy it
+    gc.disable()  # a collection would touch every object, and so copy its page
     close_all_but([0, 1, 2, script.fileno(), connection.fileno()])
     set_title([sys.executable, "-m", "shared_rpc.scripts.watcher", str(pid)])
-    # The zygote's limits are not the command's; and no image of this process is worth anything.
+    # The zygote's limits are not the command's; and a core dump of this process is useless.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -138,7 +138,7 @@ def _obey(connection: socket.socket, pid: int, script: socket.socket, begun: boo
         data = data[2:]
         with suppress(OSError):
             script.sendall(_BEGIN)
-    # Two bytes are sent at once, and so come at once; see unix(7).
+    # Two bytes are sent together, and so arrive together; see unix(7).
     for number, group in zip(data[::2], data[1::2], strict=False):
         with suppress(ProcessLookupError):
             (os.killpg if group else os.kill)(pid, number)
@@ -156,11 +156,11 @@ def _look(connection: socket.socket, pid: int, script: socket.socket, begun: boo
             continue
         if begun:
             _tell(connection, ended(status))
-        else:  # the command becomes the script itself
+        else:  # otherwise the command becomes the script itself
             _relay(script, connection, pid)
         os._exit(0)
 
 
 def _tell(connection: socket.socket, data: bytes) -> None:
-    with suppress(OSError):  # gone: the next look at it says so
+    with suppress(OSError):  # the command has ended: the next check notices
         connection.send(data)

@@ -12,7 +12,7 @@ from shared_rpc.zygote.framing import Lost, framed
 
 __all__ = ["GREETING", "packed", "parts", "unpacked"]
 
-#: Descriptors of one sendmsg(2); the kernel takes 253 (SCM_MAX_FD).
+#: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
 _FDS = 200
 
 
@@ -37,10 +37,10 @@ def unpacked(data: bytes) -> dict[str, Any]:
     """
     message = json.loads(data)
     if not isinstance(message, dict):
-        raise Lost("what came is no message")
+        raise Lost("received bytes that are no message")
     return message
 
 
-#: The first message of a zygote, to each who connects. Who has not had it sends no descriptors: those on their way to a process
-#: that is stopped are open as long as it is.
+#: The first message of a zygote on each connection. A client sends descriptors only after it: descriptors sent to a stopped
+#: process stay open for as long as it is stopped.
 GREETING = packed({"greeting": True})

@@ -34,8 +34,8 @@ from shared_rpc.zygote.title import set_title
 
 __all__ = ["main"]
 
-#: What every zygote imports: torch, numpy, and what a client of a server needs. What else scripts import is for people to name:
-#: what a script imported last time differs from script to script, and some libraries start threads, or CUDA, when imported.
+#: The imports of every zygote: torch, numpy, and the modules of a client. Users name further modules: a script's imports differ
+#: from script to script, and some libraries start threads, or CUDA, when imported.
 _MODULES = (
     *("numpy", "torch"),
     *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
@@ -44,16 +44,16 @@ _MODULES = (
     *("shared_rpc.extras.materialize", "shared_rpc.extras.safetensors"),
     *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),
 )
-#: Seconds that a message has to come whole.
+#: Seconds for a message to arrive completely.
 _PATIENCE = 10.0
-#: Seconds from look to look whether the socket is still there.
+#: Seconds between two checks that the socket's file still exists.
 _LOOK = 2.0
 
 
 def main() -> ScriptFork | None:
     """Be a zygote, until nobody wants a script for long enough. Returns in every script, with what it is to run."""
     options = json.loads(sys.argv[1])
-    if os.fork():  # before there is anything that could be in its way
+    if os.fork():  # before the imports, which could prevent a fork
         os._exit(0)
     os.setsid()
     if not options["stay"]:
@@ -66,24 +66,24 @@ def main() -> ScriptFork | None:
     zygote = Zygote(sys.path[:])
     reason = _prepare(zygote, options["preload"])
     if reason:
-        reason = f"one that has imported {', '.join(['torch', *options['preload']])} cannot be forked: {reason}"
+        reason = f"a zygote that has imported {', '.join(['torch', *options['preload']])} cannot be forked: {reason}"
         Path(f"{options['path']}.unfit").write_text(reason, encoding="utf-8")
     else:
         try:
             listener = bind_socket(options["path"])
         except ConfigurationError as error:
             reason = str(error)
-    with suppress(BrokenPipeError):  # who started it has not waited
+    with suppress(BrokenPipeError):  # the process that started the zygote has not waited
         os.write(options["told"], (reason or "listens").encode(errors="replace"))
     os.close(options["told"])
     if reason:
         return None
     Path(f"{options['path']}.unfit").unlink(missing_ok=True)
-    # Watchers that have ended are nobody's business.
+    # The kernel reaps watchers that have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     script = _Serving(zygote, listener, options).serve()
     if script is None:
-        os._exit(0)  # what imports have registered for the end is for the scripts
+        os._exit(0)  # exit callbacks of the imports are for the scripts
     return script
 
 
@@ -95,12 +95,12 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
         return answer.why
     for name in ("torch", *preload):
         if name in answer.dropped:
-            return f"{name} cannot be imported: {answer.dropped[name]}"
+            return f"cannot import {name}: {answer.dropped[name]}"
     own = os.path.dirname(shared_rpc.__file__)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
-            return f"the module {name} is no installed package, and may change at any time: {file}"
+            return f"the module {name} is not an installed package and may change at any time: {file}"
     return ""
 
 
@@ -130,7 +130,7 @@ class _Serving:
         self._idle_exit: float = options["idle_exit"]
         self._inode = os.lstat(self._path).st_ino
         self._begun = time.monotonic()
-        #: Until when it waits for the next script: for the first one at least as long as whoever started it needs to ask.
+        #: When the zygote ends without another script: the first script has at least as long as its command needs to connect.
         self._until = self._begun + max(self._idle_exit, _PATIENCE)
         self._last = self._begun
         self._runs = 0
@@ -210,7 +210,7 @@ class _Serving:
                     case "stop":
                         self._end()
                         connection.socket.send(packed(self._facts()))
-                        # Who waits for the end sees this connection end, with the process.
+                        # The client that waits for the zygote's end sees the connection end with the process.
                         connection.socket.detach()
         finally:
             if script is None:
@@ -220,7 +220,7 @@ class _Serving:
         return script
 
     def _run(self, sock: socket.socket, message: dict[str, Any], fds: list[int]) -> ScriptFork | None:
-        request = msgspec.convert(message, ScriptRequest, strict=False)  # keys are texts in JSON
+        request = msgspec.convert(message, ScriptRequest, strict=False)  # keys are strings in JSON
         if name := self._zygote.changed():
             self._end()
             sock.send(packed({"refused": f"{name} has changed", "stale": True}))
@@ -229,12 +229,12 @@ class _Serving:
         self._last = time.monotonic()
         self._until = self._last + self._idle_exit
         if taken := set(self._zygote.kept) & set(request.fds):
-            sock.send(packed({"refused": f"the zygote itself has descriptor {min(taken)} open"}))
+            sock.send(packed({"refused": f"the zygote itself uses descriptor {min(taken)}"}))
             return None
         try:
             pid = fork()
         except (OSError, MemoryError) as error:
-            sock.send(packed({"refused": f"the zygote (pid {os.getpid()}) cannot be forked: {str(error) or 'out of memory'}"}))
+            sock.send(packed({"refused": f"cannot fork the zygote (pid {os.getpid()}): {str(error) or 'out of memory'}"}))
             return None
         if pid:
             self._runs += 1
