@@ -16,8 +16,8 @@ def main() -> Born | None:
     """Serve until the other side hangs up. Returns in every fork, with what it is to be; and None in the zygote, at its end."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.zygote")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, help="Ends with it.")
-    parser.add_argument("room", nargs="?", help="Room for the command lines of forks.")
+    parser.add_argument("--parent", type=int, help="Pid of the process with which the zygote ends.")
+    parser.add_argument("room", nargs="?", help="Padding, for the command lines of forks.")
     options = parser.parse_args()
     if options.parent is not None:
         die_with_parent(options.parent)
@@ -30,5 +30,5 @@ def main() -> Born | None:
 if __name__ == "__main__":
     born = main()
     if born is None:
-        os._exit(0)  # what imports have registered for the end is for the forks
+        os._exit(0)  # exit callbacks of the imports are for the forks
     born.run()

@@ -101,7 +101,7 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     title = identity.title or identity.argv
     set_title([sys.executable, *title])
     sys.orig_argv[:] = [*_interpreter_words(), *title]
-    # 3.11 to 3.13 leave the zygote's; private, and what a thread itself calls when it begins: 3.8 to 3.14 have it.
+    # 3.11 to 3.13 keep the zygote's id. Private; a new thread calls it itself: in 3.8 to 3.14.
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
     for number in identity.ignored:
@@ -121,7 +121,7 @@ def inherited_environment() -> dict[str, str]:
 def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
     """Give descriptors their numbers, and close all others but those that are kept."""
     above = max([*wanted, *kept, 2]) + 1
-    # Out of the way first: one may have the number that another is to have.
+    # Moved first: one descriptor may have the number that another one is to get.
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
     for number, fd in moved.items():
         os.dup2(fd, number, inheritable=True)
@@ -139,7 +139,7 @@ def _standard_streams() -> None:
 def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
     unbuffered = getattr(earlier, "write_through", False)
     try:
-        # As the interpreter does: open() chooses the size of the buffer by the kind of file. It stays open.
+        # As the interpreter does: open() chooses the buffer size by the kind of file. The file stays open.
         buffering = 0 if unbuffered and number != 0 else -1
         buffer: Any = open(number, "rb" if number == 0 else "wb", buffering, closefd=False)  # noqa: SIM115
     except OSError:
@@ -166,7 +166,7 @@ def _seed() -> None:
         legacy.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # Not torch.seed(), which would have CUDA's generators seeded too when they come, and they seed themselves.
+        # Not torch.seed(): it would also seed CUDA's generators later, which seed themselves.
         torch.default_generator.seed()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
@@ -188,10 +188,10 @@ def _forget_folders() -> None:
         vars(tempfile)["tempdir"] = None
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
-        # Children that are not forked look there for the main module, where its path is relative.
+        # Children that are not forked search for the main module there, if its path is relative.
         try:
             vars(process)["ORIGINAL_DIR"] = os.path.abspath(os.getcwd())
-        except OSError:  # it has been removed
+        except OSError:  # the directory has been removed
             vars(process)["ORIGINAL_DIR"] = None
 
 
@@ -201,7 +201,7 @@ def run_module(name: str, alter_argv: bool = True) -> NoReturn:
     :param alter_argv: False for the ``__main__`` of a directory or archive, whose own path stays ``sys.argv[0]``.
     """
     new_main()
-    # Private, and what "python -m" itself calls: 3.4 to 3.14 have it. It also sets sys.argv[0].
+    # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0].
     finish(lambda: runpy._run_module_as_main(name, alter_argv))  # type: ignore[attr-defined]
     raise SystemExit(0)
 
@@ -232,6 +232,6 @@ def finish(main: Callable[[], object]) -> None:
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         vars(sys)["last_exc"] = error  # from 3.12 on
         sys.excepthook(type(error), error, trace)
-        # The interpreter shows it too, and finds out how to end: with SIGINT for a KeyboardInterrupt.
+        # The interpreter handles the error too, and chooses how to end: by SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None
         raise

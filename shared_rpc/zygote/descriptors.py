@@ -14,7 +14,7 @@ def open_descriptors() -> list[int]:
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         try:
             os.fstat(fd)
-        except OSError:  # the directory that has just been listed
+        except OSError:  # the descriptor of the listing itself
             continue
         found.append(fd)
     return found

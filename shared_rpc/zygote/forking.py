@@ -18,7 +18,7 @@ def fork() -> int:
     :raises OSError: if the system has no room for another process.
     """
     with warnings.catch_warnings():
-        # From 3.12 on Python warns where a process has native threads too; see safety.unsafe() for why those are no harm.
+        # From 3.12 on, Python warns if a process has native threads too; see safety.unsafe() for why those are harmless.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -50,7 +50,7 @@ def fork_for_subreaper() -> int:
         os.close(writing)
         writing = -1
         told = os.read(reading, 64)
-        os.waitpid(between, 0)  # from here on the new process has its parent
+        os.waitpid(between, 0)  # from here on the new process has its final parent
     finally:
         if not born:
             os.close(reading)
@@ -74,5 +74,5 @@ def _fork_between(writing: int) -> bool:
     if pid:
         os.write(writing, str(pid).encode())
         return os._exit(0)
-    # It is told when that process has ended, and children are given away before that.
+    # The parent is signalled when the process has ended, and its children get their new parent before that.
     return has_ended(between)

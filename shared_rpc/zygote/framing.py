@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["Incoming", "Lost", "framed"]
 
-#: Bytes of the longest message: what execve(2) takes is less.
+#: The longest message in bytes: execve(2) takes less.
 _LIMIT = 1 << 25
 _LENGTH = 4
 
@@ -50,7 +50,7 @@ class Incoming(Generic[T]):
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 self._fds += fds
         if flags & socket.MSG_CTRUNC:
-            raise Lost("file descriptors were lost on the way: too many are open (RLIMIT_NOFILE, ulimit -n)")
+            raise Lost("file descriptors were lost: too many are open in this process (RLIMIT_NOFILE, ulimit -n)")
         if not data:
             raise Lost("the other side hung up")
         message = self.feed(data)
@@ -67,7 +67,7 @@ class Incoming(Generic[T]):
         self._buffer += data
         length = int.from_bytes(self._buffer[:_LENGTH], "big")
         if length > _LIMIT:
-            raise Lost(f"a message of {length} bytes; at most {_LIMIT} are taken")
+            raise Lost(f"a message of {length} bytes: the limit is {_LIMIT}")
         if len(self._buffer) < _LENGTH + length:
             return None
         message = self._decode(bytes(self._buffer[_LENGTH : _LENGTH + length]))

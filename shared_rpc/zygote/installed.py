@@ -10,7 +10,7 @@ import sysconfig
 
 __all__ = ["is_installed"]
 
-#: Names of directories that packages are installed to, by pip and by Debian.
+#: Names of directories to which pip and Debian install packages.
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "requests",
 ]
 
-#: What a zygote does to get ready: import a module, or change variables of its environment (None removes one).
+#: A step of a zygote's preparation: an import, or a change of environment variables (None removes one).
 Step = str | dict[str, str | None]
 
 

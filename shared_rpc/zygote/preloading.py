@@ -51,7 +51,7 @@ def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], s
             before = environment()
             try:
                 importlib.import_module(step)
-            except BaseException as error:  # whatever it is, it is the module's: SystemExit is too
+            except BaseException as error:  # any exception is the module's, SystemExit too
                 done.dropped[step] = f"{type(error).__name__}: {error}"
             done.variables |= _changes(before, environment())
             done.spoiled = check()
@@ -60,7 +60,7 @@ def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], s
                 break
         return done
     finally:
-        # What the imports have added to the path stays.
+        # Entries that the imports have added to the path stay.
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in safe)]
 
 

@@ -26,7 +26,7 @@ class ForkedProcess:
     def __init__(self, pid: int, stderr: IO[bytes]) -> None:
         self.pid = pid
         self.stderr = stderr
-        #: As that of :class:`subprocess.Popen`; None until it was waited for.
+        #: As in :class:`subprocess.Popen`; None until it was waited for.
         self.returncode: int | None = None
 
     def kill(self) -> None:
@@ -45,7 +45,7 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             try:
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # somebody else has waited for all children: as Popen has it
+            except ChildProcessError:  # other code has waited for all children: as Popen does
                 self.returncode = 0
         return self.returncode
 
@@ -81,7 +81,7 @@ def adopting() -> Iterator[None]:
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "this process cannot adopt others (PR_SET_CHILD_SUBREAPER)")
+        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper (PR_SET_CHILD_SUBREAPER)")
     try:
         yield
     finally:

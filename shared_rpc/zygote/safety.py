@@ -16,20 +16,21 @@ from shared_rpc.zygote.process import has_ended
 
 __all__ = ["HARMLESS", "cuda_is_initialised", "try_fork", "unsafe"]
 
-#: Devices that may be shared between processes: they have no state.
+#: Devices without state, which processes may share.
 HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
-#: Devices of the NVIDIA driver that its management library opens, and that say nothing of CUDA. What CUDA cannot do without is
-#: /dev/nvidia-uvm, which the library opens as well with some drivers: then CUDA's own library is asked.
+#: Devices of the NVIDIA driver that its management library opens, which need not mean CUDA. CUDA needs /dev/nvidia-uvm, which
+#: the library opens too with some drivers: then CUDA's own library is asked.
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
-#: CUDA_ERROR_NOT_INITIALIZED, which every function of the driver's interface answers with before cuInit().
+#: CUDA_ERROR_NOT_INITIALIZED, the answer of every function of the driver's interface before cuInit().
 _NOT_INITIALIZED = 3
-#: What that library waits for events by (both seen with driver 580). Forks have it as they have the devices, and wait for none.
+#: Files by which that library waits for events (both seen with driver 580). Forks inherit them with the devices, and do not
+#: wait.
 _EVENTS = ("anon_inode:[eventfd]", "pipe:")
-#: Seconds that the trial fork has to compute something.
+#: Seconds for the trial fork's computation.
 _PATIENCE = 10.0
 #: Seconds in which a thread begins to run.
 _BEGINNING = 0.02
-#: How many threads there were at the last check.
+#: The number of threads at the last check.
 _seen = [1]
 
 
@@ -43,15 +44,15 @@ def unsafe(known: frozenset[int]) -> str:
     :param known: descriptors that are meant to be open.
     """
     if _native_threads() != _seen[0]:
-        # A thread of the module _thread is counted when it begins to run; that of a library is there from its first moment.
+        # A thread of the module _thread is counted once it runs; a thread of a library at once.
         time.sleep(_BEGINNING)
         _seen[0] = _native_threads()
     if threading.active_count() > 1 or _thread._count() > 0:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        return f"it has threads: {names or 'of no name'}"
+        return f"it has threads ({names or 'without names'})"
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        return "CUDA has been initialised"
+        return "CUDA is initialised"
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -61,7 +62,7 @@ def unsafe(known: frozenset[int]) -> str:
     opened = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors()}
     devices = [name for name in opened.values() if name.startswith(_NVIDIA)]
     if any(name.startswith(_CUDA) for name in devices) and cuda_is_initialised():
-        return "CUDA has been initialised"
+        return "CUDA is initialised"
     harmless = (*HARMLESS, *devices, *(_EVENTS if devices else ()))
     return next((f"{name} is open" for fd, name in opened.items() if fd not in known and not name.startswith(harmless)), "")
 
@@ -70,7 +71,7 @@ def cuda_is_initialised() -> bool:
     """Return whether anything in this process has initialised CUDA, which then does not work in its forks."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # nobody has loaded it
+    except OSError:  # the library is not loaded
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
@@ -99,9 +100,9 @@ def try_fork() -> str:
     finally:
         os.close(pidfd)
     if hangs:
-        return f"a fork of it cannot compute: it hangs for {_PATIENCE:g} s, as where OpenMP has been used before"
+        return f"a fork of it cannot compute: it hung for {_PATIENCE:g} s, as after earlier use of OpenMP"
     if code == _POISONED:
-        return "CUDA has been initialised: torch refuses to use it in a fork"
+        return "CUDA is initialised: torch refuses to use it in a fork"
     return "" if code == 0 else f"a fork of it cannot compute: it ended with {code}"
 
 

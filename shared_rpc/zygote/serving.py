@@ -21,7 +21,7 @@ from shared_rpc.zygote.safety import try_fork, unsafe
 
 __all__ = ["Born", "Zygote"]
 
-#: Has torch ask the management library, and not CUDA, whether there is a GPU: several libraries ask when they are imported.
+#: Makes torch ask the management library, not CUDA, whether there is a GPU: several libraries ask when they are imported.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -54,10 +54,10 @@ class Zygote:
     """
 
     def __init__(self, path: list[str]) -> None:
-        #: What forks begin with: ``sys.path``; descriptors that imports have opened.
+        #: The initial ``sys.path`` of forks, and the descriptors that imports have opened.
         self.path = path
         self.kept = _of_libraries()
-        #: The environment at the beginning; and with what imports have changed of it.
+        #: The environment at the beginning, and with the changes of the imports.
         self.inherited = environment()
         self.variables = environment()
         self._fds = frozenset(open_descriptors())
@@ -79,18 +79,18 @@ class Zygote:
         with collector.paused():
             done = preload(request.steps, request.folders, lambda: unsafe(self._fds))
         if done.spoiled:
-            why = f"importing {done.module} leaves a process that must not be forked: {done.spoiled}"
+            why = f"importing {done.module} makes the process unfit for forks: {done.spoiled}"
             return Unfit(why, done.module)
         changed = self.variables | done.variables
         self.variables = {name: value for name, value in changed.items() if value is not None}
         self.path += [entry for entry in sys.path if entry not in begin]
         for name in request.own:
             if name in sys.modules:
-                return Unfit(f"what it imports has a module {name!r}, and the app has one of its own")
+                return Unfit(f"the imports have a module {name!r}, and the app has another one")
         sys.stdout.flush()
         sys.stderr.flush()
         gc.collect()
-        # A collection in a fork would touch every object, and so copy it.
+        # A collection in a fork would touch every object, and so copy its page.
         gc.freeze()
         if why := try_fork() or unsafe(self._fds):
             return Unfit(why)
@@ -105,11 +105,11 @@ class Zygote:
         :param folders: where that one looks first.
         """
         if not self.ready:
-            return ForkRefused("it has not been told what to import")
+            return ForkRefused("the zygote has no imports yet")
         if name := self.changed():
             return ForkRefused(f"{name} has changed", stale=True)
         if name := shadowed(folders):
-            return ForkRefused(f"{name} would be imported in place of a module that has been imported already", stale=True)
+            return ForkRefused(f"the app's path has another {name} than the zygote has imported", stale=True)
         return None
 
     def changed(self) -> str:
@@ -129,7 +129,7 @@ class Zygote:
             request, fds = received
             result = self.prepare(request) if isinstance(request, Preload) else self._begin(request, fds)
             if isinstance(result, Born):
-                connection.detach()  # its descriptor is closed with all others
+                connection.detach()  # its descriptor has been closed with all others
                 return result
             for fd in fds:
                 os.close(fd)
@@ -139,15 +139,15 @@ class Zygote:
 
     def _begin(self, request: Fork, fds: list[int]) -> Answer | Born:
         if len(fds) != len(request.fds):
-            return ForkRefused(f"{len(request.fds)} descriptors were announced, and {len(fds)} came")
+            return ForkRefused(f"received {len(fds)} descriptors instead of the announced {len(request.fds)}")
         if taken := sorted({*request.fds} & {*self.kept}):
-            return ForkRefused(f"descriptor {taken[0]} of the new process is one that a library has opened here")
+            return ForkRefused(f"a library in the zygote uses descriptor {taken[0]}, which the new process needs")
         if refused := self.refusal(request.folders):
             return refused
         try:
             pid = fork_for_subreaper()
         except (OSError, MemoryError) as error:
-            return ForkRefused(f"it cannot be forked: {str(error) or 'out of memory'}")
+            return ForkRefused(f"cannot fork the zygote: {str(error) or 'out of memory'}")
         if pid:
             return Forked(pid)
         identity = Identity(

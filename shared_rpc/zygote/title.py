@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["ROOM", "set_title"]
 
-#: A last word for the command line of a process that is to change it: the memory of its words is all there is for new ones.
+#: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
 ROOM = "x" * 2000
 
 
@@ -21,5 +21,5 @@ def set_title(words: Sequence[str]) -> None:
     if room < 2:
         return
     title = b" ".join(map(os.fsencode, words))[: room - 2]
-    # A last byte that is not zero tells the kernel that this is one text, up to the first zero; see setproctitle(3).
+    # A last byte other than zero makes the kernel treat this as one text, up to the first zero; see setproctitle(3).
     ctypes.memmove(start, title.ljust(room - 1, b"\0") + b".", room)
