@@ -24,14 +24,14 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, default=0)
-    parser.add_argument("--options", default="{}", help="As ServeOptions has them.")
+    parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
     parser.add_argument("--forked", help="What this fork's imports suppose of the app; see Supposed.")
     words = parser.parse_args()
     die_with_parent(words.parent)
     beginning = Beginning(words.forked, sys.argv[1:])
     options = ServeOptions.of(words.options)
     if options.log_format is not None or options.log_level is not None:
-        # Events are the broker's to tell: here it is the app's own logging, with the ids of requests.
+        # The broker logs the events; this is for the app's own logging, with the ids of requests.
         configure(options.log_format or "text", options.log_level or "info", events=False)
     host = WorkerHost(words.fd, Overrides(options, words.number))
     set_host(host)

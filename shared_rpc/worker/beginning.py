@@ -79,8 +79,8 @@ class Beginning:
         if possible:
             self._begin_anew()
         _log.warning(
-            "the app changes %s before it imports something, and this worker (pid %d) was forked when that was imported: "
-            "for a worker that heeds it use 'shared-rpc reload'",
+            "the app changes %s before an import, but this worker (pid %d) is a fork in which the module is imported already: "
+            "to use the variable, run 'shared-rpc reload'",
             name,
             os.getpid(),
         )

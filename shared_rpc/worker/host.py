@@ -50,7 +50,7 @@ __all__ = ["WorkerHost"]
 
 _log = logging.getLogger("shared_rpc.worker")
 
-#: Seconds that threads have, when the broker hangs up, before the process is ended under them.
+#: Seconds for threads to end when the broker closes the connection, before the process ends.
 _GRACE = 0.5
 
 
@@ -105,7 +105,7 @@ class WorkerHost:
 
     def start(self) -> None:
         """Take runs, of providers as they are adopted."""
-        # A forked child must not look like this process to the broker.
+        # To the broker, a forked child must not seem to be this process.
         after_fork(self._socket.close)
         MAPPINGS.keeps = True
         self._thread.start()
@@ -123,7 +123,7 @@ class WorkerHost:
             if key in self._hosted:
                 raise ConfigurationError(
                     f"two providers of the app have the base path {provider.base_path!r} and the device {provider.device!r}: "
-                    f"give them base paths of their own"
+                    f"give each its own base_path"
                 )
             self._overrides.apply(provider)
             hosted = self._hosted[key] = Hosted(key, provider, self._overrides.max_workers)
@@ -160,8 +160,8 @@ class WorkerHost:
         """Tell the broker that the app has been imported."""
         try:
             self._tell(w.Loaded(imports))
-        except ProtocolError as error:  # a file's name need not be text
-            _log.warning("the broker is not told what the app imports, and workers are no forks: %s", error)
+        except ProtocolError as error:  # a file's name may have bytes that are not UTF-8
+            _log.warning("cannot send the app's imports to the broker, so workers are not forked: %s", error)
             self._tell(w.Loaded())
 
     def wait(self) -> None:
@@ -198,7 +198,7 @@ class WorkerHost:
         :raises ProtocolError: if it cannot be written, which on the loop nobody would hear of.
         """
         encode_message(message)
-        with suppress(RuntimeError):  # the loop is closed: the process is about to end
+        with suppress(RuntimeError):  # the loop is closed: the process ends
             self._loop.call_soon_threadsafe(self._stream.send, message, number)
 
     def _serve(self) -> None:
@@ -218,19 +218,19 @@ class WorkerHost:
         self._ready.set()
         await self._hang_up.wait()
 
-    # What the broker says. On the loop.
+    # Messages of the broker. On the loop.
 
     def _hear(self, frame: Frame) -> None:
         message = decode_message(frame)
         handler = self._handlers.get(type(message))
         if handler is None:
-            _log.error("the broker sent a %s", type(message).__name__)
+            _log.error("the broker sent an unexpected %s", type(message).__name__)
         else:
             handler(frame, message)
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
-            _log.error("what the broker sends cannot be read: %s", error, exc_info=error)
+            _log.error("cannot read a message of the broker: %s", error, exc_info=error)
         self._stream.close()
         self._hang_up.set()
 
@@ -240,21 +240,23 @@ class WorkerHost:
         endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
         arguments: Arguments | None = None
         try:
-            if hosted is not None:  # whatever becomes of the run: a client's arena comes once
+            if hosted is not None:  # whatever becomes of the run: a client's arena is sent once
                 arguments = read_arguments(frame, message, message.session, hosted.transfers, None)
             if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
-                    f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: it was shared later than the app "
-                    f"was loaded, by a worker that has ended"
+                    f"the worker (pid {os.getpid()}) has no endpoint {message.endpoint!r}: an earlier worker shared it after "
+                    f"loading the app"
                 )
         except (SharedRPCError, OSError) as error:
             if arguments is not None:
                 arguments.close()
-            known = error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot take the call: {error}")
+            known = (
+                error if isinstance(error, SharedRPCError) else CapabilityError(f"the worker cannot accept the call: {error}")
+            )
             self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
             return
         if message.pooled and hosted.transfers.find(message.session) is None:
-            hosted.transfers.of(message.session)  # which makes it
+            hosted.transfers.of(message.session)  # creates the transfer
         run: Run[None] = Run(
             endpoint.spec,
             None,
@@ -271,7 +273,7 @@ class WorkerHost:
         hosted.executor.start(run, self)
 
     def began(self, run: Run[None]) -> None:
-        # Before the endpoint runs, which may end this process: what is known to have begun is not begun again elsewhere.
+        # Before the endpoint runs, which may end this process: a started run is not started again elsewhere.
         self._stream.send(w.RunStarted(), run.number, at_once=True)
         if HOOKS.registered:
             run.begun_at = time.monotonic()
@@ -306,7 +308,7 @@ class WorkerHost:
     def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
         """Hand a result over, and return why that cannot be done, where that is so."""
         record = produced.record
-        assert record is not None, "what goes to a broker is published"
+        assert record is not None, "a result for a broker is published"
         transfer = hosted.transfers.find(run.session)
         sent = transfer.sent if transfer is not None else set()
         kept = [number for number in record.arenas if record.segments[number].info.id in sent]
@@ -330,7 +332,7 @@ class WorkerHost:
             if transfer is not None:
                 transfer.release_results(record.chunks)
                 transfer.put_back(message.returned)
-            return Failure.of(CapabilityError(f"the result of {run.spec.name}() cannot be handed over: {error}"))
+            return Failure.of(CapabilityError(f"cannot send the result of {run.spec.name}(): {error}"))
         finally:
             record.close()
         return None
@@ -406,7 +408,7 @@ class WorkerHost:
                 return work()
             except CapabilityError as error:
                 return w.Allocated(error=str(error)), None
-            except Exception as error:  # a driver that fails
+            except Exception as error:  # a failing driver
                 return w.Allocated(error=f"{type(error).__name__}: {error}"), None
 
         def done(answer: tuple[w.Allocated, Segment | None]) -> None:

@@ -21,7 +21,7 @@ class Learner:
     """An observer of the app while it is loaded."""
 
     def __init__(self) -> None:
-        #: The modules that there were, and the variable that the app then set.
+        #: For each change of a variable by the app: the modules before it, and the variable.
         self._changes: list[tuple[set[str], str, str | None]] = []
 
     @contextmanager
@@ -79,7 +79,7 @@ def _file(module: ModuleType) -> str:
 
 
 def _is_installed(name: str, module: ModuleType) -> bool:
-    # This library's own are imported by every worker, wherever they lie.
+    # Every worker imports this library's own modules, wherever they lie.
     return _top(name) == _PACKAGE or is_installed(_file(module))
 
 

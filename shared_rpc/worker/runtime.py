@@ -22,7 +22,7 @@ from shared_rpc.settings import Role
 __all__ = ["WorkerRuntime"]
 
 
-#: What waits for an endpoint to end.
+#: Operations that wait for an endpoint's end.
 _WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
 
 
@@ -80,7 +80,7 @@ class WorkerRuntime(ClientRuntime):
         """Allow one thread more while code of this process waits for an endpoint, and tell whose call it is."""
         if self._here():
             raise ConfigurationError(
-                f"{what}() was called on the worker's event loop, by an async endpoint perhaps: make {what!r} an async def "
+                f"{what}() was called on the worker's event loop, perhaps by an async endpoint: make {what!r} an async def "
                 f"and await it, or call it with anyio.to_thread.run_sync"
             )
         run = CURRENT_RUN.get()
@@ -101,6 +101,6 @@ class WorkerRuntime(ClientRuntime):
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint in a thread."""
-        # A limiter of its own: endpoints that wait for each other must not use up the threads that all of a loop share.
+        # A limiter of its own: endpoints that wait for each other must not use up the loop's shared threads.
         limiter = anyio.CapacityLimiter(1)
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs), limiter=limiter)

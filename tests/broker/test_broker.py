@@ -238,7 +238,7 @@ def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
     second = another_worker(client, 0)
-    with pytest.raises(errors.EndpointNotFound, match="by a worker that has ended"):
+    with pytest.raises(errors.EndpointNotFound, match="an earlier worker shared it after loading the app"):
         client.call("another", torch.ones(10))
     assert client.call("echo", torch.ones(10)).sum() == 10  # the client's arena, which came with that call, was taken in
     assert worker_pids(client) == [second]
