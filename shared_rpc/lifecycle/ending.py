@@ -18,7 +18,7 @@ def end_now(code: int) -> NoReturn:
     From an exit callback there is no other way to set the exit code either. No exit callback runs.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it is None, closed, or a pipe that nobody reads
+        with suppress(Exception):  # the stream is None or closed, or a pipe without a reader
             stream.flush()
     end_children()
     os._exit(code)
@@ -29,7 +29,7 @@ def end_children() -> None:
     of them.
     """
     for child in multiprocessing.active_children():
-        with suppress(OSError, ValueError):  # it has ended meanwhile, and another thread has said so
+        with suppress(OSError, ValueError):  # the wait has ended meanwhile, and another thread has written
             child.terminate()
 
 
@@ -41,8 +41,8 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
 
     def end() -> None:
         if why and sys.__stderr__ is not None:
-            with suppress(OSError):  # not by the stream: whoever hangs may have its lock
-                os.write(2, f"shared_rpc: {why}, and {_hindrance()} for {seconds:g} s: ends without\n".encode(errors="replace"))
+            with suppress(OSError):  # not by sys.stderr: a thread that hangs may have its lock
+                os.write(2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: ends without\n".encode(errors="replace"))
         end_children()
         os._exit(code)
 
@@ -57,4 +57,4 @@ def _hindrance() -> str:
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in (main, own)]
     if not names:
         return "exit callbacks (atexit) have not returned"
-    return f"the thread{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))} (not daemon) went on"
+    return f"thread {', '.join(map(repr, names))} (not daemon) still runs"

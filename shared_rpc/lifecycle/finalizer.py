@@ -51,7 +51,7 @@ class FinalizerThread:
         self._jobs: queue.SimpleQueue[tuple[float, int, Job]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._starting = threading.Lock()
-        #: Whether the thread runs.
+        #: Whether the thread is running.
         self.started = False
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class FinalizerThread:
                 heapq.heappush(later, job)
             else:
                 self._do(job[2])
-            # An idle thread must not keep what a job was about.
+            # An idle thread must not keep the objects of its last job.
             del job
 
     @staticmethod
@@ -86,10 +86,10 @@ class FinalizerThread:
         try:
             job()
         except Exception:
-            _log.exception("a clean-up job failed")
+            _log.exception("a clean-up job of the finaliser thread failed")
 
     def _after_fork(self) -> None:
-        # The thread is not in the child, and the queue's jobs are the parent's.
+        # The child does not have the thread, and the queue's jobs belong to the parent.
         self.__init__()  # type: ignore[misc]
 
 

@@ -49,7 +49,7 @@ class Serves(Protocol):
         """End what it has."""
 
 
-#: Those that are not closed: a server's provider must live on when the names of its script are gone.
+#: Providers that are not closed: a server's provider must outlive the names of its script.
 _providers: dict[Serves, None] = {}
 
 
@@ -57,7 +57,7 @@ def register(provider: Serves) -> None:
     """Ask this provider at the end whether it serves on."""
     global _main_file  # noqa: PLW0603
     _providers[provider] = None
-    # Not when this module is imported: that may have been in another process, from which this one was forked to run a script.
+    # Not at the import of this module, which may have happened in another process: one that was forked to run this script.
     _main_file = getattr(sys.modules["__main__"], "__file__", _main_file)
 
 
@@ -76,21 +76,21 @@ def _end_of_main() -> None:
     longer be imported. Read in Python 3.11 to 3.14; children of :mod:`multiprocessing` call it too, and more than one call is
     not excluded.
     """
-    # Neither a child of the server nor a script that failed goes on; a forked child is told by its providers.
+    # Neither a child of the server nor a failed script serves; a forked child's providers are cleared.
     goes_on = not _ended.is_set() and not is_child() and not hasattr(sys, "last_value")
     _ended.set()
     try:
         if goes_on:
             _remember_main_file()
             _serve()
-    except KeyboardInterrupt:  # the moment before signals are waited for: the end that would be asked for then
+    except KeyboardInterrupt:  # before the wait for signals has begun: the same request to end
         close_all()
     finally:
         _wait_for_threads()
 
 
 _ended = threading.Event()
-#: Of the script, which Python forgets when its main code has ended.
+#: The script's file, which Python forgets when the main code has ended.
 _main_file: str | None = None
 _wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
 threading._shutdown = _end_of_main  # type: ignore[attr-defined]
@@ -134,8 +134,8 @@ def _check_that_threads_start() -> None:
         threading.Thread(target=int, daemon=True).start()
     except RuntimeError as error:
         raise ConfigurationError(
-            f"Python {platform.python_version()} starts no threads when the main code has ended ({error}), so this process "
-            f"cannot go on serving: use Python 3.12.3 or later, or 'shared-rpc serve', or Server(provider).start(blocking=True)"
+            f"Python {platform.python_version()} starts no threads after the end of the main code ({error}), so this process "
+            f"cannot serve: use Python 3.12.3 or later, or 'shared-rpc serve', or Server(provider).start(blocking=True)"
         ) from error
 
 

@@ -30,7 +30,7 @@ from shared_rpc.lifecycle.ending import end_within
 
 __all__ = ["End", "wait_for_signal"]
 
-#: Seconds that threads and exit callbacks have when a process that has served is to end.
+#: Seconds for threads and exit callbacks when a process that has served ends.
 _GRACE = 5.0
 
 
@@ -39,7 +39,7 @@ class End:
 
     def __init__(self) -> None:
         self._asked = False
-        #: Numbers of signals that have come, until the wait sees to them.
+        #: Numbers of received signals, until the wait processes them.
         self._noted: deque[int] = deque()
         self._reading, self._writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._lock = fork_safe_lock()
@@ -65,7 +65,7 @@ class End:
             self._see_to_signals()
 
     def _wake(self) -> None:
-        with self._lock, suppress(BlockingIOError):  # it is full, which wakes as well
+        with self._lock, suppress(BlockingIOError):  # a full pipe wakes the reader as well
             if not self._closed:
                 os.write(self._writing, b"\0")
 
@@ -80,14 +80,14 @@ class End:
     def _receiving(self, on_hangup: Callable[[], None] | None) -> Iterator[None]:
         """Have signals come here while the block runs."""
         self._on_hangup = on_hangup
-        # What else is written to the descriptor, by the handlers of the app, wakes the main thread to no purpose but them.
+        # Other bytes in the pipe, of the app's handlers, only wake the main thread.
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         try:
             yield
         finally:
             try:
                 signal.set_wakeup_fd(before)
-            except (OSError, ValueError):  # it has been closed since
+            except (OSError, ValueError):  # the descriptor has been closed since
                 signal.set_wakeup_fd(-1)
             self.close()
 
@@ -124,7 +124,7 @@ def wait_for_signal(
         and threads or exit callbacks that would hold it up are ended with it after some seconds.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError("start(blocking=True) waits for signals, so it must be called in the main thread")
+        raise ConfigurationError("start(blocking=True) waits for signals: call it in the main thread")
     asked = asked or End()
     numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if on_hangup is not None else [])
     code = 1
@@ -147,11 +147,11 @@ def wait_for_signal(
                 _uninstall()
 
 
-#: What handlers of ours stand in place of, until they are taken back.
+#: Earlier handlers by signal number, until they are restored.
 _earlier: dict[int, Any] = {}
-#: Whom signals are for, while somebody waits for them.
+#: The receiver of signals during a wait.
 _receiver: End | None = None
-#: Whether this process is about to end.
+#: Whether this process is ending.
 _ending = False
 
 
@@ -167,7 +167,7 @@ def _uninstall() -> None:
     global _receiver  # noqa: PLW0603
     for number in tuple(_earlier):
         earlier = _earlier.pop(number)
-        # Python does not know what a native library had set.
+        # None: Python does not know the handler of a native library.
         signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
     _receiver = None
 
@@ -192,7 +192,7 @@ def _ignore_from_now_on() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-# What is registered first is called last.
+# Callbacks run in the reverse order of their registration.
 atexit.register(_ignore_from_now_on)
 
 

@@ -127,8 +127,8 @@ LEAVES = {
     "callback": "import atexit; atexit.register({what})\n",
 }
 LAST_WORDS = {
-    "thread": "shared_rpc: asked to end, and the thread 'saves logs' (not daemon) went on for 0.3 s: ends without",
-    "callback": "shared_rpc: asked to end, and exit callbacks (atexit) have not returned for 0.3 s: ends without",
+    "thread": "shared_rpc: asked to end, but thread 'saves logs' (not daemon) still runs after 0.3 s: ends without",
+    "callback": "shared_rpc: asked to end, but exit callbacks (atexit) have not returned after 0.3 s: ends without",
 }
 
 

@@ -563,5 +563,5 @@ threading.Thread.start = refuse
     )
     code, errors = served.child.close()
     assert code == 1
-    assert errors.startswith(f"shared_rpc: Python {platform.python_version()} starts no threads when the main code has ended")
+    assert errors.startswith(f"shared_rpc: Python {platform.python_version()} starts no threads after the end of the main code")
     assert "'shared-rpc serve'" in errors
