@@ -56,8 +56,8 @@ __all__ = [
 
 _log = logging.getLogger("shared_rpc")
 
-#: How a call ended: answered from the cache, by a run that had begun already, or by a run of its own; with an error; or given
-#: up by its caller.
+#: How a call ended: answered from the cache, by a run under way, or by a run of its own; with an error; or abandoned by its
+#: caller.
 Outcome = Literal["hit", "joined", "built", "failed", "left"]
 
 
@@ -229,7 +229,7 @@ class _Entry:
 
     def _make(self, event: Event) -> None:
         assert isinstance(self.given, HookFactory)
-        self.hook = _ignore  # a factory is asked once, also where it fails, or causes an event itself
+        self.hook = _ignore  # a factory is called once, even if it fails or causes an event itself
         self.hook = self.given.make()
         self.hook(event)
 
@@ -242,7 +242,7 @@ class Hooks:
     """Hooks of a process. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Whether there is any hook. Read before an event is made.
+        #: Whether any hook is registered. Read before an event is made.
         self.registered = False
         self._entries: tuple[_Entry, ...] = ()
         self._changing = fork_safe_lock()
@@ -271,14 +271,14 @@ class Hooks:
                 entry.hook(event)
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # sys.exit() and a cancelled wait would end the server's loop
+            except BaseException:  # also SystemExit and CancelledError, which would end the server's loop
                 if not entry.logged:
                     entry.logged = True
                     kind = type(event).__name__
-                    _log.exception("the hook %r failed with a %s; this is logged once", entry.given, kind)
+                    _log.exception("the hook %r failed for a %s; later failures are not logged", entry.given, kind)
 
 
-#: Hooks of this process.
+#: The hooks of this process.
 HOOKS = Hooks()
 
 

@@ -31,13 +31,13 @@ __all__ = ["Exporter"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Connections at once; further ones are closed at once.
+#: The limit of connections; further ones are closed at once.
 _MOST = 16
-#: Seconds that one of them has in all.
+#: Seconds for one connection in all.
 _PATIENCE = 10.0
 #: Seconds between two answers.
 _PAUSE = 0.25
-#: Seconds that the server's loop has for a reading.
+#: Seconds for the server's loop to make a reading.
 _BUSY = 5.0
 
 
@@ -55,15 +55,15 @@ class Exporter:
 
             from shared_rpc.observability.metrics import Metrics
 
-            # Below the command line nothing imports the package itself.
+            # Modules below the command line do not import the package itself.
             self._metrics = Metrics(sys.modules["shared_rpc"].__version__)
         except ImportError as error:
             raise ConfigurationError(
                 f"{option}={port}: metrics need the package prometheus-client: pip install 'shared-rpc[metrics]'"
             ) from error
-        except OSError as error:  # prometheus-client keeps numbers in files there, of every process of an application
+        except OSError as error:  # prometheus-client keeps the numbers of an application's processes in files there
             raise ConfigurationError(
-                f"{option}={port}: the directory of PROMETHEUS_MULTIPROC_DIR cannot be used: {error}; make it, or unset that"
+                f"{option}={port}: cannot use the directory of PROMETHEUS_MULTIPROC_DIR: {error}; make it, or unset that"
             ) from error
         try:
             self._server = _HTTPServer(host, port)
@@ -71,7 +71,7 @@ class Exporter:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigurationError(
                 f"{option}={port}: the port is not available on {host}: {why}; "
-                f"choose another one, or end the program that listens there (ss -ltnp 'sport = :{port}' names it)"
+                f"choose another one, or end the program that listens there ('ss -ltnp sport = :{port}' shows it)"
             ) from error
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -84,7 +84,7 @@ class Exporter:
         self._thread = threading.Thread(target=self._server.serve_forever, name="shared-rpc-metrics", daemon=True)
         self._turn = threading.Lock()
         self._next = 0.0
-        # A child that kept the listening socket would keep the port.
+        # A child's copy of the listening socket would keep the port.
         after_fork(self._server.socket.close)
 
     @property
@@ -143,7 +143,7 @@ class Exporter:
         try:
             self._post(answer)
         except Exception as error:
-            raise TimeoutError("the server has ended") from error
+            raise TimeoutError("the server has stopped") from error
         try:
             return future.result(_BUSY)
         except TimeoutError:
@@ -163,11 +163,11 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     request_queue_size = _MOST
-    allow_reuse_port = False  # newer releases of Python would share a port that is taken
+    allow_reuse_port = False  # newer releases of Python would share a port in use
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        #: Deadlines of connections.
+        #: Connections with their deadlines.
         self.connections: dict[Any, float] = {}
         self._changing = threading.Lock()
         super().__init__((host, port), _Handler)
@@ -201,7 +201,7 @@ class _HTTPServer(socketserver.ThreadingMixIn, WSGIServer):
         with self._changing:
             for request, end in self.connections.items():
                 if end <= now:
-                    with suppress(OSError):  # the other side has closed it
+                    with suppress(OSError):  # the other side has closed the connection
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:

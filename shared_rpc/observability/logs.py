@@ -42,7 +42,7 @@ class LogLevel(StrEnum):
 
 _log = logging.getLogger("shared_rpc.events")
 
-#: Levels of events. Those of every short call are for debugging.
+#: Levels of events. Events of every short call are for debugging.
 _LEVELS: dict[type[e.Event], int] = {
     e.CallStarted: logging.DEBUG,
     e.CallFinished: logging.DEBUG,
@@ -119,7 +119,7 @@ def log_event(event: e.Event) -> None:
 def _level(event: e.Event) -> int:
     if isinstance(event, e.WorkerEnded) and event.crashed:
         return logging.ERROR
-    if isinstance(event, e.BuildFinished):  # of an endpoint that is not cached every call is one
+    if isinstance(event, e.BuildFinished):  # every call of an uncached endpoint is a build
         return logging.INFO if event.cached or event.error else logging.DEBUG
     if isinstance(event, e.TaskChanged):
         return logging.INFO if event.status in ("completed", "failed", "cancelled") else logging.DEBUG

@@ -19,11 +19,11 @@ from shared_rpc.observability import events as e
 
 __all__ = ["Metrics", "Reading"]
 
-#: Numbers of servers at one moment: by metric and by values of its labels.
+#: Numbers of the servers at one moment, by metric and by values of its labels.
 Reading = Mapping[str, Mapping[tuple[str, ...], float]]
 
 _PREFIX = "shared_rpc"
-#: Seconds. From a short call on an idle machine to one that loads a checkpoint.
+#: Seconds. From a short call on an idle machine to a call that loads a checkpoint.
 _CALL_BUCKETS = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
     *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
@@ -32,29 +32,29 @@ _CALL_BUCKETS = (
 _BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-#: Metrics that are read, most of them off a server's tables: kind, text and labels.
+#: Metrics that are read, most of them from a server's tables: kind, text and labels.
 _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
-    "calls": (CounterMetricFamily, "Calls and submits that ended, by how.", ("endpoint", "outcome")),
-    "cache_hits": (CounterMetricFamily, "Calls that were answered from the cache.", ("endpoint",)),
-    "cache_misses": (CounterMetricFamily, "Calls that the cache could have answered, and that began a run.", ("endpoint",)),
-    "joined_calls": (CounterMetricFamily, "Calls that joined a run that went on (singleflight).", ("endpoint",)),
-    "builds": (CounterMetricFamily, "Runs of the endpoint that began.", ("endpoint",)),
-    "builds_running": (GaugeMetricFamily, "Runs that go on now.", ("endpoint",)),
+    "calls": (CounterMetricFamily, "Finished calls and submits, by outcome.", ("endpoint", "outcome")),
+    "cache_hits": (CounterMetricFamily, "Calls answered from the cache.", ("endpoint",)),
+    "cache_misses": (CounterMetricFamily, "Calls of cached endpoints that began a run.", ("endpoint",)),
+    "joined_calls": (CounterMetricFamily, "Calls that joined a run under way (singleflight).", ("endpoint",)),
+    "builds": (CounterMetricFamily, "Started runs of the endpoint.", ("endpoint",)),
+    "builds_running": (GaugeMetricFamily, "Runs under way.", ("endpoint",)),
     "builds_queued": (GaugeMetricFamily, "Runs that wait for their turn or for a worker.", ("endpoint",)),
-    "objects": (GaugeMetricFamily, "Results and buffers that are kept.", ("kind",)),
+    "objects": (GaugeMetricFamily, "Kept results and buffers.", ("kind",)),
     "object_bytes": (GaugeMetricFamily, "Memory of all objects.", ("device",)),
-    "object_descriptors": (GaugeMetricFamily, "File descriptors that objects have.", ()),
-    "object_descriptors_limit": (GaugeMetricFamily, "File descriptors that objects may have.", ()),
+    "object_descriptors": (GaugeMetricFamily, "File descriptors of objects.", ()),
+    "object_descriptors_limit": (GaugeMetricFamily, "The limit of file descriptors of objects.", ()),
     "pool_bytes": (GaugeMetricFamily, "Memory of the pools for short results.", ()),
-    "pool_chunks": (GaugeMetricFamily, "Results in these pools that clients have not given back.", ()),
-    "leases": (GaugeMetricFamily, "Leases of clients, and of results that wait to be fetched.", ()),
+    "pool_chunks": (GaugeMetricFamily, "Results in these pools that clients have not released.", ()),
+    "leases": (GaugeMetricFamily, "Leases of clients and of unfetched results.", ()),
     "sessions": (GaugeMetricFamily, "Client processes.", ()),
-    "connections": (GaugeMetricFamily, "Their connections.", ()),
-    "tasks": (GaugeMetricFamily, "Tasks that are remembered, by status.", ("status",)),
+    "connections": (GaugeMetricFamily, "Connections of clients.", ()),
+    "tasks": (GaugeMetricFamily, "Remembered tasks, by status.", ("status",)),
     "workers": (GaugeMetricFamily, "Worker processes, by state.", ("state",)),
     "worker_crashes": (CounterMetricFamily, "Workers that ended without a request.", ()),
-    "worker_restarts": (CounterMetricFamily, "Workers that were started in place of one that crashed.", ()),
-    "worker_runs": (GaugeMetricFamily, "Runs that a worker has.", ("worker",)),
+    "worker_restarts": (CounterMetricFamily, "Workers started in place of crashed ones.", ()),
+    "worker_runs": (GaugeMetricFamily, "Runs of a worker.", ("worker",)),
     "worker_resident_bytes": (GaugeMetricFamily, "Resident memory of a worker.", ("worker",)),
 }
 
@@ -68,27 +68,27 @@ class Metrics:
     """
 
     def __init__(self, version: str) -> None:
-        #: Servers whose events are counted, by their ids.
+        #: Ids of the servers whose events are counted.
         self.servers: set[str] = set()
         self._reading: Reading = {}
         self._endpoints: set[str] = set()
         self._call_seconds = _histogram(
-            _CALL_BUCKETS, "call_duration_seconds", "From call to answer, in the server.", "endpoint", "outcome"
+            _CALL_BUCKETS, "call_duration_seconds", "Time from call to answer, in the server.", "endpoint", "outcome"
         )
         self._build_failures = _counter("build_failures", "Runs that ended with an error.", "endpoint")
-        self._build_seconds = _histogram(_BUILD_BUCKETS, "build_duration_seconds", "How long runs took.", "endpoint")
-        self._errors = _counter("errors", "Requests that were answered with an error, by its code.", "code")
-        self._published = _counter("objects_published", "Objects that came.")
-        self._freed = _counter("objects_freed", "Objects that went.")
-        self._leases_given = _counter("leases_given", "Leases that were given.")
-        self._leases_ended = _counter("leases_ended", "Leases that ended, in whatever way.")
+        self._build_seconds = _histogram(_BUILD_BUCKETS, "build_duration_seconds", "Duration of runs.", "endpoint")
+        self._errors = _counter("errors", "Requests answered with an error, by code.", "code")
+        self._published = _counter("objects_published", "Published objects.")
+        self._freed = _counter("objects_freed", "Freed objects.")
+        self._leases_given = _counter("leases_given", "Granted leases.")
+        self._leases_ended = _counter("leases_ended", "Ended leases.")
         self._leases_reclaimed = _counter(
-            "leases_reclaimed", "Leases of clients that ended without having closed, as one does that is killed."
+            "leases_reclaimed", "Leases of clients that ended without closing, for example by a signal."
         )
-        self._sessions_opened = _counter("sessions_opened", "Sessions that began.")
-        self._sessions_closed = _counter("sessions_closed", "Sessions whose client closed.")
-        self._sessions_lost = _counter("sessions_lost", "Sessions whose client ended without having closed.")
-        self._task_changes = _counter("task_changes", "Tasks that came to a status.", "status")
+        self._sessions_opened = _counter("sessions_opened", "Opened sessions.")
+        self._sessions_closed = _counter("sessions_closed", "Sessions closed by their client.")
+        self._sessions_lost = _counter("sessions_lost", "Sessions of clients that ended without closing.")
+        self._task_changes = _counter("task_changes", "Changes of tasks to a status.", "status")
         build_info = Gauge(
             f"{_PREFIX}_build_info", "Always 1: the release that runs.", ("version", "python_version"), registry=None
         )
@@ -102,7 +102,7 @@ class Metrics:
         match event:
             case e.CallFinished():
                 self._call_seconds.labels(event.endpoint, event.outcome).observe(event.seconds)
-            case e.CallStarted() | e.BuildStarted():  # counted at their end
+            case e.CallStarted() | e.BuildStarted():  # counted when they end
                 pass
             case e.BuildFinished():
                 self._build_seconds.labels(event.endpoint).observe(event.seconds)
