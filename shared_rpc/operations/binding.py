@@ -37,7 +37,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 D = TypeVar("D", bound=Driver)
 
-#: What the body of an operation is: see :mod:`shared_rpc.client.steps`.
+#: The body of an operation: see :mod:`shared_rpc.client.steps`.
 Steps = Generator[Any, Any, R]
 
 
@@ -48,7 +48,7 @@ class Leased(Generic[T]):
 class Context(ABC):
     """The driver, as far as operations know it."""
 
-    #: Values that live in this process, by object id: an object is rebuilt once, as it is made once in the server.
+    #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
 
     @property
@@ -91,7 +91,7 @@ class operation(_Unbound[P, R]):
     @overload
     def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
-        return self  # a class that was bound has a method in its place
+        return self  # a bound class has a method in its place
 
 
 class lending(_Unbound[P, Leased[T]], Generic[P, T]):
@@ -128,7 +128,7 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
     method.__name__, method.__qualname__ = name, f"{kind.__qualname__}.{name}"
     method.__doc__, method.__module__ = body.__doc__, kind.__module__
     method.__annotations__ = annotations
-    # By it a subclass with a driver of its own is bound anew; and its module has the names of the annotations.
+    # A subclass with a driver of its own is bound again by it; and its module resolves the names in the annotations.
     method._body = method.__wrapped__ = body  # type: ignore[attr-defined]
     method.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=annotations["return"]
@@ -167,14 +167,14 @@ def taken(
         result.close()
         if message.managed and not is_interrupt(error):
             yield from ask(Request(m.Release([message.object_id]), "release"), m.Count)
-        elif message.managed:  # cancelled or interrupted, and not to wait for anything
+        elif message.managed:  # cancelled or interrupted: the release must not wait
             yield Tell(m.Release([message.object_id]))
         raise
     return (yield Lend(message, value)) if message.managed else value
 
 
 def _taken_live(reply: Reply) -> Operation[Any]:
-    assert isinstance(reply.message, m.Result), "a value comes with a result"
+    assert isinstance(reply.message, m.Result), "only a Result has a value"
     if not reply.message.managed:
         return reply.value
     try:

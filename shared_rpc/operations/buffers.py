@@ -59,7 +59,7 @@ class BufferOperations:
         """
         chosen = ""
         if device is not None:
-            # This process's own index of a GPU means nothing to the server.
+            # The server does not know this process's own GPU indices.
             chosen = yield Work(lambda: device_id(str(device)))
         message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
         reply = yield Request(message, "create_buffer")
@@ -69,7 +69,7 @@ class BufferOperations:
             raise
         except BaseException as error:
             reply.frame.close()
-            # No other process knows of it. A caller that was interrupted must not wait.
+            # No other process knows the buffer. An interrupted caller must not wait.
             if isinstance(reply.message, m.Result) and is_interrupt(error):
                 yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
             elif isinstance(reply.message, m.Result):
@@ -121,7 +121,7 @@ def request_of(
     :raises ConfigurationError: for what is no size or no dtype; the server checks the rest.
     """
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
-    Extent.of(shape, name)  # here no size is too large for a message
+    Extent.of(shape, name)  # checked here, before a size too large for a message is sent
     return m.CreateBuffer(shape, name, device, zero, ttl, max_accesses, keep)
 
 

@@ -22,7 +22,7 @@ __all__ = ["AsyncRefreshIterator", "GenerationOperations", "RefreshIterator"]
 
 T = TypeVar("T")
 
-_ENDED = "nothing more is told of refreshes"
+_ENDED = "refreshes are not reported any more"
 
 
 class GenerationOperations:
@@ -93,7 +93,7 @@ class GenerationOperations:
         message, frame = reply.message, reply.frame
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
             frame.close()
-            raise ProtocolError(f"the server answered a question for a revision with {type(message).__name__}")
+            raise ProtocolError(f"the server answered GetRevision with {type(message).__name__}")
         segment = Segment(message.page)
         segment.adopt(frame.fds)
         return Page(segment, message.memory, object_id)
@@ -117,7 +117,9 @@ class _News:
                 raise
             raise ConnectionClosed(f"{_ENDED}: {error}") from error
         if self._server_id not in ("", answer.server_id):
-            raise ConnectionClosed(f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has come")
+            raise ConnectionClosed(
+                f"{_ENDED}: the server {self._server_id} has ended, and {answer.server_id} has taken its place"
+            )
         self._server_id, self._after = answer.server_id, answer.after
         self._news.extend(answer.generations)
 

@@ -24,7 +24,7 @@ def _info(object_id: str) -> Steps[ObjectInfo]:
 
 
 def _server() -> Steps[ServerInfo]:
-    # Asked each time: a server that this client knows may have another one in its place.
+    # Asked each time: another server may have taken the place of the known one.
     return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
 
@@ -33,7 +33,7 @@ def _released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
     count = 0
     if object_ids:
         count = int((yield from ask(Request(m.Release(object_ids), "release"), m.Count)).count)
-    if MAPPINGS.has_unused:  # on a GPU it waits for the device
+    if MAPPINGS.has_unused:  # for a GPU this waits for the device
         yield Work(MAPPINGS.drain)
     return count
 
@@ -73,8 +73,8 @@ class ObjectOperations:
             info = yield from _server()
             if info["server_id"] != handle.server_id:
                 raise StaleHandleError(
-                    f"the handle was issued by server {handle.server_id}, and {info['server_id']} runs at "
-                    f"{info['socket_path']} now: call the endpoint again",
+                    f"the handle was issued by server {handle.server_id}, but {info['server_id']} now runs at "
+                    f"{info['socket_path']} : call the endpoint again",
                     reason="server_changed",
                 )
             yield from _info(handle.object_id)

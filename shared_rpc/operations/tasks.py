@@ -13,7 +13,7 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["TaskOperations", "fetch_task", "watched"]
 
-#: A function that is called with every change of a task.
+#: Called with every change of a task.
 Callback = Callable[[TaskInfo], object]
 
 

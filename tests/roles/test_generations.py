@@ -608,7 +608,7 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
         caplog.set_level(logging.WARNING)
         server.stop()
         eventually(lambda: not subscription.active)
-        with pytest.raises(ConnectionClosed, match="nothing more is told of refreshes"):
+        with pytest.raises(ConnectionClosed, match="refreshes are not reported any more"):
             next(news)
     assert "1 callbacks of on_refresh are not called any more, because the connection ended" in caplog.text
     server.start()
