@@ -49,13 +49,13 @@ def _load_file(path: Path) -> ModuleType:
     from shared_rpc.codec.by_value import pickle_by_value
 
     if not path.is_file():
-        raise ConfigurationError(f"there is no file {path}")
+        raise ConfigurationError(f"no such file: {path}")
     name = path.stem
     loader = _Source(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
-    assert spec is not None, "it has a loader"
+    assert spec is not None, "a path with this suffix has a loader"
     module = importlib.util.module_from_spec(spec)
-    # As for a script: what lies beside it can be imported.
+    # As for a script: modules beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module
     pickle_by_value(module)
@@ -71,14 +71,14 @@ def _load_module(name: str) -> ModuleType:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package is there, and what it imports is not
-        raise ConfigurationError(f"there is no module {error.name!r} here; for a file write {name}.py") from error
-    if name in sys.modules:  # its package imports it
+            raise  # the package exists, but not a module that it imports
+        raise ConfigurationError(f"no such module: {error.name!r}; for a file write {name}.py") from error
+    if name in sys.modules:  # its package has imported it
         return sys.modules[name]
     if spec is None or spec.loader is None:
-        raise ConfigurationError(f"there is no module {name!r} here; for a file write {name}.py")
-    # Not by an import, which locks the module: a call at its top waits for a thread that pickles what is of this module, and
-    # would wait for the lock.
+        raise ConfigurationError(f"no such module: {name!r}; for a file write {name}.py")
+    # Not by an import statement, which locks the module: a call at its top level would wait for a thread that pickles objects
+    # of the module, which would wait for the lock.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -52,9 +52,9 @@ T = TypeVar("T")
 
 #: The session of this process's own requests.
 _SESSION = "local"
-#: Requests that an endpoint's end answers: the thread of an endpoint that waits is lent meanwhile.
+#: Requests answered at an endpoint's end: a waiting endpoint's thread is lent meanwhile.
 _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh}
-#: Requests that are not answered at once: the loop, which answers, cannot wait for them.
+#: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
 _NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
@@ -91,9 +91,9 @@ class _LocalCaller:
         self.core = core
         self.request = request
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
-        self.answered.set_running_or_notify_cancel()  # a coroutine that waits for it must not cancel it
+        self.answered.set_running_or_notify_cancel()  # a waiting coroutine must not cancel it
         self._waiter: Waiter | None = None
-        #: The updates before the answer, and None with it, if there is a callback for them.
+        #: The updates before the answer, and None after the last, if a callback gets them.
         self.events: queue.SimpleQueue[TaskInfo | None] | None = None
         if request.on_event is not None:
             events = self.events = queue.SimpleQueue()
@@ -112,7 +112,7 @@ class _LocalCaller:
             if waiter.on_leave is not None:
                 waiter.on_leave()
             self.core.leave(waiter)
-        self.answered.set_exception(concurrent.futures.CancelledError())  # a thread that waits for it must end
+        self.answered.set_exception(concurrent.futures.CancelledError())  # a waiting thread must end
         return True
 
     def withdraw(self) -> None:
@@ -122,7 +122,7 @@ class _LocalCaller:
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
             if unwanted is not None:
-                _LocalCaller(self.core, Request(unwanted, "a lease that is not wanted")).ask()
+                _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
 
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
@@ -148,25 +148,25 @@ class _LocalCaller:
         if outcome.managed and stored is not None:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
             if stored.kind == "buffer":
-                value = stored  # without a live value: its memory is mapped by whoever takes it
+                value = stored  # without a live value: the receiver maps its memory
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
-        assert isinstance(message, m.TaskUpdate), "nothing else is told"
+        assert isinstance(message, m.TaskUpdate), "other messages are no updates"
         if self.events is not None:
             self.events.put(message.info)
 
     def out_of_memory(self, why: str) -> None:
-        pass  # results of this process are in no pool
+        pass  # results for this process are in no pool
 
     def cancel(self) -> None:
-        pass  # a caller in this process gives up by stop_waiting()
+        pass  # a caller in this process abandons a call by stop_waiting()
 
     def _end(self, reply: Reply) -> bool:
         if self.answered.done():
             reply.frame.close()
             return False
-        self._waiter = None  # which refers to this object: the value is not to wait for the cyclic collector
+        self._waiter = None  # the waiter refers to this object: without the cycle, the value is freed at once
         self.answered.set_result(reply)
         return True
 
@@ -181,11 +181,11 @@ class LoopbackDriver(BlockingMethods):
         self.server_id = engine.core.server_id
         self.device = device
         self._engine = engine
-        #: The tensors of buffers that live in this process, by id: one is rebuilt once, as in a client.
+        #: Tensors of buffers that live in this process, by object id: a tensor is rebuilt once, as in a client.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._watch: Subscriptions | None = None
 
-    # What an operation may know.
+    # Facts for operations.
 
     def _known(self) -> LoopbackDriver:
         return self
@@ -213,7 +213,7 @@ class LoopbackDriver(BlockingMethods):
         if self._watch is not None:
             self._watch.close()
 
-    # Driving operations.
+    # Driving of operations.
 
     def _run(self, operation: Operation[T]) -> T:
         """Drive an operation, which leaves no lease behind if it is interrupted."""
@@ -224,10 +224,10 @@ class LoopbackDriver(BlockingMethods):
             self._withdraw(turn.caller)
             raise
         finally:
-            del turn  # it has the value
+            del turn  # the turn refers to the value
 
     def _perform(self, turn: _Turn, step: Step) -> Any:
-        caller, turn.caller = turn.caller, None  # the operation has what was answered
+        caller, turn.caller = turn.caller, None  # the operation has the answer
         match step:
             case Request():
                 turn.caller = _LocalCaller(self._engine.core, step)
@@ -235,7 +235,7 @@ class LoopbackDriver(BlockingMethods):
             case Work():
                 return step.function()
             case Lend():
-                turn.caller = caller  # until there is a handle
+                turn.caller = caller  # until the handle exists
                 handle = self._lend(step.message, step.value)
                 turn.caller = None
                 return handle
@@ -257,7 +257,7 @@ class LoopbackDriver(BlockingMethods):
             self._engine.post(caller.ask)
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
             reply = await waiting
-            assert isinstance(reply.message, m.Result), "a call has a result"
+            assert isinstance(reply.message, m.Result), "a call is answered with a Result"
             return self._lend(reply.message, reply.value) if reply.message.managed else reply.value
         except BaseException:
             self._withdraw(caller)
@@ -280,7 +280,7 @@ class LoopbackDriver(BlockingMethods):
         self._engine.post(caller.ask)
         if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
             return self._awaited(caller, until)
-        # In an endpoint: its wait must not use up a thread that it waits for.
+        # In an endpoint: this wait must not occupy a thread that it waits for.
         with self._engine.lend_thread():
             return self._awaited(caller, until)
 
@@ -305,7 +305,7 @@ class LoopbackDriver(BlockingMethods):
 
         value = self._values.get(stored.object_id)
         if value is None:
-            # On the loop, which closes them: descriptors of a server that is stopped must not be mistaken for others.
+            # On the loop, which closes them: descriptors of a stopped server may have been reused.
             segments = self._engine.ask(lambda core: _duplicates(core, stored.object_id))
             try:
                 # Kept, so that an endpoint of this process can return the buffer itself.
@@ -317,10 +317,10 @@ class LoopbackDriver(BlockingMethods):
             value = self._values.setdefault(stored.object_id, value)
         return value
 
-    # What a handle asks of its issuer.
+    # Requests of handles.
 
     def _end_lease(self, object_id: str, session: object) -> None:
-        with suppress(ConnectionClosed):  # where the engine is gone, every lease went with it
+        with suppress(ConnectionClosed):  # without the engine there is no lease
             self._engine.post(lambda: self._engine.core.release(_SESSION, [object_id]))
 
     def _interrupted(self, session: object) -> None:
@@ -343,8 +343,8 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
         :raises CapabilityError: in the local role, which has none.
         """
         raise CapabilityError(
-            "this process plays the local role, so nobody else can have what it holds: serve it, with "
-            "SHARED_TENSOR_ROLE=server or shared-rpc serve, to make tickets"
+            "this process plays the local role, so no other process can use its objects: for tickets, serve them with "
+            "SHARED_TENSOR_ROLE=server or shared-rpc serve"
         )
 
 
@@ -365,7 +365,7 @@ class _LoopbackSource(Source):
             message = caller.answered.result().message
         except concurrent.futures.CancelledError as error:
             raise ConnectionClosed("all subscriptions have ended") from error
-        assert isinstance(message, g.Refreshes), "it is the answer"
+        assert isinstance(message, g.Refreshes), "the answer to AwaitRefreshes is Refreshes"
         return message.generations, message.after
 
     def hang_up(self) -> None:
@@ -382,7 +382,7 @@ def _on_the_loop(request: Request) -> str:
     what = request.what if request.what.endswith(")") else f"{request.what}()"
     if type(request.message) is m.Call:
         return (
-            f"{what} was called on the server's event loop, by an async endpoint perhaps: make {request.message.endpoint!r} an "
+            f"{what} was called on the server's event loop, perhaps by an async endpoint: make {request.message.endpoint!r} an "
             f"async def and await it, or call it with anyio.to_thread.run_sync"
         )
     return f"{what} was called on the server's event loop: use anyio.to_thread.run_sync"
@@ -390,7 +390,7 @@ def _on_the_loop(request: Request) -> str:
 
 def _duplicates(core: Core, object_id: str) -> list[Segment]:
     stored = core.objects.get(object_id)
-    if stored is None:  # it is leased, so nothing but the end of the server takes it away
+    if stored is None:  # a leased object is dropped only at the end of the server
         raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
     return [segment.duplicate() for segment in stored.record.segments]
 
@@ -407,5 +407,5 @@ def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo 
 async def _waited_for(future: concurrent.futures.Future[T]) -> T:
     if future.done():
         return future.result()
-    # A limiter of its own: waits must not use up the threads that they wait for.
+    # A limiter of its own: waits must not occupy the threads that they wait for.
     return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

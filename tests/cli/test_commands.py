@@ -444,9 +444,9 @@ def test_serve_ends_when_asked(
 @pytest.mark.parametrize(
     "target, complaint",
     [
-        ("none.py", "there is no file none.py"),
-        ("none", "there is no module 'none' here; for a file write none.py"),
-        ("json.none", "there is no module 'json.none' here"),
+        ("none.py", "no such file: none.py"),
+        ("none", "no such module: 'none'; for a file write none.py"),
+        ("json.none", "no such module: 'json.none'"),
         ("app:none", "app has no Provider named 'none'"),
         ("json", "json has no Provider at its top level: add one, or name it with json:name"),
         ("./app", "'./app' is neither a file nor a module: write app.py, or package.module"),

@@ -23,9 +23,9 @@ __all__ = ["ServerStarter", "log_path"]
 
 _log = logging.getLogger("shared_rpc.provider.spawn")
 
-#: Seconds between two looks at a server that is about to listen.
+#: Seconds between two checks whether the server listens.
 _LOOK = 0.02
-#: Bytes of a log beyond which the next server begins a new one.
+#: Bytes of a log, above which the next server begins a new one.
 _LOG_LIMIT = 1 << 20
 #: Lines, and characters in all, of a log that an error quotes.
 _LINES, _CHARACTERS = 60, 8000
@@ -60,14 +60,14 @@ class ServerStarter:
         with closing(Election(path)) as election:
             while not _listens(path):
                 if election.acquire():
-                    # The process that had the lock may have been about to listen when this one looked.
+                    # The previous holder of the lock may have made the server listen since the last check.
                     if not _listens(path):
                         self._start(path, election, patience, deadline)
                     return
                 if time.monotonic() > until:
                     raise ConnectError(
-                        f"no server listens at {path}, though another process began to start one: after {patience:g} s "
-                        f"(server_startup_timeout) it has not come up. See {log_path(path)}"
+                        f"no server listens at {path}: another process began to start one, which did not listen within "
+                        f"{patience:g} s (server_startup_timeout). See {log_path(path)}"
                     )
                 time.sleep(_LOOK)
 
@@ -99,13 +99,13 @@ class ServerStarter:
         if state == "ended":
             reason = (
                 f"the server for {path} ended before it listened. It was started with: python {' '.join(words)}. "
-                f"Its last words, in {log_path(path)}:\n{text}"
+                f"The end of its log, {log_path(path)}:\n{text}"
             )
             election.record_failure(reason)
             raise ConnectError(reason)
         raise ConnectError(
-            f"the server for {path} was started {time.monotonic() - begin:.1f} s ago and does not listen yet; it goes on "
-            f"(pid {pid}). Call again, or raise server_startup_timeout ({patience:g} s). Its last words, in {log_path(path)}:\n"
+            f"the server for {path} (pid {pid}) was started {time.monotonic() - begin:.1f} s ago and does not listen yet. Call "
+            f"again, or raise server_startup_timeout ({patience:g} s). The end of its log, {log_path(path)}:\n"
             f"{text}"
         )
 
@@ -114,7 +114,7 @@ def _listens(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(path)
-        except BlockingIOError:  # its backlog is full
+        except BlockingIOError:  # the server's backlog is full
             return True
         except OSError:
             return False
@@ -129,7 +129,7 @@ def _detached(process: subprocess.Popen[bytes], until: float) -> int | None:
     try:
         words = process.communicate(timeout=max(until - time.monotonic(), 0))[0].split()
     except subprocess.TimeoutExpired:
-        assert process.stdout is not None, "it is a pipe"
+        assert process.stdout is not None, "standard output is a pipe"
         process.stdout.close()
         return None
     return int(words[-1]) if words and words[-1].isdigit() else 0
@@ -147,7 +147,7 @@ def _awaited(path: str, pid: int, until: float) -> Literal["listens", "ended", "
             ended.register(pidfd, select.POLLIN)
         while not _listens(path):
             if pidfd < 0 or ended.poll(_LOOK * 1000):
-                # Another server listens, perhaps, which was the reason to end.
+                # Perhaps this server ended because another one listens.
                 return "listens" if _listens(path) else "ended"
             if time.monotonic() > until:
                 return "late"

@@ -24,18 +24,18 @@ def target_of(provider: App) -> str:
     names: dict[str, str] = {module: name for module in list(sys.modules) if (name := _global_name(module, provider))}
     functions = {module for endpoint in provider.endpoints.values() if (module := endpoint.function.__module__) in names}
     candidates = functions or set(names)
-    # In a child of multiprocessing the script of its parent is both.
+    # In a child of multiprocessing, the parent's script has both names.
     if candidates & {"__main__", "__mp_main__"}:
         return f"{_script(provider)}:{names['__main__']}"
     if not candidates:
         raise ConfigurationError(
-            "a server cannot be started for a provider that is no global name of a module: write 'provider = Provider(…)' at "
+            "cannot start a server for a provider that is no global name of a module: write 'provider = Provider(…)' at "
             "the top level of a file, and its functions below it"
         )
     if len(candidates) > 1:
         raise ConfigurationError(
-            f"which file is a server to be started for? The provider's functions are in several: "
-            f"{', '.join(sorted(candidates))}. Import all of them in one module, and start that by hand: shared-rpc serve "
+            f"cannot start a server for a provider whose functions are in several files: "
+            f"{', '.join(sorted(candidates))}. Import all of them in one module, and serve that yourself: shared-rpc serve "
             f"package.module"
         )
     module = candidates.pop()
@@ -58,8 +58,8 @@ def _script(provider: App) -> str:
     typed = any(_was_typed(code.co_filename) for code in codes if code is not None)
     if file is None or typed or not os.path.isfile(file) or not file.endswith(".py"):
         raise ConfigurationError(
-            "a server cannot be started for functions that are in no .py file: a notebook's cells, a prompt's lines, 'python "
-            "-c'. Put the provider and the functions that load something into a file, such as models.py, and import it here"
+            "cannot start a server for functions without a .py file, as of a notebook's cells, a prompt's lines or 'python "
+            "-c'. Put the provider and its functions into a file, such as models.py, and import it here"
         )
     return os.path.abspath(file)
 
