@@ -83,11 +83,11 @@ class SharedRPCError(Exception):
     """The root: ``except SharedRPCError`` catches all that this library raises itself."""
 
     code: ClassVar[str] = "error"
-    #: Of an error that came from a server: what the server's log calls the request by. An exception that an endpoint raised
-    #: has the same attribute.
+    #: For an error from a server: the request's id in the server's log. An exception that an endpoint raised has the same
+    #: attribute.
     request_id: str = ""
 
-    #: Attributes beside the message, each with the function that reads it from the wire: an absent one from an empty text.
+    #: Attributes beside the message, each with the function that decodes it; an absent one is decoded from an empty text.
     _FIELDS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
 
     @classmethod
@@ -101,7 +101,7 @@ class SharedRPCError(Exception):
         return {name: _as_text(getattr(self, name)) for name in self._FIELDS}
 
     def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
-        # An exception with keyword-only arguments would break the pool that brings it from a child process.
+        # An exception with keyword-only arguments would break a process pool that unpickles it.
         _, message, detail = _parts(self)
         return type(self).restore, (message, detail)
 
@@ -348,7 +348,7 @@ def _tree(root: type[SharedRPCError]) -> dict[str, type[SharedRPCError]]:
     return found
 
 
-#: Beside the tree, a call that does not fit the endpoint's signature is a TypeError, as it is for a plain function.
+#: The classes by their codes. A call that does not fit the endpoint's signature is a TypeError, as for a plain function.
 _BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPCError), "signature": TypeError}
 
 
@@ -366,7 +366,7 @@ def text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(problem).__name__}>"
 
 
-#: Characters. A longer text is cut in the middle: it must fit a frame, and somebody must read it.
+#: Characters. A longer text is cut in the middle: it must fit a frame, and be readable.
 _TEXT_LIMIT = 1 << 16
 
 
@@ -375,7 +375,7 @@ def sendable(text: str) -> str:
     if len(text) > _TEXT_LIMIT:
         half = _TEXT_LIMIT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-    # A file name that is not UTF-8 has surrogates (PEP 383), and MessagePack takes none.
+    # A file name that is not UTF-8 has surrogates (PEP 383), which MessagePack refuses.
     return text.encode("utf-8", "backslashreplace").decode()
 
 

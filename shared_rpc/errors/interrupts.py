@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
 
-#: Where no handler is, and where most errors have been that are asked about: those that end a wait.
+#: The package's directory: no signal handler is in it, but most errors that end a wait are raised there.
 _ROOT = os.path.dirname(os.path.dirname(__file__))
 _QUIET = tuple(os.path.join(_ROOT, room, "") for room in ("client", "protocol"))
 
@@ -61,7 +61,7 @@ def _code_of(handler: Callable[..., Any] | int | None) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, getattr(type(handler), "__call__", None)):  # noqa: B004  the function, and not whether there is one
-        code = getattr(function, "__code__", None)  # of a bound method too
+        code = getattr(function, "__code__", None)  # bound methods have it too
         if isinstance(code, CodeType):
             return code
     return None
