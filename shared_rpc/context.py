@@ -28,13 +28,13 @@ class RunContext(msgspec.Struct, eq=False):
     chain: frozenset[str]
     report: Callable[[Progress], None]
     request_id: str = ""
-    #: Whether it was asked to stop.
+    #: Whether the run was asked to stop.
     cancelled: bool = False
 
 
-#: The run of the endpoint that this thread, or this coroutine, carries out.
+#: The run of the endpoint that this thread or coroutine executes.
 CURRENT_RUN: ContextVar[RunContext | None] = ContextVar("run", default=None)
-#: Of a call that an endpoint makes through the broker of its own process: the run's chain.
+#: For a call by an endpoint through the broker of its own process: the run's chain.
 CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozenset())
 
 
@@ -52,13 +52,13 @@ def progress(done: float, total: float | None = None, message: str = "") -> None
         run.report(progress_of(done, total, str(message)))
 
 
-#: Characters of a message.
+#: Characters of a progress message.
 _SHOWN = 1000
 
 
 def progress_of(done: float, total: float | None, message: str) -> Progress:
     """Return a report that can be sent."""
-    # A message may be the name of a file, and such names need not be text.
+    # A message may have the name of a file, which need not be valid UTF-8.
     return Progress(float(done), None if total is None else float(total), sendable(message[:_SHOWN]))
 
 

@@ -19,7 +19,7 @@ __all__ = ["after_fork", "fork_safe_lock"]
 F = TypeVar("F", bound=Callable[[], object])
 
 _numbers = itertools.count()
-#: By the number of their registration. What is called returns a callback, or None where its object is just being freed.
+#: By registration number. Each returns a callback, or None if its object is just being freed.
 _callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
@@ -32,7 +32,7 @@ def after_fork(callback: F) -> F:
     number = next(_numbers)
     if isinstance(callback, MethodType):
         function, pop = callback.__func__, _callbacks.pop
-        # Not weakref.WeakMethod, whose own callback may fail where the interpreter ends (seen on 3.11).
+        # Not weakref.WeakMethod, whose own callback may fail at the end of the interpreter (seen on 3.11).
         reference = weakref.ref(callback.__self__, lambda _: pop(number, None))
         _callbacks[number] = lambda: MethodType(function, owner) if (owner := reference()) is not None else None
     else:
@@ -49,10 +49,10 @@ def fork_safe_lock() -> threading.RLock:
 
 def _begin_child() -> None:
     for lock in list(_locks):
-        # Private; the standard library's own locks are freed by them: Python 3.9 to 3.14 have both.
+        # Private; the standard library resets its own locks by them: in Python 3.9 to 3.14.
         if not lock._is_owned():  # type: ignore[attr-defined]
             lock._at_fork_reinit()  # type: ignore[attr-defined]
-    # An object that an earlier callback drops is called too: references are taken to all first.
+    # Objects dropped by an earlier callback must be called too: references to all are taken first.
     callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
     for callback in callbacks:
         _call(callback)
@@ -63,7 +63,7 @@ def _call(callback: Callable[[], object]) -> None:
     occasion = set[None]()
     reference = weakref.ref(occasion, lambda _: callback())
     del occasion
-    assert reference() is None, "the callback has been called"
+    assert reference() is None, "the only reference was the callback's"
 
 
 os.register_at_fork(after_in_child=_begin_child)

@@ -80,18 +80,18 @@ class Lease(Generic[T]):
     """A lease on an object of the server, and the object itself: what every handle is."""
 
     def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Any, session: object) -> None:
-        #: By which the server, and whoever asks it, knows the object.
+        #: The id by which the server knows the object.
         self.object_id = object_id
-        #: Of the server that owns the object.
+        #: The id of the server that owns the object.
         self.server_id = server_id
-        #: Counts the builds of the same cache key, from 1.
+        #: The number of the build for the same cache key, from 1.
         self.generation = generation
         self._value: T | None = value
         self._issuer: Giver = issuer
         self._session = session
         self._released = False
         self._lock = threading.Lock()
-        #: Where its revision is, once somebody has asked.
+        #: The object's revision page, None before its first use.
         self._page: Page | None = None
         FINALIZER.start()
 
@@ -130,13 +130,13 @@ class Lease(Generic[T]):
             if self._released:
                 return False
             self._released = True
-        # Not unmapped here: another thread may be waiting for it.
+        # Not unmapped here: another thread may wait on the page.
         self._value = self._page = None
         return True
 
     def __reduce__(self) -> NoReturn:
         raise CapabilityError(
-            f"the handle of object {self.object_id} cannot be pickled or copied, because its lease belongs to this process: "
+            f"cannot pickle or copy the handle of object {self.object_id}, because its lease belongs to this process: "
             f"call the endpoint in the process that needs the object"
         )
 
@@ -278,7 +278,7 @@ class Handle(Lease[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # An async def endpoint gives handles too, and releasing one may be a round trip.
+        # Async def endpoints give handles too, and a release may be a round trip.
         from anyio import CancelScope, to_thread
 
         with CancelScope(shield=True):
@@ -364,7 +364,7 @@ class AsyncHandle(Lease[T]):
     ) -> None:
         from anyio import CancelScope
 
-        with CancelScope(shield=True):  # a cancelled block gives its lease back too
+        with CancelScope(shield=True):  # a cancelled block releases its lease too
             await self.release()
 
 
@@ -386,7 +386,7 @@ def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
 def unreachable(server_id: str, error: Exception) -> StaleHandleError:
     """Return the error for a handle whose server cannot be asked."""
     return StaleHandleError(
-        f"the server {server_id} that issued the handle cannot be reached: {error}", reason="server_unreachable"
+        f"cannot reach the server {server_id}, which issued the handle: {error}", reason="server_unreachable"
     )
 
 

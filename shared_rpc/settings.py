@@ -135,7 +135,7 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
     if chosen:
         return os.path.abspath(os.path.expanduser(chosen))
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    # A variable that points nowhere is common under sudo and in containers.
+    # Under sudo and in containers, the variable often names a directory that does not exist.
     if runtime and os.path.isdir(runtime):
         return os.path.join(runtime, "shared-tensor")
     return f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
@@ -149,7 +149,7 @@ def socket_path(base_path: str, tag: str) -> str:
     path = checked_path(f"{base_path}-{tag}.sock")
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
         raise ConfigurationError(
-            f"the socket path {path!r} has {len(os.fsencode(path))} bytes and Linux allows {SOCKET_PATH_LIMIT}: "
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes, but Linux allows {SOCKET_PATH_LIMIT}: "
             f"set a shorter base_path or {_BASE_PATH}"
         )
     return path
@@ -214,7 +214,7 @@ def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterato
             on_change(name, None)
         delete_item(self, name)
 
-    # The one place that all of os.environ's methods go through; os.putenv() itself is used by nothing that reads it again.
+    # All methods of os.environ use these two; code that uses os.putenv() directly does not read the variable again.
     kind.__setitem__, kind.__delitem__ = set_and_notify, delete_and_notify
     try:
         yield
