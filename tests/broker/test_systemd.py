@@ -643,7 +643,7 @@ def test_an_app_that_moved(app: BrokerApp, make_manager: Callable[..., ServiceMa
     manager.expect(lambda: len(manager.names("object-")) == 1)
     broker.kill()
     broker = manager.start("--base-path", f"{app.base_path}-other")
-    broker.expect_error("is dropped")
+    broker.expect_error("are dropped")
     manager.expect(lambda: sorted(name.partition("-")[0] for name in manager.names()) == ["service"])
     assert not os.path.exists(manager.path)
     app.base_path += "-other"

@@ -182,8 +182,8 @@ def installed(place: Place) -> Callable[[str, str], None]:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("raise RuntimeError('no luck')", "preloaded cannot be imported: RuntimeError: no luck"),
-        ("raise SystemExit(3)", "preloaded cannot be imported: SystemExit: 3"),
+        ("raise RuntimeError('no luck')", "cannot import preloaded: RuntimeError: no luck"),
+        ("raise SystemExit(3)", "cannot import preloaded: SystemExit: 3"),
         ("import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()", "it has threads"),
         ("import socket; kept = socket.socket()", "is open"),
         ("import os; os._exit(3)", "the zygote ended before it listened"),

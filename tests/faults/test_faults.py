@@ -100,7 +100,7 @@ def test_a_write_is_told_of(run: Run, server: Server, code: str) -> None:
     assert (status, output) == (-signal.SIGSEGV, "")
     assert errors.count(TOLD) == 1
     (item,) = server._engine.ask(lambda core: [stored.object_id for stored in core.objects])  # type: ignore[union-attr]
-    found = re.search(r"byte (\d+) of segment ([0-9a-f]{16}), which has (\d+) bytes and in which lies (.*); address 0x", errors)
+    found = re.search(r"byte (\d+) of segment ([0-9a-f]{16}) of (\d+) bytes, with (.*); address 0x", errors)
     assert found is not None and int(found[1]) < int(found[3])
     assert found[4] == f"object {item} of load()"
     assert re.search(r'\n    File ".+", line \d+ in \S+\n', errors)

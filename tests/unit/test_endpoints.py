@@ -395,8 +395,8 @@ def test_a_registry_keeps_the_order() -> None:
     ("names", "asked", "hint"),
     [
         (["load_model", "encode"], "load_modle", "did you mean 'load_model'?"),
-        (["load_model", "encode"], "zzz", "there is encode, load_model"),
-        ([], "load_model", "there is none"),
+        (["load_model", "encode"], "zzz", "it has encode, load_model"),
+        ([], "load_model", "it has none"),
     ],
 )
 def test_an_unknown_endpoint_comes_with_a_suggestion(names: list[str], asked: str, hint: str) -> None:
