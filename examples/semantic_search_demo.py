@@ -135,7 +135,10 @@ def demo(directory: str) -> None:
 
         console.rule("kill -9")
         with Client(f"{directory}/demo", device="cpu") as client:
-            leases = lambda: client.list_objects()[0]["leases"]  # noqa: E731
+
+            def leases() -> int:
+                return client.list_objects()[0]["leases"]
+
             check(f"{leases()} processes hold the model", leases() == 3)
             second.kill()
             took = within(1.0, lambda: leases() == 2)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["after_fork", "fork_safe_lock"]
 
@@ -21,7 +21,8 @@ F = TypeVar("F", bound=Callable[[], object])
 _numbers = itertools.count()
 #: By registration number. Each returns a callback, or None if its object is just being freed.
 _callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}
-_locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
+#: RLocks; the annotations leave out the private methods used here.
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def after_fork(callback: F) -> F:
@@ -50,8 +51,8 @@ def fork_safe_lock() -> threading.RLock:
 def _begin_child() -> None:
     for lock in list(_locks):
         # Private; the standard library resets its own locks by them: in Python 3.9 to 3.14.
-        if not lock._is_owned():  # type: ignore[attr-defined]
-            lock._at_fork_reinit()  # type: ignore[attr-defined]
+        if not lock._is_owned():
+            lock._at_fork_reinit()
     # Objects dropped by an earlier callback must be called too: references to all are taken first.
     callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
     for callback in callbacks:

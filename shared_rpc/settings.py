@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 Role = Literal["local", "server", "client", "spawn"]
+_ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
 _ENABLED = "SHARED_TENSOR_ENABLED"
 _ROLE = "SHARED_TENSOR_ROLE"
@@ -69,18 +70,18 @@ def resolve_role(
     :raises ConfigurationError: for a value that is none of those allowed, naming the variable and the values.
     """
     environ = os.environ if environ is None else environ
-    if execution_mode not in ("auto", *get_args(Role)):
+    if execution_mode not in ("auto", *_ROLES):
         raise ConfigurationError(f"execution_mode={execution_mode!r}: use 'auto', 'local', 'server', 'client' or 'spawn'")
     if enabled is False:
         return "local"
     if execution_mode != "auto":
-        return execution_mode  # type: ignore[return-value]
+        return _ROLES[execution_mode]
     words = f"one of {', '.join(filter(None, _SWITCH))}"
     switch = _SWITCH[_choice(environ, _ENABLED, _SWITCH, words)] if enabled is None else enabled
     if switch is False:
         return "local"
-    role = _choice(environ, _ROLE, get_args(Role), "'server', 'client', 'local' or 'spawn'")
-    return role or ("client" if switch else "local")  # type: ignore[return-value]
+    role = _choice(environ, _ROLE, _ROLES, "'server', 'client', 'local' or 'spawn'")
+    return _ROLES.get(role, "client" if switch else "local")
 
 
 def _choice(environ: Mapping[str, str], name: str, values: Collection[str], allowed: str) -> str:

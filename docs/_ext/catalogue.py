@@ -82,7 +82,7 @@ def _fields(kind: type[Message]) -> str:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
         return "an empty table" if isinstance(field.default, msgspec.Raw) else repr(field.default)
-    return {list: "[]", dict: "{}"}.get(field.default_factory, "…")  # type: ignore[call-overload, no-any-return]
+    return {list: "[]", dict: "{}"}.get(field.default_factory, "…")
 
 
 def shown(annotation: Any) -> str:

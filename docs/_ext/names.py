@@ -81,7 +81,7 @@ def signature(
     app: Sphinx, what: str, name: str, item: object, options: Any, arguments: str, returned: str
 ) -> tuple[str, str] | None:
     """What is shown behind a name; nothing where it is no business of the reader."""
-    made_by_us = what == "class" and (name.rpartition(".")[2] in GIVEN or issubclass(item, Event))  # type: ignore[arg-type]
+    made_by_us = what == "class" and (name.rpartition(".")[2] in GIVEN or issubclass(item, Event))
     return ("", "") if made_by_us else None
 
 
@@ -95,7 +95,7 @@ def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lin
             lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(hints[field.name])}"]
     elif is_typeddict(item):
         for key, kind in get_type_hints(item).items():
-            told = "" if key in item.__required_keys__ else " not always there"  # type: ignore[attr-defined]
+            told = "" if key in item.__required_keys__ else " not always there"
             lines += [f":ivar {key}:{told}", f":vartype {key}: {shown(kind)}"]
 
 

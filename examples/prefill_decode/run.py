@@ -57,7 +57,7 @@ class Process:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self._process.args} ended with {self._process.wait()} before it answered")
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
 
     def end(self) -> None:
         self._process.terminate()

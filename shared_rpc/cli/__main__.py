@@ -33,7 +33,7 @@ def _open_standard_streams() -> None:
                 os.close(fd)
             os.set_inheritable(number, True)
             mode = "r" if number == 0 else "w"
-            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+            setattr(sys, name, os.fdopen(number, mode, errors="backslashreplace", closefd=False))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ def _marked(error: Exception, message: m.Error) -> Exception:
     if request_id:
         # An exception of another library may refuse further attributes.
         with passed_over(Exception):
-            error.request_id = request_id  # type: ignore[attr-defined]
-            error.add_note(f"request {request_id} of the server's log")
+            foreign: Any = error
+            foreign.request_id = request_id
+            foreign.add_note(f"request {request_id} of the server's log")
     return error

@@ -20,6 +20,9 @@ from shared_rpc.codec.refusals import PickleRefused
 
 __all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module", "reduce_parameter"]
 
+#: With the functions by which pickle reduces an object; its annotations leave them out.
+_copyreg: Any = copyreg
+
 #: The state of a new module. Most of it is a dozen empty containers for hooks, which few modules fill.
 _NEW = torch.nn.Module().__dict__
 _CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
@@ -48,13 +51,13 @@ def reduce_module(module: torch.nn.Module) -> Any:
         return _reduce_parametrized(module)
     kind = type(module)
     if _restores_plainly(kind):
-        return copyreg.__newobj__, (kind,), _state(module), None, None, _restore  # type: ignore[attr-defined]
+        return _copyreg.__newobj__, (kind,), _state(module), None, None, _restore
     if isinstance(module, torch.fx.GraphModule):
         # torch rebuilds the module from its code, without its hooks.
         hooks = {name: value for name, value in module.__dict__.items() if name in _CONTAINERS and "_hooks" in name and value}
         return *module.__reduce__(), hooks, None, None, _add_hooks
     if any((base.__module__, base.__name__) == _UNINITIALISED for base in kind.__mro__):
-        return _make_new, (kind,), module.__getstate__()  # type: ignore[no-untyped-call]
+        return _make_new, (kind,), module.__getstate__()
     return NotImplemented
 
 
@@ -82,7 +85,7 @@ def _state(module: torch.nn.Module) -> Any:
         for name, value, references in _counted(module)
         if name != _COMPILED and not _is_new(name, value, references)
     }
-    slots = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    slots = _copyreg._slotnames(type(module))
     return (attributes, {name: getattr(module, name) for name in slots if hasattr(module, name)}) if slots else attributes
 
 
@@ -123,10 +126,11 @@ def _add_hooks(module: torch.nn.Module, hooks: dict[str, Any]) -> None:
     module.__dict__.update(hooks)
 
 
-def _reduce_parametrized(module: torch.nn.Module) -> Any:
+def _reduce_parametrized(module: Any) -> Any:
     # torch refuses to pickle parametrised modules because their class is made at run time; the receiver makes it again.
+    base: Any
     (base,) = type(module).__bases__
-    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    names = tuple(module.parametrizations)
     plainly = _restores_plainly(base)
     if {"__reduce__", "__reduce_ex__"} & _defined(base):
         raise PickleRefused(
@@ -134,8 +138,8 @@ def _reduce_parametrized(module: torch.nn.Module) -> Any:
             f"torch.nn.utils.parametrize.remove_parametrizations()",
             module,
         )
-    arguments = module.__getnewargs__() if hasattr(base, "__getnewargs__") else ()  # type: ignore[operator]
-    state = _state(module) if plainly else base.__getstate__(module)  # type: ignore[call-arg]
+    arguments = module.__getnewargs__() if hasattr(base, "__getnewargs__") else ()
+    state = _state(module) if plainly else base.__getstate__(module)
     return _make_parametrized, (base, *arguments), (names, plainly, state), None, None, _restore_parametrized
 
 
@@ -145,7 +149,7 @@ def _make_parametrized(base: type[torch.nn.Module], *arguments: Any) -> torch.nn
     return module
 
 
-def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...], bool, Any]) -> None:
+def _restore_parametrized(module: Any, state: tuple[tuple[str, ...], bool, Any]) -> None:
     names, plainly, own = state
     if plainly:
         _restore(module, own)
@@ -155,7 +159,7 @@ def _restore_parametrized(module: torch.nn.Module, state: tuple[tuple[str, ...],
     for name in names:
         parametrize._inject_property(module, name)
     if not plainly:
-        module.__setstate__(own)  # type: ignore[no-untyped-call]
+        module.__setstate__(own)
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
@@ -166,7 +170,7 @@ def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
     kind = type(parameter)
     if kind is torch.nn.Parameter or kind.__reduce_ex__ is not torch.nn.Parameter.__reduce_ex__:
         return NotImplemented
-    slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    slots = _copyreg._slotnames(kind)
     state = {**parameter.__dict__, **{name: getattr(parameter, name) for name in slots if hasattr(parameter, name)}}
     return _make_parameter, (kind, parameter.data, parameter.requires_grad), state, None, None, _restore_parameter
 
@@ -199,7 +203,7 @@ def reduce_handle(handle: RemovableHandle) -> Any:
     """Return the reduction of a hook's handle, which may be one of a module that is gone."""
     # torch would store a collected dict too, and could not load it.
     extras = tuple(extra for reference in handle.extra_dict_ref if (extra := reference()) is not None)
-    return copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)  # type: ignore[attr-defined]
+    return _copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)
 
 
 def reduce_compiled(function: types.FunctionType) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ def keep_in_place() -> None:
         if not any(_is_shared(parameter) for parameter in module.parameters()):
             before(module)
 
-    torch.nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[assignment, method-assign]
+    patched: Any = torch.nn.RNNBase
+    patched.flatten_parameters = flatten_parameters
 
 
 def _is_shared(parameter: torch.Tensor) -> bool:

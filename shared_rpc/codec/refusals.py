@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import is_lazy
 
 __all__ = ["PickleRefused", "reason_against", "refuse_kind", "refuse_tensor"]
 
@@ -97,7 +97,7 @@ def refuse_tensor(tensor: torch.Tensor) -> None:
 def reason_against(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot be shared; None for one that can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             return "is a lazy parameter without a shape: run the module once before sharing it"
         reason = _of_kind(type(tensor))
         if reason is not None:

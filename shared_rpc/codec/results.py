@@ -131,7 +131,7 @@ def _is_done(device: str, seconds: float | None = None) -> bool:
     :param seconds: to wait at most; None for no limit.
     :returns: whether all of it is done.
     """
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    initialized: bool = torch.cuda.is_initialized()
     if device == "cpu" or not initialized or torch.cuda.is_current_stream_capturing():
         return True
     stream = torch.cuda.current_stream(torch_device(device)).cuda_stream

@@ -171,7 +171,7 @@ def _wraps(tensor: torch.Tensor) -> bool:
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.data_ptr() == 0
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO, scan: Scan, opened: torch.Tensor | None = None) -> None:
         take = scan.buffers.accept if scan.buffers is not None and opened is None else None
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
@@ -366,4 +366,4 @@ class _Unpickler(pickle.Unpickler):
         storage = self.storages[number]
         if dtype is None:
             return storage
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

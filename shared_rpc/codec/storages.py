@@ -105,7 +105,7 @@ def _reduce_tensor(before: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
         )
     torch.utils.hooks.warn_if_has_hooks(tensor)
     metadata = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.requires_grad)
-    return reductions.rebuild_tensor, (type(tensor), tensor._typed_storage(), metadata)  # type: ignore[no-untyped-call]
+    return reductions.rebuild_tensor, (type(tensor), tensor._typed_storage(), metadata)
 
 
 def _reduce_mapping(mapping: Mapping) -> Any:
@@ -178,7 +178,8 @@ def _install() -> None:
     Storages are all of one class, and an attribute on each of ten thousand would be paid for by every attach. So the class is
     told, and asks before it does what it did; the two methods are public, and have been the same since torch 1.
     """
-    by_type: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]  # a dict since Python 3.3
+    pickler: Any = ForkingPickler
+    by_type: dict[type, Any] = pickler._extra_reducers  # private: a dict since Python 3.3
     reduce_storage = functools.partial(_reduce_storage, by_type[torch.UntypedStorage])
     ForkingPickler.register(torch.UntypedStorage, reduce_storage)
     for kind in (torch.Tensor, torch.nn.Parameter):

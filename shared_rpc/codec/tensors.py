@@ -122,7 +122,7 @@ def _storage(
     entry: StorageEntry, mappings: Sequence[Mapping], devices: dict[str, torch.device], table: TensorTable
 ) -> torch.UntypedStorage:
     if entry.segment < 0:
-        return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))  # type: ignore[no-untyped-call]
+        return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))
     mapping = mappings[entry.segment]
     if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
         raise CodecError(f"a storage of {entry.nbytes} bytes at {entry.offset} leaves its segment of {mapping.info.nbytes}")

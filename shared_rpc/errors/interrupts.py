@@ -60,7 +60,7 @@ def _code_of(handler: Callable[..., Any] | int | None) -> CodeType | None:
     """Return the code by which a handler begins; None for what is not written in Python."""
     while isinstance(handler, functools.partial):
         handler = handler.func
-    for function in (handler, getattr(type(handler), "__call__", None)):  # noqa: B004  the function, and not whether there is one
+    for function in (handler, *(vars(kind).get("__call__") for kind in type(handler).__mro__)):
         code = getattr(function, "__code__", None)  # bound methods have it too
         if isinstance(code, CodeType):
             return code

@@ -271,11 +271,11 @@ class _Block(TorchFunctionMode):
     def __enter__(self) -> _Block:
         _watch(1)
         _threads.blocks = [*_blocks(), self]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        TorchFunctionMode.__enter__(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        TorchFunctionMode.__exit__(self, kind, error, traceback)
         _threads.blocks = [block for block in _blocks() if block is not self]
         _watch(-1)
 
@@ -305,7 +305,7 @@ class _Block(TorchFunctionMode):
                 values = parameter.detach()
                 stand_in = torch.Tensor._make_subclass(type(parameter), values.to(_META), parameter.requires_grad)
             vars(stand_in).update(vars(parameter))  # marks that optimizers and libraries look for
-            weak = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+            weak = StorageWeakRef(parameter.untyped_storage())
             formers.append(_Former(weakref.ref(parameter), weak, _Geometry.of(values), stand_in))
             self._origins[_key(stand_in)] = label, stand_in.untyped_storage()
             if self._keeps:
@@ -489,7 +489,7 @@ def _watch(change: int) -> None:
 
     torch's own registration hooks are no choice: every thread iterates over them, and adding one can break a constructor.
     """
-    global _open  # noqa: PLW0603
+    global _open
     with _lock:
         if _open == 0 and change > 0:
             watched: list[tuple[Any, str, Callable[..., Any]]] = [

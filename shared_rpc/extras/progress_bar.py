@@ -11,7 +11,7 @@ from shared_rpc.context import CURRENT_RUN, progress_of
 __all__ = ["ProgressBar"]
 
 
-class ProgressBar(tqdm):  # type: ignore[misc]
+class ProgressBar(tqdm):
     """A bar of tqdm that reports the progress of the endpoint in which it is made, from whichever thread it is updated.
 
     Libraries that show bars take it as ``tqdm_class``; it serves for loops of your own as well. A disabled bar reports nothing,

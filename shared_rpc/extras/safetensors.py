@@ -333,7 +333,7 @@ class _PinnedReader:
         with torch.cuda.device(self._device):
             if not hasattr(self._of_thread, "pinned"):
                 self._of_thread.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-                self._of_thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._of_thread.stream = torch.cuda.Stream(self._device)
             pinned, stream = self._of_thread.pinned, self._of_thread.stream
             _read_to_host(piece, pinned.data_ptr())
             with torch.cuda.stream(stream):

@@ -26,7 +26,7 @@ _was_enabled = False
 @contextmanager
 def paused() -> Iterator[None]:
     """Prevent automatic collections in this process while any thread is in such a block."""
-    global _users, _was_enabled  # noqa: PLW0603  the collector is one for the process, and so is this count
+    global _users, _was_enabled
     with _lock:
         if _users == 0:
             _was_enabled = gc.isenabled()
@@ -49,7 +49,7 @@ def paused() -> Iterator[None]:
 
 @after_fork
 def _end_blocks() -> None:
-    global _users  # noqa: PLW0603  the threads that were in such a block are the parent's
+    global _users  # the threads in such a block are the parent's
     if _users and _was_enabled:
         gc.enable()
     _users = 0

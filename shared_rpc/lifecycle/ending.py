@@ -42,7 +42,9 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
     def end() -> None:
         if why and sys.__stderr__ is not None:
             with suppress(OSError):  # not by sys.stderr: a thread that hangs may have its lock
-                os.write(2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: ends without\n".encode(errors="replace"))
+                os.write(
+                    2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: ends without\n".encode(errors="replace")
+                )
         end_children()
         os._exit(code)
 

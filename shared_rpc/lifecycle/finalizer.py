@@ -47,6 +47,9 @@ class FinalizerThread:
     """A queue of jobs and one daemon thread, started with the first :meth:`start`."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         # SimpleQueue.put is reentrant: the standard library documents it for use in finalisers.
         self._jobs: queue.SimpleQueue[tuple[float, int, Job]] = queue.SimpleQueue()
         self._numbers = itertools.count()
@@ -90,7 +93,7 @@ class FinalizerThread:
 
     def _after_fork(self) -> None:
         # The child does not have the thread, and the queue's jobs belong to the parent.
-        self.__init__()  # type: ignore[misc]
+        self._reset()
 
 
 FINALIZER = FinalizerThread()

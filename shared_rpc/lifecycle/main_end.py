@@ -6,8 +6,8 @@ import platform
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.lifecycle.children import is_child
@@ -55,7 +55,7 @@ _providers: dict[Serves, None] = {}
 
 def register(provider: Serves) -> None:
     """Ask this provider at the end whether it serves on."""
-    global _main_file  # noqa: PLW0603
+    global _main_file
     _providers[provider] = None
     # Not at the import of this module, which may have happened in another process: one that was forked to run this script.
     _main_file = getattr(sys.modules["__main__"], "__file__", _main_file)
@@ -92,8 +92,9 @@ def _end_of_main() -> None:
 _ended = threading.Event()
 #: The script's file, which Python forgets when the main code has ended.
 _main_file: str | None = None
-_wait_for_threads = threading._shutdown  # type: ignore[attr-defined]
-threading._shutdown = _end_of_main  # type: ignore[attr-defined]
+_threading: Any = threading  # private names have no annotations
+_wait_for_threads: Callable[[], None] = _threading._shutdown
+_threading._shutdown = _end_of_main
 
 
 def _serve() -> None:

@@ -156,7 +156,7 @@ _ending = False
 
 
 def _install(numbers: Iterable[int], receiver: End) -> None:
-    global _receiver  # noqa: PLW0603
+    global _receiver
     _receiver = receiver
     for number in numbers:
         _earlier[number] = signal.getsignal(number)
@@ -164,7 +164,7 @@ def _install(numbers: Iterable[int], receiver: End) -> None:
 
 
 def _uninstall() -> None:
-    global _receiver  # noqa: PLW0603
+    global _receiver
     for number in tuple(_earlier):
         earlier = _earlier.pop(number)
         # None: Python does not know the handler of a native library.
@@ -174,7 +174,7 @@ def _uninstall() -> None:
 
 def _let_nothing_disturb(code: int) -> None:
     """Have the process end, undisturbed by Ctrl-C and within some seconds."""
-    global _ending  # noqa: PLW0603
+    global _ending
     for number in _earlier:
         signal.signal(number, _nothing)
     _ending = True
@@ -201,7 +201,7 @@ def _give_signals_back() -> None:
     """Have a child that an endpoint forks wait for nothing: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
     Its signals are not its parent's.
     """
-    global _ending  # noqa: PLW0603
+    global _ending
     _ending = False
     if _receiver is not None:
         signal.set_wakeup_fd(-1)

@@ -53,7 +53,7 @@ def _address_of(place: ReadOnlyRange) -> int:
 
 def watch_read_only(place: ReadOnlyRange) -> None:
     """Report writes to the range from now on."""
-    global _places  # noqa: PLW0603
+    global _places
     with _changing:
         index = bisect.bisect_left(_places, place.address, key=_address_of)
         _places = (*_places[:index], place, *_places[index:])
@@ -62,7 +62,7 @@ def watch_read_only(place: ReadOnlyRange) -> None:
 
 def unwatch_read_only(address: int) -> None:
     """Forget a range that is about to be unmapped."""
-    global _places  # noqa: PLW0603
+    global _places
     with _changing:
         _places = tuple(place for place in _places if place.address != address)
 
@@ -193,9 +193,9 @@ def _hint() -> str:
 
 def _where() -> Iterator[str]:
     """Yield the lines of Python that this thread is in; if there are none those of all threads, one of which waits for it."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is not None:
         yield from _lines(frame)
         return

@@ -8,7 +8,7 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
@@ -119,7 +119,7 @@ def bound(kind: type[D]) -> type[D]:
 
 def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> Callable[..., Any]:
     """Return the method of one operation, with the signature that its callers see."""
-    method = kind._bound(name, body)
+    method: Any = kind._bound(name, body)
     annotations = {each: _shown(text, kind) for each, text in body.__annotations__.items() if each != "ctx"}
     signature = inspect.signature(body)
     of_self, *others = signature.parameters.values()
@@ -129,11 +129,9 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
     method.__doc__, method.__module__ = body.__doc__, kind.__module__
     method.__annotations__ = annotations
     # A subclass with a driver of its own is bound again by it; and its module resolves the names in the annotations.
-    method._body = method.__wrapped__ = body  # type: ignore[attr-defined]
-    method.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=annotations["return"]
-    )
-    return method
+    method._body = method.__wrapped__ = body
+    method.__signature__ = signature.replace(parameters=parameters, return_annotation=annotations["return"])
+    return cast("Callable[..., Any]", method)
 
 
 def _shown(annotation: str, kind: type[Driver]) -> str:

@@ -102,7 +102,8 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     set_title([sys.executable, *title])
     sys.orig_argv[:] = [*_interpreter_words(), *title]
     # 3.11 to 3.13 keep the zygote's id. Private; a new thread calls it itself: in 3.8 to 3.14.
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
+    main: Any = threading.main_thread()
+    main._set_native_id()
     signal.set_wakeup_fd(-1)
     for number in identity.ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -141,7 +142,7 @@ def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
     try:
         # As the interpreter does: open() chooses the buffer size by the kind of file. The file stays open.
         buffering = 0 if unbuffered and number != 0 else -1
-        buffer: Any = open(number, "rb" if number == 0 else "wb", buffering, closefd=False)  # noqa: SIM115
+        buffer: Any = os.fdopen(number, "rb" if number == 0 else "wb", buffering, closefd=False)
     except OSError:
         return None
     raw = getattr(buffer, "raw", buffer)
@@ -202,7 +203,8 @@ def run_module(name: str, alter_argv: bool = True) -> NoReturn:
     """
     new_main()
     # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0].
-    finish(lambda: runpy._run_module_as_main(name, alter_argv))  # type: ignore[attr-defined]
+    private: Any = runpy
+    finish(lambda: private._run_module_as_main(name, alter_argv))
     raise SystemExit(0)
 
 

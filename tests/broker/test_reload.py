@@ -86,7 +86,7 @@ def test_which_objects_are_dropped(app: BrokerApp, objects: str, value: float, l
     client.call("model")
     client.call("answer")
     app.write(NEW)
-    client.reload(objects)  # type: ignore[arg-type]
+    client.reload(objects)
     infos = client.list_objects()
     assert len(infos) == left
     assert {info["endpoint"]: info["stale"] for info in infos}.get("answer", objects == "none") == (objects == "none")

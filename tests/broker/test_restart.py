@@ -111,9 +111,7 @@ def test_calls_across_a_restart(app: BrokerApp) -> None:
         for _ in range(2):
             enough = [len(caller.answers) + 20 for caller in callers]
             eventually(
-                lambda enough=enough: all(  # type: ignore[misc]
-                    len(caller.answers) > count for caller, count in zip(callers, enough, strict=True)
-                ),
+                lambda enough=enough: all(len(caller.answers) > count for caller, count in zip(callers, enough, strict=True)),
                 what="calls go well",
             )
             begin = time.monotonic()
@@ -121,7 +119,7 @@ def test_calls_across_a_restart(app: BrokerApp) -> None:
             broker = app.start()
             gaps.append((begin, time.monotonic()))
         for caller in callers:
-            eventually(lambda caller=caller: caller.answers[-1] > gaps[-1][1])  # type: ignore[misc]
+            eventually(lambda caller=caller: caller.answers[-1] > gaps[-1][1])
     finally:
         for caller in callers:
             caller.stop.set()

@@ -675,7 +675,7 @@ def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManag
             broker.kill()
             broker = manager.start()
             eventually(lambda: loaded(client))
-            manager.expect(lambda buffers=buffers: len(manager.names("object-")) == 1 + buffers)  # type: ignore[misc]
+            manager.expect(lambda buffers=buffers: len(manager.names("object-")) == 1 + buffers)
             if buffers:
                 assert not buffer.is_stale()
                 other.free_buffer(buffer)

@@ -146,7 +146,7 @@ def test_how_a_fork_ended_is_told(app: ImpatientApp) -> None:
     pid = replaced(client)
     with pytest.raises(Exception, match=rf"the worker \(pid {pid}\) was killed by SIGSEGV.*its last words") as crash:
         client.call("end", "segfault")
-    assert "its last words" in crash.value.stderr  # type: ignore[attr-defined]
+    assert "its last words" in crash.value.stderr
 
 
 def test_without(app: ImpatientApp) -> None:

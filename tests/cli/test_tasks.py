@@ -452,7 +452,7 @@ def test_a_task_is_found_by_its_id(client: Client, another: Client) -> None:
         assert lines_of(cli("wait", "--json", ended(one, "load", size=16)))[-1]["nbytes"] == 1024
         task = begun(one, "forever")
         cli("cancel", task)
-        eventually(lambda one=one, task=task: one.get_task_status(task).status.finished)  # type: ignore[misc]
+        eventually(lambda one=one, task=task: one.get_task_status(task).status.finished)
 
 
 def test_a_long_wait_holds_one_server_only(client: Client, another: Client, start: Callable[..., Child]) -> None:

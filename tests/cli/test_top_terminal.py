@@ -55,7 +55,7 @@ def tty() -> Iterator[Callable[..., Tty]]:
     with ExitStack() as stack:
 
         def start(*options: str, command: tuple[str, ...] = (*MODULE, "top", "-d", "0.1"), **size: int) -> Tty:
-            terminal = Tty(*command, *options, **size)  # type: ignore[arg-type]
+            terminal = Tty(*command, *options, **size)
             stack.callback(terminal.close)
             return terminal
 

@@ -577,7 +577,7 @@ def _fails_alone(visit: Visit, check: Callable[[Visit], None], error: Exception)
         return False
     alone = copy.copy(visit)
     alone.own = visit.build()
-    alone.handle = _Own(visit.build())  # type: ignore[assignment]
+    alone.handle = _Own(visit.build())
     try:
         check(alone)
     except Exception as other:

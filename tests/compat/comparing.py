@@ -75,7 +75,7 @@ def _tensor_facts(tensor: torch.Tensor) -> dict[str, Any]:
 def _parts(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
     """What a tensor that is no plain memory is made of; None for one that is."""
     if _is_wrapper(tensor):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = tensor.__tensor_flatten__()
         return [(name, getattr(tensor, name)) for name in names] + [("context", context)]
     if tensor.is_nested:
         return [(f"[{index}]", part) for index, part in enumerate(tensor.detach().unbind())]

@@ -67,7 +67,7 @@ def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence
                     ended = server.wait(ENDS)
                 except subprocess.TimeoutExpired:
                     server.kill()
-                    ended = f"did not end within {ENDS} s of SIGINT, and was killed: {server.wait()}"  # type: ignore[assignment]
+                    ended = f"did not end within {ENDS} s of SIGINT, and was killed: {server.wait()}"
             log.seek(0)
             words = log.read().decode(errors="replace")
     return {**visited, "ended": ended, "log": words[-4000:], "seconds": round(time.monotonic() - begin, 1)}

@@ -331,7 +331,7 @@ class Sender:
 def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes time inside the calls that are watched is one step, however many they are; all else is the other."""
     clock = [0.0]
-    monkeypatch.setitem(sys.modules, "a_driver", SimpleNamespace(sender=Sender(clock)))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "a_driver", SimpleNamespace(sender=Sender(clock)))
     driver: Any = sys.modules["a_driver"]
     watch = Watch(Parts("create", "export", ("a_driver:sender.export",)), lambda: clock[0])
     times: dict[str, list[float]] = {}

@@ -35,7 +35,7 @@ CALLED = {
 #: Pages with terminals; the others have nothing to follow.
 #: The tutorial has a file of its own, as it takes as long as most of them together.
 FOLLOWED = [page for path in sorted(DOCS.rglob("*.md")) if "tutorial" not in path.parts and (page := Page(path)).steps]
-COMMANDS = typer.main.get_command(program).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(program).commands
 
 
 @pytest.mark.timeout(300)

@@ -99,7 +99,7 @@ def test_a_write_is_told_of(run: Run, server: Server, code: str) -> None:
     status, output, errors = run(code)
     assert (status, output) == (-signal.SIGSEGV, "")
     assert errors.count(TOLD) == 1
-    (item,) = server._engine.ask(lambda core: [stored.object_id for stored in core.objects])  # type: ignore[union-attr]
+    (item,) = server._engine.ask(lambda core: [stored.object_id for stored in core.objects])
     found = re.search(r"byte (\d+) of segment ([0-9a-f]{16}) of (\d+) bytes, with (.*); address 0x", errors)
     assert found is not None and int(found[1]) < int(found[3])
     assert found[4] == f"object {item} of load()"
@@ -113,7 +113,7 @@ def test_the_line_is_the_one_that_wrote(run: Run) -> None:
     lines = [line.strip() for line in errors.splitlines()]
     first = lines.index("by (most recent call first):") + 1
     assert lines[first].endswith("in careless") and lines[first + 1].endswith("in <module>")
-    assert int(re.search(r"byte (\d+) of", errors)[1]) % 4096 == 0  # type: ignore[index]
+    assert int(re.search(r"byte (\d+) of", errors)[1]) % 4096 == 0
 
 
 def test_a_forked_child_tells_too(run: Run) -> None:

@@ -857,7 +857,7 @@ def test_a_connection_that_cannot_be_watched_is_ended(server: Server, monkeypatc
     def started(connection: FramedStream) -> None:
         made.append(connection)
         if when == "it is made":
-            connection._loop = _Loop(connection._loop)  # type: ignore[assignment]
+            connection._loop = _Loop(connection._loop)
         start(connection)
 
     monkeypatch.setattr(FramedStream, "start", started)
@@ -867,13 +867,13 @@ def test_a_connection_that_cannot_be_watched_is_ended(server: Server, monkeypatc
         return
     with Raw(server.socket_path) as raw:
         if when == "it is full":
-            made[0]._loop = _Loop(made[0]._loop)  # type: ignore[assignment]
+            made[0]._loop = _Loop(made[0]._loop)
         raw.sock.settimeout(0.3)
         with suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
             while True:
                 raw.sock.sendall(frame_of(m.GetServerInfo(), 1))
         if when == "it has room":
-            made[0]._loop = _Loop(made[0]._loop)  # type: ignore[assignment]
+            made[0]._loop = _Loop(made[0]._loop)
         raw.sock.settimeout(10)
         with pytest.raises(ConnectionClosed):
             while True:

@@ -5,6 +5,7 @@ Nothing is left over, and what comes out is the handler's exception.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import signal
@@ -343,7 +344,7 @@ def test_an_exception_that_is_kept_keeps_no_view_of_what_arrived() -> None:
         with raising_handler(Interrupted):
             try:
                 place, raised = "", ""
-                place, raised = interrupted_at(point, lambda: read(decoder))  # noqa: B023
+                place, raised = interrupted_at(point, functools.partial(read, decoder))
             finally:
                 kept.append((place, raised))
         decoder.feed(b"".join(encode_frame(1, 8, b"another")))

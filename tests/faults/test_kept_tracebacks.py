@@ -32,7 +32,7 @@ def collected(no_leaks: None) -> Iterator[list[BaseException]]:
 def collect() -> None:
     """What libraries do with what is optional: they try it, and log that it is not there."""
     try:
-        import a_module_that_there_is_not  # type: ignore[import-not-found]  # noqa: F401
+        import a_module_that_there_is_not  # noqa: F401
     except ImportError as error:
         COLLECTED.append(error)
 
@@ -54,7 +54,7 @@ def make_part() -> Part:
 def module_of(parts: int) -> torch.nn.Module:
     """A module with such a part; with many others it is large enough for the garbage collector to be paused."""
     module = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(parts))
-    module.part = Part()  # type: ignore[assignment]
+    module.part = Part()
     return module
 
 
@@ -72,7 +72,7 @@ EARLIER = 0
 @pytest.fixture(autouse=True)
 def mapped_before(collected: None) -> None:
     """What is left is this test's own."""
-    global EARLIER  # noqa: PLW0603
+    global EARLIER
     gc.collect()
     MAPPINGS.drain()
     EARLIER = len(MAPPINGS)

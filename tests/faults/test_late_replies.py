@@ -72,7 +72,7 @@ def deaf_from(server: Server, begun: threading.Event, go: threading.Event) -> It
     deaf: list[Any] = []
 
     def stop_reading() -> None:
-        deaf.extend(client.stream for client in server._acceptor._connections)  # type: ignore[union-attr]
+        deaf.extend(client.stream for client in server._acceptor._connections)
         for connection in deaf:
             connection._loop.remove_reader(connection._socket.fileno())
 

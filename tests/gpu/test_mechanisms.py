@@ -90,7 +90,7 @@ def test_two_providers_cannot_ask_for_different_ones(gpu: Callable[..., None]) -
 
 def test_an_option_that_is_none_is_refused(provider: Provider) -> None:
     """When it is first needed, with those that there are."""
-    provider.mechanism = "cuda_ipc"  # type: ignore[assignment]
+    provider.mechanism = "cuda_ipc"
     provider.share("load")(lambda: torch.ones(1))
     with pytest.raises(ConfigurationError, match="mechanism='cuda_ipc': use 'auto', 'vmm', 'ipc' or 'pool'"):
         provider.call("load")
@@ -162,7 +162,7 @@ def test_a_process_without_bindings_is_told_what_it_cannot_open(
     mechanism: Mechanism, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first attach says how the memory is shared, what is missing here, and how to get it."""
-    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, f"shared_rpc.memory.{module}", None)
     with pytest.raises(CapabilityError) as caught:
         backend_for("GPU-of-another-host", mechanism)
     text = str(caught.value)

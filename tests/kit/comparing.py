@@ -151,7 +151,7 @@ class _Walk:
         yield f"{path}.mro", " ".join(_name(kind) for kind in type(module).__mro__)
         state = module.state_dict(keep_vars=True)
         yield f"{path}.state_dict", " ".join(state)
-        yield f"{path}.state_dict._metadata", repr(dict(state._metadata))  # type: ignore[attr-defined]
+        yield f"{path}.state_dict._metadata", repr(dict(state._metadata))
         yield f"{path}.named_parameters", " ".join(name for name, _ in module.named_parameters())
         yield f"{path}.named_buffers", " ".join(name for name, _ in module.named_buffers())
 

@@ -178,13 +178,13 @@ def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
         copied += nbytes
         return create(nbytes, where)
 
-    MAPPINGS.create = counted  # type: ignore[method-assign]
+    MAPPINGS.create = counted
     try:
         with Client(base_path, device=device, connect_timeout=0) as client:
             answer = client.call(endpoint, *kept).tolist()
             return answer, copied, [info["pid"] for info in client.list_sessions() if info["leases"]]
     finally:
-        MAPPINGS.create = create  # type: ignore[method-assign]
+        MAPPINGS.create = create
 
 
 def pid_and(kept: list[Any], value: Any) -> tuple[int, Any]:

@@ -158,7 +158,7 @@ _process: subprocess.Popen[bytes] | None = None
 
 def start_zygote() -> None:
     """Start one for this process, if forks are wanted; it ends with this process."""
-    global _zygote, _process  # noqa: PLW0603
+    global _zygote, _process
     if os.environ.get("SHARED_RPC_TESTS") == "fresh" or (_zygote is not None and _zygote.usable):
         return
     ours, theirs = socket.socketpair()
@@ -174,13 +174,13 @@ def start_zygote() -> None:
             env=variables,
         )
     _zygote = _Zygote(ours, variables)
-    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn
 
 
 def stop_zygote() -> None:
     """End it."""
-    global _zygote, _process  # noqa: PLW0603
-    multiprocessing.util.spawnv_passfds = _spawnv  # type: ignore[attr-defined]
+    global _zygote, _process
+    multiprocessing.util.spawnv_passfds = _spawnv
     if _zygote is not None:
         _zygote.close()
         _zygote = None
@@ -211,7 +211,7 @@ class Popen(subprocess.Popen[Any]):
             variables = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
             words = _words(args, variables, zygote.variables)
         if zygote is None or words is None:
-            super()._execute_child(*given)  # type: ignore[misc]
+            super()._execute_child(*given)
             return
         streams = {number: number if fd < 0 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
         fds = streams | {fd: fd for fd in pass_fds}
@@ -229,7 +229,7 @@ class Popen(subprocess.Popen[Any]):
             self.pid = zygote.ask(request, fds.values(), cwd)
             self._child_created = True
         finally:
-            self._close_pipe_fds(*rest[:6])  # type: ignore[attr-defined]
+            self._close_pipe_fds(*rest[:6])
 
 
 def run(
@@ -258,7 +258,7 @@ def run(
     return done
 
 
-_spawnv = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_spawnv = multiprocessing.util.spawnv_passfds
 
 
 def _spawn(path: bytes, args: Sequence[Any], passfds: Iterable[int]) -> int:
@@ -407,7 +407,7 @@ class _Born:
 
     def _nest(self) -> int:
         """Fork a zygote for the children of this process: the descriptor that is kept for it."""
-        global _zygote  # noqa: PLW0603
+        global _zygote
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         if fork() == 0:
@@ -433,8 +433,8 @@ class _Born:
         number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 900)
         ours.close()
         _zygote = _Zygote(socket.socket(fileno=number), self._request.variables)
-        subprocess.Popen = Popen  # type: ignore[misc]
-        multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
+        subprocess.Popen = Popen
+        multiprocessing.util.spawnv_passfds = _spawn
         os.execv, os.posix_spawn = _exec, _spawn_zygote
         return number
 
@@ -488,7 +488,7 @@ def _run(words: Sequence[str]) -> None:
 def _run_main(words: Sequence[str]) -> None:
     main = vars(sys.modules["__main__"])
     if words[0] == "-m":
-        runpy._run_module_as_main(words[1], True)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(words[1], True)
     elif words[0] == "-c":
         exec(compile(words[1], "<string>", "exec"), main)
     else:

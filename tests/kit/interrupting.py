@@ -41,7 +41,7 @@ def raising_handler(kind: type[BaseException]) -> Iterator[None]:
 
 @functools.cache
 def _ranges(code: CodeType) -> list[Any]:
-    return dis._parse_exception_table(code)  # type: ignore[attr-defined, no-any-return]  # since 3.11, and not public
+    return dis._parse_exception_table(code)  # since 3.11, and not public
 
 
 def _caught_at(code: CodeType, offset: int) -> int | None:

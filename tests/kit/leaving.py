@@ -33,14 +33,14 @@ def spare_what_there_is() -> None:
     torch takes 134 libraries of operators out of its dispatcher with those, and touches 27 MB.
     """
     # Private: 3.4 to 3.14 have it.
-    for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+    for info in weakref.finalize._registry.values():
         info.atexit = False
 
 
 @contextmanager
 def noted() -> Iterator[None]:
     """Note the exit code that the interpreter is about to end this process with."""
-    global _code  # noqa: PLW0603
+    global _code
     try:
         yield
     except SystemExit as end:

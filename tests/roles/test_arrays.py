@@ -37,7 +37,7 @@ LARGE = 1 << 18
 
 def beside_a_tensor(device: str, *arrays: Any) -> State:
     """An object with arrays, and a tensor that makes it a result."""
-    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})  # type: ignore[dict-item]
+    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
 
 
 def arrays_of(value: Any) -> Any:
@@ -361,7 +361,7 @@ def dynamic(kind: torch.dtype) -> nn.Module:
     """A module whose weights are packed for this processor."""
     from torch.ao.quantization import quantize_dynamic
 
-    return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)  # type: ignore[no-untyped-call, no-any-return]
+    return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -382,7 +382,7 @@ def test_packed_weights_count_alike_in_every_role(every_app: list[App]) -> None:
     """Beside other memory they are no part of what is shared, in the local role as in the others."""
     sizes = set()
     for app in every_app:
-        held = app.share("held", managed=True)(lambda: State(1, {"module": dynamic(torch.qint8), "t": torch.ones(3)}))  # type: ignore[dict-item]
+        held = app.share("held", managed=True)(lambda: State(1, {"module": dynamic(torch.qint8), "t": torch.ones(3)}))
         with held() as handle:
             sizes.add(handle.get_object_info()["nbytes"])
     assert sizes == {12}

@@ -482,8 +482,8 @@ def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], op
         (m.CreateBuffer(1, ttl=1e308), "configuration"),
         (m.CreateBuffer(1, ttl=float("nan")), "configuration"),
         (m.CreateBuffer(1, max_accesses=-5), "configuration"),
-        (m.CreateBuffer("1"), "protocol"),  # type: ignore[arg-type]
-        (m.CreateBuffer(1.0), "protocol"),  # type: ignore[arg-type]
+        (m.CreateBuffer("1"), "protocol"),
+        (m.CreateBuffer(1.0), "protocol"),
         (m.CreateBuffer(True), "protocol"),
         (m.GetBuffer("z" * 100_000), "buffer-not-found"),
     ],

@@ -158,9 +158,9 @@ def test_a_client_that_never_connected(base_path: str) -> None:
 def test_a_client_that_could_not_be_made() -> None:
     """Its finaliser says nothing, with warnings as errors."""
     with pytest.raises(TypeError):
-        Client(socket_path=3)  # type: ignore[arg-type]
+        Client(socket_path=3)
     with pytest.raises(TypeError):
-        AsyncClient(socket_path=3)  # type: ignore[arg-type]
+        AsyncClient(socket_path=3)
 
 
 def test_an_async_client_that_is_dropped_on_its_loop(

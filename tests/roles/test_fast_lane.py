@@ -130,7 +130,7 @@ def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
     assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
     assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
-    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    transfer = client._pool.session.transfer
     assert transfer.arguments.nbytes <= 8 * MIB
 
 
@@ -156,7 +156,7 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     pointers = {client.call("pointer", part).item() - part.storage_offset() * 4 for part in (result, result[10:], result)}
     assert len(pointers) == 1
     assert torch.equal(client.call("doubled", result), result * 2)
-    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    transfer = client._pool.session.transfer
     assert transfer.arguments.nbytes == 0
 
 
@@ -234,7 +234,7 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(8)]
     for call in calls:
         call.start()
-    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    transfer = client._pool.session.transfer
     eventually(lambda: transfer.arguments.used == 8)
     timeout, client._timeout = client._timeout, 0.3
     with pytest.raises(ServerBusy, match=r"doubled\(\): .* 8 of arguments of slow\(\) with 8388608 bytes"):
@@ -258,7 +258,7 @@ def test_a_result_nobody_takes(
         client.call("slow", torch.ones(1000, device=device))
     client._timeout = 30.0
     go.set()
-    transfer = client._pool.session.transfer  # type: ignore[union-attr]
+    transfer = client._pool.session.transfer
 
     def clean() -> bool:
         client.call("full", 1.0)

@@ -6,7 +6,7 @@ import gc
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -707,7 +707,10 @@ def test_those_who_went_away_are_not_waited_for(server: Server, client: Client) 
     """
     listener = python(code)
     listener.expect("listens")
-    waiting: Callable[[], int] = lambda: server.engine.ask(lambda core: len(core.generations._waiting))  # noqa: E731
+
+    def waiting() -> int:
+        return server.engine.ask(lambda core: len(core.generations._waiting))
+
     eventually(lambda: waiting() == 1)
     listener.kill()
     eventually(lambda: waiting() == 0)

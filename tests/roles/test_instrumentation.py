@@ -377,7 +377,7 @@ def test_an_event_cannot_be_changed() -> None:
     """Hooks share it."""
     event = i.SessionOpened(session="s", pid=1)
     with pytest.raises(AttributeError):
-        event.pid = 2  # type: ignore[misc]
+        event.pid = 2
     assert [kind.__name__ for kind in i.Event.__subclasses__() if not kind.__struct_config__.frozen] == []
 
 

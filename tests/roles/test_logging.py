@@ -170,7 +170,7 @@ def logged(broker_app: BrokerApp) -> Callable[..., list[str]]:
         with pytest.raises(ValueError, match="word") as raised:
             broker_app.connect().call("says", "word")
         own: Any = raised.value
-        run.request_id = own.request_id  # type: ignore[attr-defined]
+        run.request_id = own.request_id
         child.process.terminate()
         _, text = child.close()
         return text.splitlines()
@@ -183,7 +183,7 @@ def test_a_broker_logs_json(logged: Callable[..., list[str]]) -> None:
     written = logged("--log-format", "json")
     assert written.count("plain word") == 1
     found = [json.loads(line) for line in written if line != "plain word"]
-    mine = [line for line in found if line["request_id"] == logged.request_id]  # type: ignore[attr-defined]
+    mine = [line for line in found if line["request_id"] == logged.request_id]
     # Which of two processes is first to write is not told by what each of them does.
     assert sorted(line["message"] for line in mine) == ["build finished", "request failed", "said word"]
     assert len({line["process"] for line in mine}) == 2
@@ -194,7 +194,7 @@ def test_a_broker_logs_text(logged: Callable[..., list[str]]) -> None:
     """What is asked for, and nothing that is less important."""
     written = logged("--log-level", "debug")
     assert any(" DEBUG shared_rpc.events " in line and "call finished" in line for line in written)
-    assert any(line.endswith(f" INFO app [{logged.request_id}] said word") for line in written)  # type: ignore[attr-defined]
+    assert any(line.endswith(f" INFO app [{logged.request_id}] said word") for line in written)
 
 
 def test_a_worker_that_crashes_is_an_error(broker_app: BrokerApp) -> None:

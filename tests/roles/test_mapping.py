@@ -293,7 +293,7 @@ class Equal(User):
     def __eq__(self, other: object) -> bool:
         return True
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 @pytest.mark.parametrize("kind", [User, Equal])

@@ -349,7 +349,7 @@ def test_gradients_are_wanted_as_in_the_source() -> None:
     class Marked(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
-            self.weight.no_decay = True  # type: ignore[attr-defined]
+            self.weight.no_decay = True
 
     with materialize(source):
         model = Marked()
@@ -638,7 +638,7 @@ def test_other_threads_are_not_touched() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(same_memory(built[number].weight, sources[number].weight) for number in range(4))  # type: ignore[arg-type]
+    assert all(same_memory(built[number].weight, sources[number].weight) for number in range(4))
     assert not any(parameter.is_meta for model in plain for parameter in model.parameters())
 
 

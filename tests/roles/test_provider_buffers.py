@@ -71,7 +71,7 @@ def test_its_terms_in_every_role(provider: Provider) -> None:
         ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1"),
     ):
         with pytest.raises((ConfigurationError, CapabilityError), match=text):
-            provider.create_buffer(*arguments, **options)  # type: ignore[arg-type]
+            provider.create_buffer(*arguments, **options)
 
 
 def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str) -> None:
@@ -196,4 +196,4 @@ class TestOnTheHost:
             provider.create_buffer(100)
 
         with pytest.raises(ConfigurationError, match=r"create_buffer\(\) was called on the server's event loop"):
-            asyncio.run(careless())  # type: ignore[arg-type]
+            asyncio.run(careless())

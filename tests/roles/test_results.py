@@ -62,7 +62,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
     "module's method": (lambda: torch.nn.Linear(1, 1).forward, lambda v: v.__self__.weight.detach()),
     "mixed": (lambda: (State(1, {}), [len, Path("x"), torch.ones(1)]), lambda v: v[1][2]),
     "holds itself": (_self_holding, lambda v: v[1][1][0]),
-    "no tensor": (lambda: State(1, {"m": torch.nn.Identity()}), lambda v: torch.zeros(1)),  # type: ignore[dict-item]
+    "no tensor": (lambda: State(1, {"m": torch.nn.Identity()}), lambda v: torch.zeros(1)),
 }
 
 
@@ -119,7 +119,7 @@ def test_generations_of_any_object(app: App, make: Callable[[], Any]) -> None:
 def test_a_ticket_of_an_object(provider: Provider, serve: Serve, connect: Connect) -> None:
     """It names the tensors by the way to them, and opens to the same memory."""
     value = State(1, {"m": torch.ones(3)})
-    value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]  # type: ignore[attr-defined]
+    value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]
     provider.share("held", managed=True)(lambda: value)
     serve()
     with connect().call("held") as handle:
@@ -138,7 +138,7 @@ def test_a_ticket_of_an_object(provider: Provider, serve: Serve, connect: Connec
 
 def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect: Connect) -> None:
     """Of an object that has a module the model can be built, and of the object itself the error says how."""
-    provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))  # type: ignore[dict-item]
+    provider.share("held", managed=True)(lambda: State(1, {"m": torch.nn.Linear(2, 2)}))
     serve()
     with connect().call("held") as handle:
         with (
@@ -156,7 +156,7 @@ def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect:
 def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None:
     """It is the reader's own name for the same device."""
     where = torch.ones(1, device=device).device
-    assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where  # type: ignore[dict-item]
+    assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where
 
 
 # Memory on the host, beside that of a GPU.
@@ -187,7 +187,7 @@ def _packed() -> PackedSequence:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
     """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
-    _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")  # type: ignore[dict-item]
+    _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")
     assert scan.storages
     assert {storage.device.type for storage in scan.storages} == {"cpu"}
 
@@ -198,7 +198,7 @@ def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
         (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
         (lambda: {2: {torch.ones(1)}}, "result[1][2][0]"),
         (lambda: functools.partial(torch.add, torch.ones(1)), "result[1].args[0]"),
-        (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),  # type: ignore[dict-item]
+        (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),
         (lambda: AveragedModel(torch.nn.Linear(1, 1)), "result[1].module.weight"),
         (lambda: PackedSequence(torch.ones(1, 1), torch.tensor([1])), "result[1][0]"),
     ],

@@ -103,7 +103,7 @@ def server() -> Server:
 
 def client(**options: float) -> Client:
     """A client there that does not wait for a server."""
-    return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})  # type: ignore[arg-type]
+    return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
 
 
 # It works.
@@ -298,7 +298,7 @@ def test_a_starter_of_servers_meets_a_squatter(path: str, stranger: Callable[...
     stranger(LISTENING.format(backlog=5)).expect("listening")
     started: list[str] = []
     with client(connect_timeout=5) as mine:
-        mine._pool.summon = lambda *_: started.append("a server")  # type: ignore[attr-defined]
+        mine._pool.summon = lambda *_: started.append("a server")
         with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
             mine.ping()
     assert not started

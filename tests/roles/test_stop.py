@@ -357,7 +357,7 @@ def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, end
         runner.run(start())
         loop = runner.get_loop()
         if ends == "after the last turn":
-            closing, loop.close = loop.close, lambda: (end(), closing())[1]  # type: ignore[method-assign]
+            closing, loop.close = loop.close, lambda: (end(), closing())[1]
     if ends == "before close":
         end()
     threads.close()

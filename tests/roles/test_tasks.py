@@ -395,7 +395,7 @@ def told() -> list[float]:
 @pytest.fixture
 def reporter(loop: Loop, told: list[float]) -> Reporter:
     """Reports on it."""
-    return Reporter(loop, lambda report: told.append(report.done))  # type: ignore[arg-type]
+    return Reporter(loop, lambda report: told.append(report.done))
 
 
 def test_reports_are_told_one_by_one(reporter: Reporter, loop: Loop, told: list[float]) -> None:
@@ -1728,9 +1728,9 @@ def test_numbers_of_every_kind(app: App) -> None:
     @app.share(cache=False)
     def count() -> torch.Tensor:
         progress(True, torch.tensor(2))
-        progress(float("inf"), -1, message=3)  # type: ignore[arg-type]
+        progress(float("inf"), -1, message=3)
         with pytest.raises(ValueError):
-            progress("many")  # type: ignore[arg-type]
+            progress("many")
         return torch.ones(1)
 
     told: list[Progress | None] = []

@@ -78,7 +78,7 @@ def test_an_operation_is_driven_with_its_arguments() -> None:
     assert Calculator().add(2) == 3
     assert Calculator().add(2, other=5, self=1, ctx=1) == 9
     with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument"):
-        Calculator().add()  # type: ignore[call-arg]
+        Calculator().add()
 
 
 def test_what_a_class_defines_itself_stays() -> None:
@@ -86,11 +86,11 @@ def test_what_a_class_defines_itself_stays() -> None:
 
     @bound
     class Own(Recorder, Sums):
-        def add(self, one: int, /, other: int = 1, **more: int) -> int:  # type: ignore[override]
+        def add(self, one: int, /, other: int = 1, **more: int) -> int:
             return 0
 
     class Further(Calculator):
-        def add(self, one: int, /, other: int = 1, **more: int) -> int:  # type: ignore[override]
+        def add(self, one: int, /, other: int = 1, **more: int) -> int:
             return super().add(one, other, **more) * 10
 
     assert (Own().add(2), Further().add(2)) == (0, 30)
@@ -115,6 +115,6 @@ def test_a_subclass_may_have_another_driver() -> None:
 
 def test_an_operation_of_no_class_is_itself() -> None:
     """Before it is bound: its body is a generator, and drives nothing."""
-    steps = Sums.add.body(Calculator(), 2)  # type: ignore[arg-type]
+    steps = Sums.add.body(Calculator(), 2)
     assert isinstance(steps.send(None), Work)
     assert not isinstance(Sums.add.body, Request)

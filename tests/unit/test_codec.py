@@ -217,7 +217,7 @@ def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record]
 
 def _with_attribute(device: str) -> torch.Tensor:
     tensor = torch.ones(2, 2, device=device)
-    tensor.made_by = "a loader"  # type: ignore[attr-defined]
+    tensor.made_by = "a loader"
     return tensor
 
 
@@ -250,7 +250,7 @@ def test_parameters_of_a_class_of_their_own(device: str, rebuilt: Rebuilt, requi
     """They come back of that class, with all that they had, in shared memory; torch's own pickling makes plain ones of them."""
     layer = nn.Linear(2, 2, bias=False, device=device)
     weight = Labelled(torch.arange(4.0, device=device).reshape(2, 2).T, requires_grad)
-    weight.label, weight.scale, weight.module, weight.note = "4 bit", torch.ones(1, device=device), layer, [1]  # type: ignore[attr-defined]
+    weight.label, weight.scale, weight.module, weight.note = "4 bit", torch.ones(1, device=device), layer, [1]
     layer.weight = layer.tied = weight
     theirs = rebuilt(layer)
     assert type(theirs.weight) is Labelled

@@ -75,7 +75,7 @@ def imports_of(module: str, node: ast.AST, late: bool = False, typing: bool = Fa
             whole = f"{node.module}.{alias.name}"
             yield Import(module, whole if whole in submodules() else str(node.module), node.lineno, late, typing)
     elif _is_import_module(node):
-        yield Import(module, node.args[0].value, node.lineno, late, typing)  # type: ignore[attr-defined]
+        yield Import(module, node.args[0].value, node.lineno, late, typing)
     late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for field in ast.iter_child_nodes(node):
         guarded = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and field in node.body

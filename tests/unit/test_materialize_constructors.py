@@ -41,10 +41,16 @@ def test_a_constructor_that_loads_a_file(tmp_path: Path, file: str) -> None:
     if file == "safetensors":
         safetensors = pytest.importorskip("safetensors.torch")
         safetensors.save_file(saved, path)
-        load = lambda: safetensors.load_file(path)  # noqa: E731
+
+        def load() -> dict[str, torch.Tensor]:
+            return safetensors.load_file(path)
+
     else:
         torch.save(saved, path)
-        load = lambda: torch.load(path, mmap=file == "mapped")  # noqa: E731
+
+        def load() -> dict[str, torch.Tensor]:
+            return torch.load(path, mmap=file == "mapped")
+
     source = {"vectors": torch.ones(2, 3), "layer.weight": torch.ones(2, 3)}
 
     with materialize(source):

@@ -53,7 +53,7 @@ def test_another_worker_is_asked_where_one_ends() -> None:
 
     def ends(requests: MemoryRequests, number: int) -> None:
         workers.remove(old)
-        requests.lost(old)  # type: ignore[arg-type]
+        requests.lost(old)
 
     answer, _ = answered(workers, ends, says(free=7))
     assert answer.free == 7
@@ -65,7 +65,7 @@ def test_nobody_is_asked_for_ever() -> None:
     workers = [FakeWorker(1), FakeWorker(2), FakeWorker(3)]
 
     def ends(requests: MemoryRequests, number: int) -> None:
-        requests.lost(workers.pop(0))  # type: ignore[arg-type]
+        requests.lost(workers.pop(0))
 
     with pytest.raises(WorkerCrashed, match="pid 2"):
         answered(workers, ends, ends)

@@ -237,6 +237,6 @@ def test_a_specification_travels_whole() -> None:
 
 def test_a_segment_of_unknown_access_is_refused() -> None:
     """Named options are checked where they arrive."""
-    segments = [SegmentInfo("id", 4096, "cpu", "execute")]  # type: ignore[arg-type]
+    segments = [SegmentInfo("id", 4096, "cpu", "execute")]
     with pytest.raises(ProtocolError, match="Invalid enum value 'execute'"):
         decode_message(frame_of(m.Call("f", segments=segments)))

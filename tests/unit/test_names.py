@@ -58,7 +58,7 @@ def names() -> list[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             for name in {getattr(node, "name", None), getattr(node, "arg", None), getattr(node, "id", None)}:
                 if isinstance(name, str):
-                    found.append((_snake(name), f"{path}, line {node.lineno}: {name}"))  # type: ignore[attr-defined]
+                    found.append((_snake(name), f"{path}, line {node.lineno}: {name}"))
     return found
 
 

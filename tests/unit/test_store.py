@@ -475,7 +475,7 @@ class StoreModel(RuleBasedStateMachine):
             if self.max_bytes is None or self.bytes_of(list(self.alive.values())) <= self.max_bytes:
                 return
             if not self.held(candidate):
-                self.unlist(lambda stored, candidate=candidate: stored is candidate)  # type: ignore[misc]
+                self.unlist(lambda stored, candidate=candidate: stored is candidate)
 
     @rule(
         key=st.none() | KEYS,

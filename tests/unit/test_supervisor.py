@@ -108,7 +108,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutin
     async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]], count: int) -> None:
         stage = Stage(count)
         monkeypatch.setattr(supervisor_module, "Worker", stage.make)
-        await stage.supervisor.start(stage.spawn, wait=False)  # type: ignore[arg-type]
+        await stage.supervisor.start(stage.spawn, wait=False)
         for worker in tuple(stage.workers):
             worker.load()
         await story(stage)
@@ -125,7 +125,7 @@ def start(
     async def begin(story: Callable[[Stage, asyncio.Task[None]], Coroutine[Any, Any, None]]) -> None:
         stage = Stage(2)
         monkeypatch.setattr(supervisor_module, "Worker", stage.make)
-        starting = asyncio.create_task(stage.supervisor.start(stage.spawn))  # type: ignore[arg-type]
+        starting = asyncio.create_task(stage.supervisor.start(stage.spawn))
         await stage.made(2)
         await story(stage, starting)
 
@@ -184,7 +184,7 @@ def test_a_process_that_cannot_begin_when_another_one_has_loaded(monkeypatch: py
 
         monkeypatch.setattr(supervisor_module, "Worker", stage.make)
         monkeypatch.setattr(stage.zygote, "begin", begin)
-        await stage.supervisor.start(stage.spawn)  # type: ignore[arg-type]
+        await stage.supervisor.start(stage.spawn)
         await turns(lambda: len(stage.supervisor.workers) == 2)
 
     asyncio.run(asyncio.wait_for(story(), 20))

@@ -141,7 +141,7 @@ class TopApp(App[None]):
     Question { align: center bottom; background: transparent; }
     Question Static { background: $warning-muted; color: $text-warning; }
     """
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (14, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (14, "-tall")]  # noqa: RUF012  an instance variable of App
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),

@@ -43,14 +43,12 @@ def top(
         print_once(find, interval, sort, console)
         return
     try:
-        import textual  # noqa: F401
+        from shared_rpc.cli.top.terminal import run
     except ImportError as error:
         raise ConfigurationError(
             "the live view needs the package textual: pip install 'shared-rpc[top]'; "
             "'shared-rpc top --once' prints the same without it"
         ) from error
-    from shared_rpc.cli.top.terminal import run
-
     code = run(find, interval, sort, console)
     if code:
         raise typer.Exit(code)

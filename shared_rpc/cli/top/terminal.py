@@ -72,7 +72,8 @@ class _Terminal(LinuxDriver):
 
     def __init__(self, app: App[Any], **options: Any) -> None:
         super().__init__(app, **options)
-        self._file = _Output(self._gone)  # type: ignore[assignment]
+        output: Any = _Output(self._gone)  # with the two methods that the driver calls
+        self._file = output
 
     def _gone(self) -> None:
         # The signal that tells of it may come later, or never: as after nohup.

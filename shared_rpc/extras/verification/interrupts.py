@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 __all__ = ["Interrupted", "Interrupts"]
 
@@ -31,7 +32,7 @@ class Interrupts:
         #: The first signal that came, 0 before it.
         self.number = 0
         self._depth = 0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
@@ -42,7 +43,7 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)  # type: ignore[arg-type]  # what signal() had returned
+            signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The first one is enough: another one must not interrupt the cleaning up that it has begun.

@@ -50,7 +50,7 @@ def digest(model: torch.nn.Module) -> str:
     """Hash the bits of a forward pass through all layers."""
     import torch
 
-    weight: torch.Tensor = model[0].weight  # type: ignore[index]  # a Sequential of Linear layers
+    weight = next(model.parameters())
     inputs = torch.linspace(-1, 1, _BATCH * weight.shape[1]).reshape(_BATCH, -1).to(weight.device)
     with torch.inference_mode():
         outputs = model(inputs).cpu().contiguous()

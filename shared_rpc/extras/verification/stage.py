@@ -116,7 +116,8 @@ class Stage:
         subject, _, _ = self._subject.partition(":")
         # The library starts it with the environment of this process. A directory that it makes for the socket would stay until
         # this process ends: Python 3.11 to 3.14 look here for another one.
-        configured = process.current_process()._config  # type: ignore[attr-defined]
+        own: Any = process.current_process()
+        configured = own._config
         before = configured.get("tempdir")
         configured["tempdir"] = str(self.folder)
         forkserver.set_forkserver_preload(["shared_rpc.extras.verification.forkserver", subject])

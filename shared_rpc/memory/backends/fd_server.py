@@ -32,6 +32,9 @@ class FdServer:
     """The descriptor server of this process, opened with the first descriptor that is left there."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._left: dict[bytes, int] = {}
         self._listener: socket.socket | None = None
@@ -98,7 +101,7 @@ class FdServer:
             self._listener.close()
         for fd in self._left.values():
             os.close(fd)
-        self.__init__()  # type: ignore[misc]
+        self._reset()
 
 
 def fetch(address: str, token: bytes) -> int:

@@ -290,7 +290,7 @@ def _distribution(device: str) -> Any:
 
 def _generator(device: str) -> Any:
     module = _many(device)
-    module.generator = torch.Generator().manual_seed(3)  # type: ignore[assignment]
+    module.generator = torch.Generator().manual_seed(3)
     return module
 
 

@@ -39,7 +39,7 @@ def _static(device: str) -> Any:
         warnings.simplefilter("ignore")
         torch.backends.quantized.engine = "fbgemm"
         model = nn.Sequential(quantization.QuantStub(), *_float(), quantization.DeQuantStub()).eval()
-        model.qconfig = quantization.get_default_qconfig("fbgemm")  # type: ignore[assignment]
+        model.qconfig = quantization.get_default_qconfig("fbgemm")
         prepared = quantization.prepare(model)
         prepared(torch.linspace(-1, 1, 64).reshape(4, 16))
         return quantization.convert(prepared)
@@ -51,7 +51,7 @@ def _prepared(device: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(quantization.QuantStub(), *_float(), quantization.DeQuantStub()).train()
-        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         prepared = quantization.prepare_qat(model)
         # The first pass gives what it observes its shape; memory that is shared cannot become larger.
         prepared(torch.linspace(-1, 1, 64).reshape(4, 16))
