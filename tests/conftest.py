@@ -137,6 +137,12 @@ def connect(base_path: str) -> Iterator[Callable[..., Client]]:
 
 
 @pytest.fixture
+def client(server: Server, connect: Callable[..., Client]) -> Client:
+    """A client of the server that a file of tests has as its fixture ``server``."""
+    return connect()
+
+
+@pytest.fixture
 def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
     """``get(value, **options)`` makes ``value`` what the endpoint ``get`` of a running server returns."""
     held: list[Any] = []

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,12 +22,9 @@ IDLE = "0.4"
 
 
 @pytest.fixture
-def app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
+def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
-    app = BrokerApp(tmp_path, base_path, children)
-    app.write()
-    yield app
-    app.close()
+    return broker_app
 
 
 def goes_on(broker: Child, seconds: float = 1.0) -> bool:

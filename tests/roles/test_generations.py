@@ -497,12 +497,6 @@ def server(provider: Provider, serve: Serve, builds: Builds) -> Server:
     return serve()
 
 
-@pytest.fixture
-def client(server: Server, connect: Connect) -> Client:
-    """One of its clients."""
-    return connect()
-
-
 def test_callbacks_are_told_in_every_role(app: App, builds: Builds) -> None:
     """In one thread that is not the caller's, until they are closed. The first generation of a call is no news, and neither is
     what was refreshed before.

@@ -70,12 +70,6 @@ def server(shared: Provider, serve: Serve) -> Server:
     return serve()
 
 
-@pytest.fixture
-def client(server: Server, connect: Connect) -> Client:
-    """Its client."""
-    return connect()
-
-
 def leases(server: Server) -> int:
     """How many leases the server knows of."""
     return int(server.info()["leases"])

@@ -73,12 +73,6 @@ def server(shared: Provider, serve: Serve) -> Server:
     return serve()
 
 
-@pytest.fixture
-def client(server: Server, connect: Connect) -> Client:
-    """Its client."""
-    return connect()
-
-
 def watchers(server: Server) -> int:
     """How many wait for tasks."""
     return server.engine.ask(lambda core: sum(len(task.watchers) for task in core.tasks.table))

@@ -44,12 +44,6 @@ def server(provider: Provider, serve: Serve) -> Server:
     return serve()
 
 
-@pytest.fixture
-def client(server: Server, connect: Connect) -> Client:
-    """A client of it."""
-    return connect()
-
-
 def fields(path: Path) -> dict[str, Any]:
     """What is in a ticket's file."""
     return json.loads(path.read_text())

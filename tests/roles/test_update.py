@@ -24,7 +24,7 @@ from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only
 from shared_rpc.protocol.records import SegmentInfo
-from tests.kit.apps import App, Connect, Serve, at_once
+from tests.kit.apps import App, Serve, at_once
 from tests.kit.processes import Child, python
 
 #: A process that takes orders; it holds what ``load`` gives.
@@ -69,12 +69,6 @@ def server(no_leaks: None, provider: Provider, serve: Serve) -> Server:
     provider.share("load", managed=True)(weights)
     provider.share("sealed", managed=True, access="read")(weights)
     return serve()
-
-
-@pytest.fixture
-def client(server: Server, connect: Connect) -> Client:
-    """A client in the server's process."""
-    return connect()
 
 
 @pytest.fixture
