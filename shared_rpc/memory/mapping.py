@@ -120,8 +120,8 @@ class _Use(weakref.ref[_Pin]):
 #: a process that attaches ten thousand small objects needs descriptors for other purposes.
 KEPT_SHARE = 4
 
-#: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps unused
-#: memory at its own safe points instead of waking the finaliser thread.
+#: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
+#: unused memory at its own safe points instead of waking the finaliser thread.
 _LINGER = 0.002
 
 #: The attribute by which an object keeps its pin, or a tuple of several.

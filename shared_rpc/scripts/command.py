@@ -82,7 +82,7 @@ def _check(script: Script) -> None:
         raise _Unavailable("the interpreter does not know its own path")
     if is_in_background():
         raise _Unavailable(
-            "the script could read the terminal, which belongs to another job: if it does not, start it with '< /dev/null'"
+            "the terminal belongs to another job: if the script does not read it, start the script with '< /dev/null'"
         )
 
 

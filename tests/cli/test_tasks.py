@@ -398,7 +398,7 @@ def test_waiting_not_longer_than_asked(client: Client) -> None:
 def test_not_waiting_at_all(client: Client) -> None:
     """A timeout of 0 tells whether it has ended."""
     task = begun(client, "gated")
-    assert cli("wait", task, "--timeout", "0").complaint == f"task {task} of 'gated' is running: it goes on"
+    assert cli("wait", task, "--timeout", "0").complaint == f"task {task} of 'gated' is still running"
 
 
 @pytest.mark.parametrize("where", [[], ["--socket"], ["--base-path"]], ids=["default", "socket", "base path"])

@@ -611,7 +611,7 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
     with client.on_refresh(lambda made: told.append(made.generation)):
         client.refresh("load")
         eventually(lambda: told == [2])
-    with pytest.raises(ConnectionClosed, match="has come"):
+    with pytest.raises(ConnectionClosed, match="has taken its place"):
         next(news)
 
 

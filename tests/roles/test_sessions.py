@@ -396,7 +396,7 @@ def test_a_server_that_is_gone(server: Server, client: Client) -> None:
     """It is told apart from one that changed."""
     handle = client.call("kept", 3)
     server.stop()
-    with pytest.raises(StaleHandleError, match=f"cannot be reached.*{server.socket_path}") as caught:
+    with pytest.raises(StaleHandleError, match=f"cannot reach the server.*{server.socket_path}") as caught:
         client.ensure_handle_live(handle)
     assert caught.value.reason == "server_unreachable"
     assert handle.is_stale()

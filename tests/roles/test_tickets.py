@@ -390,7 +390,7 @@ def test_a_ticket_of_another_host(client: Client, path: Path) -> None:
     """Memory does not cross hosts: both are named."""
     client.call("tied").ticket(path)
     rewritten(path, boot_id="a-boot", machine_id="a-machine")
-    with pytest.raises(TicketError, match=r"for host a-machine \(boot a-boot\), and this is .*one host only") as caught:
+    with pytest.raises(TicketError, match=r"for host a-machine \(boot a-boot\), but this is .*one host only") as caught:
         client.open_ticket(path)
     assert caught.value.reason == "other_host"
 
@@ -410,7 +410,7 @@ def test_a_ticket_of_another_server(client: Client, base_path: str, path: Path) 
     client.call("tied").ticket(path)
     elsewhere = Provider(f"{base_path}-other", device="cpu")
     with Server(elsewhere) as other, Client(socket_path=other.socket_path, connect_timeout=0) as stranger:
-        with pytest.raises(TicketError, match=r"at .*s-cpu\.sock, and this is .*s-other-cpu\.sock.*from_ticket") as caught:
+        with pytest.raises(TicketError, match=r"at .*s-cpu\.sock, but this is .*s-other-cpu\.sock.*from_ticket") as caught:
             stranger.open_ticket(path)
         assert caught.value.reason == "other_server"
         with pytest.raises(TicketError, match="from_ticket"):

@@ -127,7 +127,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "raw file": (lambda: _open(__file__, "rb", buffering=0), "", "is an open file of this process"),
     "temporary file": (_temporary, "", "is an open file of this process"),
     "file in a closure": (lambda: _closing_over(_reading()), ".<closure thing>", "is an open file of this process"),
-    "file in a partial": (lambda: functools.partial(print, file=_reading()), ".keywords['file']", "is a file that"),
+    "file in a partial": (lambda: functools.partial(print, file=_reading()), ".keywords['file']", "is an open file"),
     "file of a bound method": (lambda: _reading().read, "", "is an open file of this process"),
     "file in a default": (lambda: _with_default(_reading()), ".__defaults__[0]", "is an open file of this process"),
     "file in a global": (_reads_a_global, ".<global file>", "is an open file of this process"),
