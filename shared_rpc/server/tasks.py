@@ -113,7 +113,7 @@ class Tasks:
         task = self.table.get(task_id)
         if not task.finished:
             raise TaskError(
-                f"task {task_id} of {task.info.endpoint!r} is {task.info.status} and has no result yet: use wait_for_task()",
+                f"task {task_id} of {task.info.endpoint!r} is {task.info.status}, and has no result yet: use wait_for_task()",
                 reason="unfinished",
             )
         self.watch(waiter, task)
