@@ -44,7 +44,7 @@ _log = logging.getLogger("shared_rpc.broker")
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: The first bytes of an entry. The number is raised with every change of the format.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 4\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 5\n"
 #: The largest entry in bytes; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

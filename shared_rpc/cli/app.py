@@ -121,7 +121,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
     table(
         "\nendpoints",
-        ["name", "managed", "cached by", "concurrency", "access", "idle_ttl", "what it does"],
+        ["name", "managed", "cached by", "concurrency", "access", "tensors", "idle_ttl", "what it does"],
         [
             (
                 name,
@@ -129,6 +129,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
                 (spec["cache_format_key"] or "all arguments") if spec["cache"] else "-",
                 spec["concurrency"],
                 spec["access"],
+                spec["tensors"],
                 "never" if spec["idle_ttl"] is None else f"{spec['idle_ttl']:g} s",
                 spec["doc"],
             )

@@ -90,9 +90,11 @@ def _facts(result: ReceivedResult, client: Client) -> dict[str, Any]:
     message = result.message
     table = msgspec.msgpack.decode(message.table, type=TensorTable)
     own = client._run(reached(client._known())).device
+    private = {number for number, info in enumerate(message.segments) if info.access == "private"}
+    storages = sum(part.nbytes for part in table.storages if part.segment not in private)
     return {
         "object_id": message.object_id,
-        "nbytes": sum(part.nbytes for part in table.storages) + sum(part.nbytes for part in table.buffers),
+        "nbytes": storages + sum(part.nbytes for part in table.buffers),
         "device": next((info.device for info in message.segments if info.device != "cpu"), own),
         "managed": message.managed,
     }

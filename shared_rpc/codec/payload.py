@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
 
 from shared_rpc.codec.buffers import PickledBuffers
+from shared_rpc.codec.parameters import storages_of_parameters
 from shared_rpc.codec.refusals import reason_against
 from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
+from shared_rpc.protocol.records import Tensors
 
 __all__ = ["check_result", "dump_result"]
 
@@ -66,39 +69,50 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
         del value, scan
 
 
-def check_result(value: Any, endpoint: str, kind: str) -> int:
+@dataclass(slots=True)
+class _Found:
+    """Bytes of distinct storages, by address, and the addresses of those that parameters use."""
+
+    storages: dict[int, int] = field(default_factory=dict)
+    of_parameters: set[int] = field(default_factory=set)
+
+
+def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all") -> int:
     """Refuse what :func:`dump_result` refuses, where the value stays in this process.
 
     Tensors, modules and containers of them are looked at and not pickled: what a module keeps in its attributes is not checked.
 
+    :param tensors: which of its tensors would be shared.
     :returns: the bytes that would be shared, of the distinct storages of its tensors, parameters and buffers, and of arrays.
     :raises CapabilityError: see :func:`dump_result`.
     """
     if value is None:
         return 0
-    storages: dict[int, int] = {}
+    found, arrays = _Found(), 0
     try:
-        plain = _is_plain(value, kind, storages, set(), 0)
+        plain = _is_plain(value, kind, found, set(), 0)
     except RecursionError:  # nested modules; pickling reports the place
         plain = False
-    if not plain or not storages:
+    if not plain or not found.storages:
         _, scan = dump_result(value, endpoint, kind)
-        storages = {storage._cdata: storage.nbytes() for storage in scan.storages if storage._cdata not in scan.repacked}
-        return sum(storages.values()) + (scan.buffers.nbytes if scan.buffers is not None else 0)
-    return sum(storages.values())
+        found.storages = {storage._cdata: storage.nbytes() for storage in scan.storages if storage._cdata not in scan.repacked}
+        found.of_parameters = {scan.storages[number]._cdata for number in storages_of_parameters(scan)}
+        arrays = scan.buffers.nbytes if scan.buffers is not None else 0
+    shared = found.of_parameters if tensors == "parameters" else found.storages.keys()
+    return arrays + sum(nbytes for address, nbytes in found.storages.items() if address in shared)
 
 
-def _is_plain(value: Any, kind: str, storages: dict[int, int], seen: set[int], depth: int) -> bool:
-    """Return whether the pickler has nothing to look at in a value. Its storages are added, with their bytes.
+def _is_plain(value: Any, kind: str, found: _Found, seen: set[int], depth: int) -> bool:
+    """Return whether the pickler has nothing to look at in a value. Its storages are added to what was found.
 
     :param seen: the ids of containers that were looked at, or are.
     """
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is None and _add((value,), kind, storages)
+        return value.grad_fn is None and _add((value,), kind, found)
     if isinstance(value, torch.jit.ScriptModule):
         return False
     if isinstance(value, torch.nn.Module):
-        return _add(value.parameters(), kind, storages) and _add(value.buffers(), kind, storages)
+        return _add(value.parameters(), kind, found) and _add(value.buffers(), kind, found)
     if isinstance(value, _SCALARS):
         return True
     if type(value) not in _CONTAINERS or depth >= _DEPTH:
@@ -111,10 +125,10 @@ def _is_plain(value: Any, kind: str, storages: dict[int, int], seen: set[int], d
         if not all(isinstance(key, _SCALARS) for key in value):
             return False
         items = value.values()
-    return all(_is_plain(item, kind, storages, seen, depth + 1) for item in items)
+    return all(_is_plain(item, kind, found, seen, depth + 1) for item in items)
 
 
-def _add(tensors: Iterable[torch.Tensor], kind: str, storages: dict[int, int]) -> bool:
+def _add(tensors: Iterable[torch.Tensor], kind: str, found: _Found) -> bool:
     for tensor in tensors:
         if (
             type(tensor) not in _TENSORS
@@ -124,7 +138,9 @@ def _add(tensors: Iterable[torch.Tensor], kind: str, storages: dict[int, int]) -
         ):
             return False
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
+        found.storages[storage._cdata] = storage.nbytes()
+        if type(tensor) is torch.nn.Parameter:
+            found.of_parameters.add(storage._cdata)
     return True
 
 

@@ -2,7 +2,8 @@
 
 What is *moved* into segments stays there: storages are copied segment by segment, every tensor over them is rebound to its
 new place, and the originals are freed before the next segment is filled, so the extra memory at any time is about one segment.
-What the endpoint returned and what clients map are the same memory then. What is *copied*, for one reader, goes into chunks of
+What the endpoint returned and what clients map are the same memory then. What is *private* is copied into segments of its own,
+of which each reader makes another copy; its tensors stay where they are. What is *copied*, for one reader, goes into chunks of
 a pool.
 """
 
@@ -16,8 +17,9 @@ import torch
 
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.buffers import PickledBuffers, place
+from shared_rpc.codec.parameters import storages_of_parameters
 from shared_rpc.codec.skeleton import Scan, load
-from shared_rpc.codec.storages import bytes_at, current_stream, make_storage
+from shared_rpc.codec.storages import copy_bytes, current_stream, make_storage
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for
@@ -26,7 +28,7 @@ from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, TensorTable
+from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, Tensors, TensorTable
 
 __all__ = ["Placement", "copy", "move"]
 
@@ -40,20 +42,22 @@ class Placement:
     The segments' descriptors belong to this object until they are taken with :attr:`segments`. A segment that the reader keeps
     itself is there without a descriptor.
 
+    :param tensors: ``"parameters"`` if storages that no parameter uses are private to each process.
     :param reader: the id of the server that is to read it, ``""`` for anybody.
     """
 
-    def __init__(self, scan: Scan, found: list[Span], reader: str = "") -> None:
+    def __init__(self, scan: Scan, found: list[Span], tensors: Tensors, reader: str = "") -> None:
         self._scan = scan
         self._reader = reader
+        self._of_parameters = storages_of_parameters(scan) if tensors == "parameters" else None
         self._starts = [span.start for span in found]
         self.entries: list[StorageEntry] = [StorageEntry(-1, 0, 0)] * len(scan.storages)
         self.segments: list[Segment] = []
         self.devices: list[str] = []
         self.buffers: list[BufferEntry] = []
-        #: Bytes that readers use where they lie, and those that each of them makes something else of.
+        #: Bytes that readers use where they lie, and those that each of them copies, or makes something else of.
         self.nbytes = 0
-        self.repacked = 0
+        self.private_nbytes = 0
         #: Numbers of the segments that are arenas of the pool, of its chunks that are used, and of the reader's own chunks.
         self.arenas: set[int] = set()
         self.chunks: list[int] = []
@@ -90,10 +94,10 @@ class Placement:
             if named or mapping.segment is None:
                 self.segments.append(Segment(mapping.info))
             else:
-                if mapping.fresh and access == "read":
+                if mapping.fresh and access in ("read", "private"):
                     mapping.seal()
                 mapping.fresh = False
-                self.segments.append(mapping.segment.duplicate("read" if mapping.sealed else access))
+                self.segments.append(mapping.segment.duplicate("read" if mapping.sealed and access != "private" else access))
         return number
 
     def add_buffers(self, buffers: PickledBuffers, access: Access) -> None:
@@ -109,10 +113,18 @@ class Placement:
 
     def count(self, block: Block) -> None:
         """Add a block to the value's size, as it is told."""
-        if all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans):
-            self.repacked += block.nbytes
+        if self._is_repacked(block) or self.is_private(block):
+            self.private_nbytes += block.nbytes
         else:
             self.nbytes += block.nbytes
+
+    def is_private(self, block: Block) -> bool:
+        """Return whether each reader is to have its own copy of a block: no parameter uses a byte of it."""
+        shared = self._of_parameters
+        return shared is not None and not self._is_repacked(block) and all(span.storage not in shared for span in block.spans)
+
+    def _is_repacked(self, block: Block) -> bool:
+        return all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans)
 
     def stays(self, block: Block, access: Access) -> bool:
         """Note a block that lies where the reader can be told of it, and need not be copied; False for any other."""
@@ -139,31 +151,37 @@ class Placement:
             segment.close()
 
 
-def move(scan: Scan, access: Access) -> Placement:
+def move(scan: Scan, access: Access, tensors: Tensors = "all") -> Placement:
     """Give every storage of ``scan`` a place in a segment, and rebind its tensors. All work on the memory is complete then.
 
-    A storage that lies in a segment that this process may publish stays where it is.
+    A storage that lies in a segment that this process may publish stays where it is. One that is to be private is copied into
+    a segment, wherever it lies, and its tensors are not rebound.
 
     :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
     """
     found = spans(scan, exact=False)
-    placement = Placement(scan, found)
+    placement = Placement(scan, found, tensors)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            _move_all(scan, placement, _elsewhere(placement, found, access), access)
+            rest, private = _elsewhere(placement, found, access)
+            _move_all(scan, placement, rest, access)
+            _copy_private(placement, private)
         if scan.buffers is not None and scan.buffers.views:
-            placement.add_buffers(scan.buffers, access)
+            # What is no parameter's is each reader's own, to be written to.
+            placement.add_buffers(scan.buffers, access if tensors == "all" else "read_write")
     except BaseException:
         placement.close()
         raise
     return placement
 
 
-def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader: str = "") -> Placement:
+def copy(
+    scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader: str = "", tensors: Tensors = "all"
+) -> Placement:
     """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large, to be read and written.
 
-    What lies in a segment that the reader may be told of stays where it is. The work that the current streams have to do is
-    complete when this returns; the device's other streams are not waited for.
+    What lies in a segment that the reader may be told of stays where it is, unless it is to be private. The work that the
+    current streams have to do is complete when this returns; the device's other streams are not waited for.
 
     :param found: the scan's exact spans.
     :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
@@ -175,9 +193,12 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
         raise CapabilityError(
             "a call is being captured into a CUDA graph, and it waits for another process: capture what is around it"
         )
-    placement = Placement(scan, found, reader)
+    placement = Placement(scan, found, tensors, reader)
     try:
-        for device, rest in _elsewhere(placement, found, "read_write").items():
+        others, private = _elsewhere(placement, found, "read_write")
+        for device, blocks_there in private.items():
+            others[device] += blocks_there  # the copy is the reader's own in any case
+        for device, rest in others.items():
             if pool is not None and sum(aligned(block.nbytes) for block in rest) <= pool.largest:
                 _copy_into(pool, placement, rest, device, purpose)
             else:
@@ -193,14 +214,20 @@ def copy(scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader:
     return placement
 
 
-def _elsewhere(placement: Placement, found: list[Span], access: Access) -> dict[torch.device, list[Block]]:
-    """Return the blocks that must be copied, by device."""
-    rest: dict[torch.device, list[Block]] = defaultdict(list)
+_Blocks = dict[torch.device, list[Block]]
+
+
+def _elsewhere(placement: Placement, found: list[Span], access: Access) -> tuple[_Blocks, _Blocks]:
+    """Return the blocks that must be copied, by device: those that are shared, and those that are private."""
+    rest: _Blocks = defaultdict(list)
+    private: _Blocks = defaultdict(list)
     for block in blocks(found):
         placement.count(block)
-        if not placement.stays(block, access):
+        if placement.is_private(block):
+            private[block.device].append(block)
+        elif not placement.stays(block, access):
             rest[block.device].append(block)
-    return rest
+    return rest, private
 
 
 def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torch.device, purpose: str) -> None:
@@ -229,20 +256,18 @@ def _fill(placement: Placement, mapping: Mapping, chosen: list[tuple[Block, int]
         placement.put(block, number, offset)
 
 
-#: Bytes that one thread copies as fast as several.
-_SMALL = 1 << 20
-
-
 def _copy(block: Block, mapping: Mapping, offset: int) -> None:
-    if block.device.type == "cuda" or block.nbytes <= _SMALL:
-        mapping.backend.copy(mapping.address + offset, block.address, block.nbytes, current_stream(block.device))
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        target = bytes_at(mapping.address + offset, block.nbytes, block.device)
-        target.copy_(bytes_at(block.address, block.nbytes, block.device))
+    copy_bytes(mapping.backend, mapping.address + offset, block.address, block.nbytes, block.device)
 
 
-def _move_all(scan: Scan, placement: Placement, rest: dict[torch.device, list[Block]], access: Access) -> None:
+def _copy_private(placement: Placement, private: _Blocks) -> None:
+    for device, of_device in private.items():
+        for mapping, chosen in _segments(of_device, device):
+            _fill(placement, mapping, chosen, "private")
+            _synchronize(device)
+
+
+def _move_all(scan: Scan, placement: Placement, rest: _Blocks, access: Access) -> None:
     users: dict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor, number in scan.strided:
         users[number].append(tensor)

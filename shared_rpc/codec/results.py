@@ -32,7 +32,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, Access
+from shared_rpc.protocol.records import EMPTY_TABLE, Access, Tensors
 
 __all__ = ["Soon", "decode_result", "publish", "publish_soon"]
 
@@ -50,15 +50,18 @@ _publishing = fork_safe_lock()
 
 
 @without_modes
-def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None) -> Record:
+def publish(
+    value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None, tensors: Tensors = "all"
+) -> Record:
     """Take a result apart and see to it that its memory lies in segments.
 
-    A result for one reader is copied into the reader's pool, if it is small enough. Of any other every reachable tensor is
-    rebound to its new place, so that the endpoint's own object and what clients map are the same memory.
+    A result for one reader is copied into the reader's pool, if it is small enough. Of any other every reachable tensor that is
+    to be shared is rebound to its new place, so that the endpoint's own object and what clients map are the same memory.
 
     :param device: the id of the server's device; all tensors must be on one of its kind.
     :param access: how clients are to map it.
     :param pool: the one reader's; None where there may be more.
+    :param tensors: which of them are shared; the others stay what they are, and each client gets a copy.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
     :raises PoolFull: if the pool has no room now.
@@ -80,13 +83,13 @@ def publish(value: Any, device: str, access: Access, endpoint: str, pool: Pool |
             small = sum(aligned(span.nbytes) for span in used) <= pool.largest
             # A pool's memory is not mapped copy-on-write, and the arrays in it would be its reader's alone.
             if small and (scan.buffers is None or not scan.buffers.views):
-                return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()"), device)
+                return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()", tensors=tensors), device)
             del used
             scan = None
         MAPPINGS.drain()
         with _publishing, collector.paused():
             skeleton, scan = dump_result(value, endpoint, kind)
-            return _record(skeleton, move(scan, access), device)
+            return _record(skeleton, move(scan, access, tensors), device)
     finally:
         # An error that the value's own code caught, and somebody keeps, keeps this frame.
         del value, scan
@@ -147,7 +150,7 @@ def _record(skeleton: bytes, placed: Placement, device: str) -> Record:
     # Buffers, and tensors that belong there, are on the host whatever the device is.
     devices = [segment.info.device for segment in placed.segments]
     where = next((name for name in devices if device_kind(name) == device_kind(device)), device)
-    private = len(skeleton) + placed.repacked
+    private = len(skeleton) + placed.private_nbytes
     return Record(
         skeleton,
         placed.table(),

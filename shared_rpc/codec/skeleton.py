@@ -36,7 +36,7 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.protocol.records import TensorEntry
 
-__all__ = ["Scan", "dump", "dump_exception", "graph_outside", "load"]
+__all__ = ["Scan", "dump", "dump_exception", "graph_outside", "load", "parts_of", "wraps"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
@@ -88,6 +88,15 @@ class Scan:
         """Whether there was a tensor, a module, or memory of torch's."""
         return bool(self.module or self.storages or self._met)
 
+    @property
+    def odd(self) -> Iterable[torch.Tensor]:
+        """Tensors that are no plain ones, see :meth:`tensor`."""
+        return self._met.values()
+
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of a storage, None for one that pickling has not met."""
+        return self._storage_numbers.get(storage._cdata)
+
     def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
         """Return the number of a storage, a new one where it was not met before."""
         number = self._storage_numbers.get(storage._cdata)
@@ -135,7 +144,7 @@ class Scan:
         if id(tensor) in self._met:
             return
         self._met[id(tensor)] = tensor
-        if _wraps(tensor):
+        if wraps(tensor):
             return  # the pickler visits its inner tensors
         if tensor.layout is torch.strided and not tensor.is_quantized:
             self.strided.append((tensor, self.storage(tensor.untyped_storage())))
@@ -162,7 +171,7 @@ class Scan:
         return scan
 
 
-def _wraps(tensor: torch.Tensor) -> bool:
+def wraps(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -207,7 +216,7 @@ class _Pickler(cloudpickle.Pickler):
             self._scan.module = True
             self._scan.next_hook = max(self._scan.next_hook, next_hook(obj))
             return reduce_module(obj)
-        if issubclass(type(obj), torch.nn.Parameter) and not _wraps(obj):
+        if issubclass(type(obj), torch.nn.Parameter) and not wraps(obj):
             return reduce_parameter(obj)
         if type(obj) is RemovableHandle:
             return reduce_handle(obj)
@@ -224,11 +233,11 @@ class _Pickler(cloudpickle.Pickler):
         reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         for tensor in tree_leaves(reduced[2]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                self._scan.repacked.update(part.untyped_storage()._cdata for part in _parts_of(tensor))
+                self._scan.repacked.update(part.untyped_storage()._cdata for part in parts_of(tensor))
         return reduced
 
 
-def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a tensor, and what it is quantised by, if that is tensors."""
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()

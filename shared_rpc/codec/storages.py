@@ -28,14 +28,17 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["bytes_at", "current_stream", "make_storage"]
+__all__ = ["bytes_at", "copy_bytes", "current_stream", "make_storage", "view_storage"]
 
 #: The most descriptors that a new child inherits: a fork server takes fewer than 256, with torch's own. The child fetches the
 #: others from its parent.
 _INHERITED = 128
+
+#: Bytes that one thread copies as fast as several.
+_SMALL = 1 << 20
 
 #: Storages by their place in a mapping, so that one storage stays one in the receiver, whichever messages it comes in.
 _storages: weakref.WeakValueDictionary[tuple[Mapping, int, int], torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -51,6 +54,22 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a storage over mapped bytes, which is to keep the mapping: see :meth:`MappingTable.keep_for`."""
     return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
+
+
+def copy_bytes(backend: Backend, target: int, source: int, nbytes: int, device: torch.device) -> None:
+    """Copy bytes between two addresses of a device, on its current stream."""
+    if device.type == "cuda" or nbytes <= _SMALL:
+        backend.copy(target, source, nbytes, current_stream(device))
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        bytes_at(target, nbytes, device).copy_(bytes_at(source, nbytes, device))
+
+
+def view_storage(whole: torch.UntypedStorage, offset: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage over a part of another one, which it keeps."""
+    part = torch._C._construct_storage_from_data_pointer(whole.data_ptr() + offset, whole.device, nbytes)
+    part.__dict__["_shared_rpc_whole"] = whole
+    return cast("torch.UntypedStorage", part)
 
 
 def current_stream(device: torch.device) -> int:

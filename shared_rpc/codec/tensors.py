@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shared_rpc.codec.private import copied_storages
 from shared_rpc.codec.storages import make_storage
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.chunk_references import ChunkReferences
@@ -84,17 +85,30 @@ def tensors_of(
     """Make all tensors and storages of a table, over the segments' mappings.
 
     A mapping, or the chunk of a pool that a storage names, is kept while a storage over it, or any tensor, view or autograd
-    graph of that, lives.
+    graph of that, lives. What lies in a private segment is copied, and the segment's mapping is not kept.
 
     :param pooled: the chunks that came with the table, and to whom they are given back, also if this raises.
     :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
+    :raises CapabilityError: if there is no memory for copies.
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
     try:
-        storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
-        placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
+        if any(mapping.info.access == "private" for mapping in mappings):
+            copies = copied_storages(table.storages, mappings)
+            storages = [
+                copies[number] if number in copies else _storage(entry, mappings, devices, table)
+                for number, entry in enumerate(table.storages)
+            ]
+            placed = [
+                (entry, storages[number])
+                for number, entry in enumerate(table.storages)
+                if entry.segment >= 0 and number not in copies
+            ]
+        else:
+            storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
+            placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
         MAPPINGS.keep_for((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
         _keep_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
         return [make(entry, storages[entry.storage]) for entry in table.tensors], storages

@@ -7,7 +7,7 @@ Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-from shared_rpc.protocol.records import Access
+from shared_rpc.protocol.records import Access, Tensors
 
 __all__ = [
     "BufferInfo",
@@ -168,6 +168,7 @@ class EndpointInfo(TypedDict):
     managed: bool
     singleflight: bool
     access: Access
+    tensors: Tensors
     idle_ttl: float | None
     is_async: bool
     doc: str

@@ -19,12 +19,15 @@ __all__ = [
     "StorageEntry",
     "TensorEntry",
     "TensorTable",
+    "Tensors",
 ]
 
 
 #: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
-#: nobody else sees it. The last is for host memory.
-Access = Literal["read_write", "read", "copy"]
+#: nobody else sees it. That one is for host memory. Private memory is mapped for reading, and only while a process copies it.
+Access = Literal["read_write", "read", "copy", "private"]
+#: Which tensors of a result are the same memory in every process: all, or those that parameters use.
+Tensors = Literal["all", "parameters"]
 #: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
 Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
 #: Those whose memory belongs to the process that made it, and ends with it.

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared_rpc.protocol.records import Access
+from shared_rpc.protocol.records import Access, Tensors
 
 __all__ = ["DeviceSpec", "EndpointSpec", "Parameter"]
 
@@ -46,6 +46,7 @@ class EndpointSpec(msgspec.Struct, frozen=True):
     managed: bool = False
     singleflight: bool = True
     access: Access = "read_write"
+    tensors: Tensors = "all"
     idle_ttl: float | None = None
     is_async: bool = False
     doc: str = ""

@@ -104,6 +104,7 @@ class _Options(TypedDict, total=False):
     cache_format_key: str | None
     singleflight: bool
     access: Literal["read_write", "read"]
+    tensors: Literal["all", "parameters"]
     idle_ttl: float | None
 
 
@@ -238,6 +239,10 @@ class Provider(BlockingOperations):
         :param singleflight: whether an identical call that is cached and in flight is joined; it is by default.
         :param access: ``"read"`` maps the memory read-only in clients. It protects against accidents: a write ends the client
             that tries it, with SIGSEGV on the host and an illegal memory access on a GPU. The default is ``"read_write"``.
+        :param tensors: ``"parameters"`` shares the memory that a :class:`torch.nn.Parameter` uses, wherever in the result it is
+            and nothing else: of every other tensor (buffers, statistics, scales) each process that attaches gets a copy of its
+            own on the same device, with the bytes of the moment in which the endpoint returned, to be written to with
+            ``access="read"`` too. The process that ran the endpoint keeps its own. The default is ``"all"``.
         :param idle_ttl: seconds after which a cached result that no process holds or asks for is dropped; by default never.
         :raises TypeError: for an unknown option.
         :raises ConfigurationError: for a value that cannot be used, such as a template that names no argument.

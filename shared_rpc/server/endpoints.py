@@ -96,6 +96,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "execution": ("direct", "task"),
     "concurrency": ("parallel", "serialized"),
     "access": ("read_write", "read"),
+    "tensors": ("all", "parameters"),
     "cache": (True, False),
     "managed": (True, False),
     "singleflight": (True, False),

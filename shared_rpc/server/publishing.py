@@ -60,13 +60,14 @@ class Publisher:
         spec = endpoint.spec
         try:
             if not run.publish or not self._shares:
-                nbytes = check_result(only[0], spec.name, self._kind)
+                nbytes = check_result(only[0], spec.name, self._kind, spec.tensors)
                 return Completed(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if run.publish else None, only[0])
             if transfer is None:
-                return Completed(publish(only[0], self._device, spec.access, spec.name), only[0])
+                return Completed(publish(only[0], self._device, spec.access, spec.name, tensors=spec.tensors), only[0])
             for again in (True, False):
                 try:
-                    return Completed(publish(only[0], self._device, spec.access, spec.name, transfer.results), None)
+                    record = publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors)
+                    return Completed(record, None)
                 except PoolFull as full:
                     if not (again and transfer.reclaim()):
                         return AwaitingRoom(None, only[0], str(full), full.frees)

@@ -422,7 +422,7 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
     data = os.pread(manager.fd(broken), 1 << 20, 0)
     seal = how != "not sealed"
     if how == "another version":
-        data = data.replace(b"object 4\n", b"object 5\n", 1)
+        data = data.replace(b"object 5\n", b"object 6\n", 1)
     elif how == "cut off":
         data = data[:-10]
     elif how == "no provider":

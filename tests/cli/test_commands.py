@@ -177,8 +177,8 @@ def test_info(served: Server) -> None:
     assert ["socket_path", served.socket_path] in lines
     assert ["pid", str(os.getpid())] in lines
     assert ["mechanism", "memfd: host memory is a memfd"] in lines
-    assert ["load", "yes", "all arguments", "parallel", "read_write", "600 s", "Build a layer."] in lines
-    assert ["ones", "no", "-", "serialized", "read_write", "never"] in lines
+    assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "Build a layer."] in lines
+    assert ["ones", "no", "-", "serialized", "read_write", "all", "never"] in lines
 
 
 def test_info_for_machines(served: Server) -> None:

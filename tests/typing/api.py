@@ -94,7 +94,7 @@ def options(size: int) -> dict[str, torch.Tensor]:
     return {"ones": torch.ones(size)}
 
 
-@provider.share(name="models.template", cache_format_key="{size}", managed=False, execution="task")
+@provider.share(name="models.template", cache_format_key="{size}", managed=False, execution="task", tensors="parameters")
 def template(size: int) -> tuple[torch.Tensor, int]:
     """With the others."""
     return torch.ones(size), size
@@ -109,6 +109,7 @@ options.invalidate(siez=4)  # type: ignore[call-arg]
 provider.share(manged=True)  # type: ignore[call-overload]
 provider.share(concurrency="serial")  # type: ignore[call-overload]
 provider.share(access="write")  # type: ignore[call-overload]
+provider.share(tensors="buffers")  # type: ignore[call-overload]
 provider.share(4)  # type: ignore[call-overload]
 
 

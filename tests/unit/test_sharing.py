@@ -102,6 +102,7 @@ def test_get_endpoint(provider: Provider) -> None:
         "managed": True,
         "singleflight": True,
         "access": "read_write",
+        "tensors": "all",
         "idle_ttl": 60,
         "is_async": False,
         "doc": "Build ones.",

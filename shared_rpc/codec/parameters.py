@@ -1,0 +1,43 @@
+"""The memory that parameters use: what is left of a value is private to each process where only parameters are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from shared_rpc.codec.skeleton import Scan, parts_of, wraps
+
+__all__ = ["storages_of_parameters"]
+
+
+def storages_of_parameters(scan: Scan) -> set[int]:
+    """Return the numbers of the storages that a parameter uses, wherever in the value it is, and whatever else uses them."""
+    found = {entry.storage for entry in scan.entries if entry.parameter}
+    for tensor in scan.odd:
+        # Torch's own question: it also knows tensors of other classes that were made parameters.
+        if isinstance(tensor, torch.nn.Parameter):
+            numbers = (scan.number_of(part.untyped_storage()) for part in _strided(tensor))
+            found.update(number for number in numbers if number is not None)
+    return found
+
+
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors that hold the memory of a tensor, itself if it is one."""
+    if wraps(tensor):
+        for inner in _inner(tensor):
+            yield from _strided(inner)
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    else:
+        yield from parts_of(tensor)
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that one of a wrapper subclass keeps its memory in."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    return [value for value in tree_leaves(list(vars(tensor).values())) if isinstance(value, torch.Tensor)]
