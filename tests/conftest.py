@@ -249,11 +249,11 @@ def device(request: pytest.FixtureRequest, warm: None) -> str:
 
 @pytest.fixture
 def published(device: str, no_leaks: None) -> Iterator[Callable[..., Record]]:
-    """``published(value, access)`` is its record; it is closed at the end."""
+    """``published(value, access, **options)`` is its record; it is closed at the end."""
     with ExitStack() as stack:
 
-        def make(value: Any, access: Any = "read_write") -> Record:
-            record = publish(value, device, access, "endpoint")
+        def make(value: Any, access: Any = "read_write", **options: Any) -> Record:
+            record = publish(value, device, access, "endpoint", **options)
             stack.callback(record.close)
             return record
 

@@ -15,9 +15,22 @@ from shared_rpc.codec.storages import copy_bytes, current_stream, view_storage
 from shared_rpc.errors import CapabilityError, CodecError
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import Mapping
-from shared_rpc.protocol.records import StorageEntry
+from shared_rpc.protocol.records import SegmentInfo, StorageEntry
 
-__all__ = ["copied_storages"]
+__all__ = ["copied_storages", "refuse_capture"]
+
+
+def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
+    """Refuse to attach what is to be copied on a GPU while the current stream is captured: the copy would be in the graph.
+
+    :raises CapabilityError: in that case, before anything is mapped.
+    """
+    copies = any(info.access == "private" and info.device != "cpu" for info in infos)
+    if copies and torch.cuda.is_current_stream_capturing():
+        raise CapabilityError(
+            "an object with tensors of each process's own (tensors='parameters') is copied when it is attached, and a CUDA "
+            "graph is being captured: attach it before"
+        )
 
 
 def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]) -> dict[int, torch.UntypedStorage]:
@@ -25,7 +38,7 @@ def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]
 
     Storages that overlapped where they were made are over one copy.
 
-    :raises CapabilityError: if the device has no memory for them, or is in the middle of a CUDA graph's capture.
+    :raises CapabilityError: if the device has no memory for them.
     :raises CodecError: if an entry leaves its segment.
     """
     by_segment: dict[int, list[tuple[int, StorageEntry]]] = defaultdict(list)
@@ -36,11 +49,6 @@ def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]
     for segment, found in by_segment.items():
         mapping = mappings[segment]
         device = torch_device(mapping.info.device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise CapabilityError(
-                "an object whose tensors are private to each process is copied when it is attached, and a CUDA graph is being "
-                "captured: attach it before"
-            )
         for group in _overlapping(found):
             copies.update(_copies(group, mapping, device))
         mapping.backend.wait(current_stream(device))

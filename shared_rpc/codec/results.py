@@ -16,6 +16,7 @@ from shared_rpc.codec.buffers import buffers_of
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
+from shared_rpc.codec.private import refuse_capture
 from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
@@ -179,7 +180,7 @@ def decode_result(
     :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back.
     :param arenas: the numbers of the segments that are the pool's.
     :param label: what the result is, for people.
-    :raises CapabilityError: if this process cannot map the memory.
+    :raises CapabilityError: if this process cannot map the memory, or is to copy some of it and has none, or captures a graph.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
     if not segments and bytes(table) == EMPTY_TABLE:
@@ -189,6 +190,7 @@ def decode_result(
         if single is not None:
             _drain()
             return single
+    refuse_capture(segment.info for segment in segments)
     quick = len(table) + len(skeleton) < _FEW
     found = read_table(table)
     hidden = {entry.segment for entry in found.buffers}

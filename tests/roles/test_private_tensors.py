@@ -1,0 +1,418 @@
+"""Endpoints that share parameters alone: one memory for these, and for every other tensor one for each process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import AsyncClient, Client, Provider
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.apps import App, Serve
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.interpreter import Interpreter
+from tests.kit.models import Everything
+from tests.kit.processes import python
+
+Elsewhere = Callable[..., Any]
+
+
+def normed(device: str = "cpu") -> nn.Module:
+    """A layer, and one with statistics that training writes to."""
+    model = nn.Sequential(nn.Linear(4, 4, device=device), nn.BatchNorm1d(4, device=device)).requires_grad_(False)
+    model[0].weight.fill_(1)
+    return model
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """A provider on each kind of device."""
+    return Provider(base_path, device=device)
+
+
+@pytest.fixture
+def client(base_path: str, device: str) -> Iterator[Client]:
+    """A client in the server's process."""
+    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[list[Interpreter]]:
+    """Two other processes."""
+    processes = [Interpreter(), Interpreter()]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> Elsewhere:
+    """``elsewhere(code, number)`` runs in one of two other processes, each with a client of this test's server."""
+    return lambda code, number=0: interpreters[number].run(code, base_path=base_path, device=device)
+
+
+# One memory, and many.
+
+
+def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """What server and client write to a parameter is seen by the other side; what they write to anything else is not."""
+    module = Everything(device)
+    get(module, tensors="parameters")
+    elsewhere('kept["held"] = client.call("get")')
+    with torch.no_grad():
+        for tensor in module.tensors().values():
+            tensor[0] = -1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seen = elsewhere(
+        """
+        answer = {}
+        with torch.no_grad():
+            for where, tensor in kept.pop("held").tensors().items():
+                answer[where] = tensor[0].item()
+                tensor[1] = -2
+        if device == "cuda":
+            torch.cuda.synchronize()
+        """
+    )
+    assert [where for where, value in seen.items() if value == -1] == ["parameter"]
+    assert [where for where, tensor in module.tensors().items() if tensor[1] == -2] == ["parameter"]
+
+
+def test_statistics_of_a_model_that_is_only_read(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """BatchNorm in training mode: each client's statistics are its own, and begin as they were published."""
+    model = normed(device).train()
+    get(model, access="read", tensors="parameters")
+    train = """
+        model = kept["model"] = client.call("get")
+        before = model[1].running_mean.tolist()
+        for _ in range({times}):
+            model(torch.arange(8.0, device=device).reshape(2, 4))
+        answer = [before, model[1].num_batches_tracked.item(), model[1].running_mean.ne(0).all().item()]
+        """
+    assert elsewhere(train.format(times=3)) == [[0] * 4, 3, True]
+    assert elsewhere(train.format(times=5), 1) == [[0] * 4, 5, True]
+    assert elsewhere('answer = kept.pop("model")[1].num_batches_tracked.item()') == 3
+    assert elsewhere('answer = kept.pop("model")[1].num_batches_tracked.item()', 1) == 5
+    assert (model[1].num_batches_tracked.item(), model[1].running_mean.tolist()) == (0, [0] * 4)
+
+
+def test_an_object_that_is_attached_again(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """After a release it has the bytes that were published, whatever this process, another one or the server wrote."""
+    model = normed(device)
+    get(model, managed=True, tensors="parameters")
+    write = """
+        with client.call("get") as handle:
+            answer = handle.value[1].running_mean[0].item()
+            handle.value[1].running_mean.fill_(5)
+            kept["writes"] = handle.value[1].running_mean
+        """
+    assert [elsewhere(write), elsewhere(write, 1)] == [0, 0]
+    model[1].running_mean.fill_(7)
+    assert [elsewhere(write), elsewhere(write, 1)] == [0, 0]
+    assert elsewhere('answer = kept.pop("writes")[0].item()') == 5
+    elsewhere('kept.pop("writes")', 1)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_parameters_of_a_model_that_is_only_read(get: Serve, children: list[Any]) -> None:
+    """A write to one ends the process as ever; to what is private it does not."""
+    get(normed(), access="read", tensors="parameters")
+    child = python(
+        """
+        import torch
+        from shared_rpc import Client
+        model = Client(device="cpu", connect_timeout=5).call("get")
+        model[1].running_mean.fill_(1)
+        print("begins", flush=True)
+        model[0].weight.zero_()
+        print("survived", flush=True)
+        """
+    )
+    children.append(child)
+    output, errors = child.process.communicate(timeout=50)
+    assert (child.process.returncode, output.split()) == (-signal.SIGSEGV, ["begins"]), errors
+
+
+def test_memory_that_nobody_keeps_mapped(device: str, get: Serve, elsewhere: Elsewhere) -> None:
+    """A client has the shared segment mapped, and not the one that it has copied."""
+    get(normed(device), tensors="parameters")
+    answer = elsewhere(
+        """
+        from shared_rpc.memory.mapping import MAPPINGS
+        before = len(MAPPINGS)
+        model = client.call("get")
+        answer = [len(MAPPINGS) - before, MAPPINGS.find(model[1].running_mean.data_ptr()) is None]
+        """
+    )
+    assert answer == [1, True]
+
+
+# In every role.
+
+
+def test_a_process_that_runs_the_endpoint_has_its_object(app: App) -> None:
+    """It is the object itself, with its own tensors; a client has one object too, however often it calls."""
+    made = []
+
+    @app.share("load", tensors="parameters")
+    def load() -> nn.Module:
+        made.append(normed())
+        return made[-1]
+
+    one, other = app.provider.call("load"), app.provider.call("load")
+    assert one is other
+    one[1].running_mean.fill_(3)
+    assert (one is made[0], made[0][1].running_mean[0].item() == 3) == (
+        (True, True) if app.role != "client" else (False, False)
+    )
+    one[0].weight.fill_(4)
+    assert made[0][0].weight[0, 0] == 4
+
+
+def test_sizes_in_every_role(app: App) -> None:
+    """``nbytes`` counts the parameters, ``private_nbytes`` what each process copies, the local role nothing."""
+    app.share("load", managed=True, tensors="parameters")(normed)
+    app.share("whole", managed=True)(normed)
+    with app.provider.call("load") as part, app.provider.call("whole") as whole:
+        shared = sum(tensor.nbytes for tensor in part.value.parameters())
+        own = sum(tensor.nbytes for tensor in part.value.buffers())
+        facts, facts_of_whole = part.get_object_info(refresh=True), whole.get_object_info(refresh=True)
+    assert (facts["nbytes"], facts_of_whole["nbytes"]) == (shared, shared + own)
+    assert facts["private_nbytes"] - facts_of_whole["private_nbytes"] == (own if app.role != "local" else 0)
+
+
+def test_the_option_is_told(app: App) -> None:
+    """With the others of the endpoint."""
+    app.share("load", tensors="parameters")(normed)
+    app.share("whole")(normed)
+    endpoints = app.provider.list_endpoints()
+    assert [endpoints[name]["tensors"] for name in ("load", "whole")] == ["parameters", "all"]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_values_that_are_made_anew_for_each_call(device: str, get: Serve, client: Client, cache: bool) -> None:
+    """Of a list, and of a result that is not kept, each call has private tensors of its own."""
+    get([nn.Parameter(torch.zeros(3, device=device)), torch.zeros(3, device=device)], cache=cache, tensors="parameters")
+    one, other = client.call("get"), client.call("get")
+    one[1].fill_(1)
+    assert other[1].tolist() == [0, 0, 0]
+    assert (one[0].data_ptr() == other[0].data_ptr()) is cache
+
+
+def test_a_part_of_what_another_endpoint_shares(device: str, provider: Provider, serve: Serve, client: Client) -> None:
+    """A short result that lies in shared memory: its parameters stay there, and its other tensors do not."""
+    model = normed(device)
+    provider.share("whole")(lambda: model)
+    provider.share("part", cache=False, tensors="parameters")(lambda: model[1])
+    serve()
+    whole, part = client.call("whole"), client.call("part")
+    assert part.weight.data_ptr() == whole[1].weight.data_ptr()
+    part.running_mean.fill_(1)
+    assert [one[1].running_mean[0].item() for one in (whole, model)] == [0, 0]
+    whole[1].running_mean.fill_(2)
+    assert (model[1].running_mean[0].item(), part.running_mean[0].item()) == (2, 1)
+
+
+def test_sent_back_as_an_argument(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
+    """The endpoint gets its own parameters, and the caller's private tensors as they are now, as copies."""
+    model = normed(device)
+    seen: dict[str, Any] = {}
+    provider.share("load", managed=True, tensors="parameters")(lambda: model)
+
+    @provider.share(cache=False)
+    def use(given: nn.Module) -> torch.Tensor:
+        seen["same"] = given[0].weight.data_ptr() == model[0].weight.data_ptr()
+        seen["mean"] = given[1].running_mean[0].item()
+        given[1].running_mean.fill_(9)
+        return given[1].running_mean
+
+    serve()
+    answer = elsewhere(
+        """
+        with client.call("load") as handle:
+            handle.value[1].running_mean.fill_(6)
+            returned = client.call("use", handle.value)
+            answer = [returned[0].item(), handle.value[1].running_mean[0].item()]
+        """
+    )
+    assert (seen, answer, model[1].running_mean[0].item()) == ({"same": True, "mean": 6}, [9, 6], 0)
+
+
+def test_a_fork_of_a_process_that_has_it(base_path: str, get: Serve, elsewhere: Elsewhere, device: str) -> None:
+    """A child's writes to a parameter are seen by its parent, and those to any other tensor are not."""
+    if device == "cuda":
+        pytest.skip("CUDA does not work in a forked child")
+    get(normed(), tensors="parameters")
+    answer = elsewhere(
+        """
+        import os, warnings
+        model = client.call("get")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            model[0].weight.fill_(8)
+            model[1].running_mean.fill_(8)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        answer = [model[0].weight[0, 0].item(), model[1].running_mean[0].item()]
+        """
+    )
+    assert answer == [8, 0]
+
+
+# Ways to an object.
+
+
+def test_a_ticket(device: str, get: Serve, client: Client, elsewhere: Elsewhere, tmp_path: Path) -> None:
+    """Who opens one attaches as by a call."""
+    get(normed(device), managed=True, tensors="parameters")
+    path = tmp_path / "model.ticket"
+    with client.call("get") as handle:
+        handle.value[1].running_mean.fill_(3)
+        handle.ticket(path)
+        code = f"""
+        with client.open_ticket({str(path)!r}) as handle:
+            handle.value[0].weight.fill_(2)
+            answer = handle.value[1].running_mean[0].item()
+            handle.value[1].running_mean.fill_(4)
+            if device == "cuda":
+                torch.cuda.synchronize()
+        """
+        assert elsewhere(code) == 0
+        assert (handle.value[0].weight[0, 0].item(), handle.value[1].running_mean[0].item()) == (2, 3)
+
+
+def test_an_asynchronous_client(device: str, get: Serve, base_path: str) -> None:
+    """Its values are the same."""
+    model = normed(device)
+    get(model, managed=True, access="read", tensors="parameters")
+
+    async def main() -> list[float]:
+        connected = AsyncClient(base_path, device=device, connect_timeout=0)
+        async with connected as client, await client.call("get") as handle:
+            handle.value.train()(torch.ones(2, 4, device=device))
+            return [handle.value[1].num_batches_tracked.item(), handle.value[0].weight[0, 0].item()]
+
+    assert asyncio.run(main()) == [1, 1]
+    assert model[1].num_batches_tracked.item() == 0
+
+
+def test_the_next_generation(device: str, provider: Provider, serve: Serve, client: Client) -> None:
+    """It has private bytes of its own; who holds the one before keeps what it has written."""
+    builds: list[nn.Module] = []
+
+    @provider.share(managed=True, tensors="parameters")
+    def load() -> nn.Module:
+        builds.append(normed(device))
+        builds[-1][1].running_mean.fill_(len(builds))
+        return builds[-1]
+
+    serve()
+    with client.call("load") as old:
+        old.value[1].running_mean.fill_(-1)
+        client.refresh("load")
+        with old.latest() as new:
+            assert [handle.value[1].running_mean[0].item() for handle in (old, new)] == [-1, 2]
+            assert old.value[0].weight.data_ptr() != new.value[0].weight.data_ptr()
+
+
+def test_an_update_in_place(device: str, get: Serve, client: Client, elsewhere: Elsewhere) -> None:
+    """Any process may update what is shared for writing; what it writes to private tensors stays its own."""
+    get(normed(device), managed=True, tensors="parameters")
+    with client.call("get") as handle:
+        elsewhere(
+            """
+            with client.call("get") as handle, client.update(handle) as model:
+                model[0].weight.fill_(5)
+                model[1].running_mean.fill_(5)
+            """
+        )
+        assert handle.wait_revision(2, timeout=30) == 2
+        assert (handle.value[0].weight[0, 0].item(), handle.value[1].running_mean[0].item()) == (5, 0)
+
+
+def test_many_that_attach_at_once(device: str, get: Serve, client: Client) -> None:
+    """Threads of one process get one object, with one set of private tensors."""
+    get(normed(device), tensors="parameters")
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(client.call("get"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 8
+    assert len({id(model) for model in found}) == 1
+
+
+def test_what_is_left_when_all_have_gone(device: str, get: Serve, client: Client) -> None:
+    """No mapping, and no object of the server's."""
+    get(normed(device), managed=True, cache=False, tensors="parameters")
+    gc.collect()
+    MAPPINGS.drain()
+    before = len(MAPPINGS)
+    with client.call("get") as handle:
+        assert handle.value[1].running_mean[0] == 0
+    del handle
+    gc.collect()
+    MAPPINGS.drain()
+    assert client.get_server_info()["objects"] == 0
+    assert len(MAPPINGS) <= before + 1  # the endpoint's own object lies in a segment
+
+
+# A broker.
+
+SHARED = """
+@provider.share(managed=True, access="read", tensors="parameters")
+def normed():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+    module[1].running_mean.fill_(1)
+    return module
+
+@provider.share(cache=False)
+def statistics():
+    '''Those that the worker has, after a step of its own.'''
+    with normed() as handle:
+        handle.value.train()(torch.ones(2, 4))
+        return handle.value[1].num_batches_tracked
+"""
+
+
+def test_a_broker_and_a_maker_that_is_killed(broker_app: BrokerApp) -> None:
+    """The published bytes outlive the process that made them, for those who attach later, in another worker too."""
+    broker_app.write(SHARED)
+    broker_app.start()
+    client = broker_app.connect()
+    with client.call("normed") as first:
+        first.value[1].running_mean.fill_(2)
+        assert client.call("statistics") == 1
+        maker = worker_pids(client)[0]
+        os.kill(maker, signal.SIGKILL)
+        another_worker(client, maker)
+        with broker_app.connect().call("normed") as later:
+            assert later.value[0].weight.data_ptr() == first.value[0].weight.data_ptr()
+            assert [handle.value[1].running_mean[0].item() for handle in (first, later)] == [2, 1]
+            assert client.call("statistics") == 1  # a client of the broker, with a copy of its own
+            assert later.value[1].num_batches_tracked == 0
+
+
+def test_another_worker_of_a_broker(broker_app: BrokerApp) -> None:
+    """A worker that did not make the object trains on a copy."""
+    broker_app.write(SHARED)
+    broker_app.start("--workers", "2")
+    client = broker_app.connect()
+    with client.call("normed") as handle:
+        answers = {client.call("statistics").item() for _ in range(4)}
+        assert answers <= {1, 2, 3, 4}
+        assert handle.value[1].num_batches_tracked == 0

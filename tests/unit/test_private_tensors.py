@@ -1,0 +1,454 @@
+"""Which memory of a result is shared where that is the memory of its parameters, and what copies of the rest are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc.codec import private
+from shared_rpc.codec.payload import check_result
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.codec.tensors import read_table
+from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
+from shared_rpc.protocol.records import StorageEntry
+from tests.kit.interpreter import bits
+from tests.kit.models import Everything, Labelled, Scaled, Slotted, State, Tied
+
+Published = Callable[..., Record]
+#: What a value has, by the name of its place.
+Tensors = dict[str, torch.Tensor]
+
+
+def attach(record: Record) -> Any:
+    """The value, as one more process would have it."""
+    return decode_result(record.skeleton, record.table, record.segments)
+
+
+def digests(tensors: Tensors) -> dict[str, str]:
+    """The bits of each."""
+    return {place: bits(tensor) for place, tensor in tensors.items()}
+
+
+class Wide(nn.Parameter):
+    """A parameter of a class of its own, without anything else."""
+
+
+def everything(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Tensors in every place, one of them a parameter."""
+    return Everything(device), Everything.tensors, {"parameter"}
+
+
+def tied(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """One weight in two places, a view of it as a buffer, and another buffer."""
+    model = Tied(device)
+    model.register_buffer("row", model.embed.weight.detach()[2])
+    model.register_buffer("mean", torch.ones(4, device=device))
+    return (
+        model,
+        lambda one: {"embed": one.embed.weight, "head": one.head.weight, "row": one.row, "mean": one.mean},
+        {"embed", "head", "row"},
+    )
+
+
+def containers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Parameters outside of modules."""
+
+    def make(value: float, *, parameter: bool) -> torch.Tensor:
+        tensor = torch.full((3,), float(value), device=device)
+        return nn.Parameter(tensor) if parameter else tensor
+
+    value = {
+        "dict": make(1, parameter=True),
+        "dict tensor": make(2, parameter=False),
+        "list": [make(3, parameter=True), make(4, parameter=False)],
+        "state": State(1, {"mine": make(5, parameter=True), "other": make(6, parameter=False)}),
+        "slotted": [Slotted(make(7, parameter=True)), Slotted(make(8, parameter=False))],
+    }
+    return (
+        value,
+        lambda one: {
+            "dict": one["dict"],
+            "dict tensor": one["dict tensor"],
+            "list": one["list"][0],
+            "list tensor": one["list"][1],
+            "state": one["state"].moments["mine"],
+            "state tensor": one["state"].moments["other"],
+            "slot": one["slotted"][0].tensor,
+            "slot tensor": one["slotted"][1].tensor,
+        },
+        {"dict", "list", "state", "slot"},
+    )
+
+
+def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Parameters of classes of their own, one with attributes, and a plain one with an attribute."""
+    labelled = Labelled(torch.ones(3, device=device))
+    labelled.label, labelled.scale = "eight bits", torch.full((3,), 2.0, device=device)
+    marked = nn.Parameter(torch.ones(3, device=device))
+    marked.weight_loader = "of an engine"  # type: ignore[attr-defined]
+    value = [Wide(torch.ones(3, device=device)), labelled, marked]
+    return (
+        value,
+        lambda one: {"wide": one[0], "labelled": one[1], "its scale": one[1].scale, "marked": one[2]},
+        {"wide", "labelled", "marked"},
+    )
+
+
+def wrappers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Wrapper subclasses as quantisation libraries have them, as a parameter and as a buffer, one in the other too."""
+
+    def scaled(value: float) -> Scaled:
+        return Scaled(torch.full((3,), value, device=device), torch.ones(3, device=device))
+
+    model = nn.Module()
+    model.weight = nn.Parameter(scaled(1), requires_grad=False)
+    model.nested = nn.Parameter(Scaled(scaled(2), torch.ones(3, device=device)), requires_grad=False)
+    model.register_buffer("scale", scaled(3))
+    return (
+        model,
+        lambda one: {
+            "values": one.weight.values_,
+            "scale": one.weight.scale,
+            "nested": one.nested.values_.values_,
+            "buffer values": one.scale.values_,
+            "buffer scale": one.scale.scale,
+        },
+        {"values", "scale", "nested"},
+    )
+
+
+def sparse(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Sparse tensors, as a parameter and as none."""
+    value = torch.eye(3, device=device).to_sparse()
+    other = (2 * torch.eye(3, device=device)).to_sparse()
+    return (
+        [nn.Parameter(value), other],
+        lambda one: {
+            f"{place} {part}": getattr(one[number].detach(), part)()
+            for number, place in enumerate(("parameter", "tensor"))
+            for part in ("_indices", "_values")
+        },
+        {"parameter _indices", "parameter _values"},
+    )
+
+
+def jagged(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Nested tensors, as a parameter and as none."""
+
+    def nested(value: float) -> torch.Tensor:
+        rows = [torch.full((length,), float(value), device=device) for length in (2, 3)]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged, device=device)
+
+    value = [nn.Parameter(nested(1)), nested(2)]
+    return (
+        value,
+        lambda one: {"parameter": one[0].detach().values(), "tensor": one[1].values()},
+        {"parameter"},
+    )
+
+
+def overlapping(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Storages that overlap: what a parameter uses no byte of is private, and two are over one copy."""
+    if device == "cpu":
+        first, second = torch.from_numpy(numpy.zeros(64, numpy.float32)), torch.from_numpy(numpy.ones(64, numpy.float32))
+        ones, twos = (torch.from_numpy(tensor.numpy()[3:40]) for tensor in (first, second))
+    else:
+        first, second = torch.zeros(64, device=device), torch.ones(64, device=device)
+        ones, twos = first[3:40], second[3:40]
+    value = [nn.Parameter(first), ones, second, twos]
+    return (
+        value,
+        lambda one: {"parameter": one[0], "over it": one[1], "tensor": one[2], "over that": one[3]},
+        {"parameter", "over it"},
+    )
+
+
+def views(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
+    """Tensors over one private storage, of all layouts."""
+    base = torch.arange(24.0, device=device)
+    value = [base, base[4:8], base.reshape(4, 6).t(), base[:1].expand(5), nn.Parameter(torch.ones(2, device=device))]
+    return value, lambda one: {f"view {number}": part for number, part in enumerate(one[:4])} | {"weight": one[4]}, {"weight"}
+
+
+CASES = [everything, tied, containers, subclasses, wrappers, sparse, jagged, overlapping, views]
+
+
+@pytest.mark.parametrize("access", ["read_write", "read"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_what_is_shared(device: str, published: Published, case: Callable[..., Any], access: str) -> None:
+    """The memory of parameters is at one address for all; of everything else there is one more copy, with the same bits."""
+    value, tensors_of, shared = case(device)
+    before = digests(tensors_of(value))
+    record = published(value, access, tensors="parameters")
+    own, (one, other) = tensors_of(value), (tensors_of(attach(record)) for _ in range(2))
+    assert before == digests(own) == digests(one) == digests(other)
+    lies = {place: len({tensors[place].data_ptr() for tensors in (own, one, other)}) for tensors in (own,) for place in tensors}
+    if access == "read":  # the maker writes to what others only read: that are two mappings
+        lies = {place: count - 1 if place in shared else count for place, count in lies.items()}
+    assert lies == {place: 1 if place in shared else 3 for place in own}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_writes_to_private_tensors_are_seen_by_nobody(device: str, published: Published, case: Callable[..., Any]) -> None:
+    """Neither by the endpoint's own object, nor by those who have attached, nor by those who will."""
+    value, tensors_of, shared = case(device)
+    before = digests(tensors_of(value))
+    record = published(value, "read", tensors="parameters")
+    one, other = attach(record), attach(record)
+    distinct = {tensor.untyped_storage()._cdata: tensor for place, tensor in tensors_of(one).items() if place not in shared}
+    for tensor in distinct.values():
+        torch.empty(0, dtype=torch.uint8, device=device).set_(tensor.untyped_storage()).fill_(0x11)
+    later = attach(record)
+    after = digests(tensors_of(one))
+    assert {place for place in after if after[place] == before[place]} == shared
+    assert before == digests(tensors_of(value)) == digests(tensors_of(other)) == digests(tensors_of(later))
+
+
+def test_ties_and_views_among_private_tensors(device: str, published: Published) -> None:
+    """Tensors over one storage are over one storage again: a write to one is seen in the others."""
+    value, _, _ = views(device)
+    base, part, turned, expanded, _ = attach(published(value, tensors="parameters"))
+    assert {tensor.untyped_storage()._cdata for tensor in (part, turned, expanded)} == {base.untyped_storage()._cdata}
+    base.fill_(7)
+    assert all((tensor == 7).all() for tensor in (part, turned, expanded))
+
+
+def test_private_storages_that_overlap(published: Published) -> None:
+    """Two storages over one array are over one copy, which the one keeps when the other has gone."""
+    array = numpy.arange(64, dtype=numpy.float32)
+    whole, part = (torch.from_numpy(one) for one in (array, array[8:24]))
+    copied = attach(published([whole, part], tensors="parameters"))
+    copied[0][8] = -1
+    assert copied[1][0] == -1
+    last = copied.pop()
+    del copied
+    gc.collect()
+    assert last.tolist() == [-1, *range(9, 24)]
+
+
+def test_a_private_tensor_is_an_ordinary_one(device: str, published: Published) -> None:
+    """Memory of torch's own allocator: it can grow, is in no segment, and keeps no mapping."""
+    before = len(MAPPINGS)
+    record = published(torch.arange(6.0, device=device), tensors="parameters")
+    (tensor,) = [attach(record)]
+    assert tensor.untyped_storage().resizable()
+    assert MAPPINGS.find(tensor.data_ptr()) is None
+    assert tensor.resize_(100).numel() == 100
+    assert len(MAPPINGS) == before
+
+
+def test_kinds_of_tensors_that_are_private(device: str, published: Published) -> None:
+    """Empty ones, those that ask for gradients, conjugates, negatives, those of inference mode; each comes back as it was."""
+    with torch.inference_mode():
+        inference = torch.full((2,), 5.0, device=device)
+    value = {
+        "no elements": torch.empty(0, 3, device=device),
+        "no dimensions": torch.tensor(4.0, device=device),
+        "asks for gradients": torch.ones(2, device=device, requires_grad=True),
+        "conjugate": torch.tensor([1 + 2j], device=device).conj(),
+        "negative": torch._neg_view(torch.ones(2, device=device)),
+        "inference": inference,
+        "weight": nn.Parameter(torch.empty(0, device=device)),
+    }
+    before = digests(value)
+    record = published(value, "read", tensors="parameters")
+    result = attach(record)
+    assert digests(result) == before
+    assert {place: (part.shape, part.device.type, part.requires_grad) for place, part in result.items()} == {
+        place: (part.shape, device, part.requires_grad) for place, part in value.items()
+    }
+    assert (result["conjugate"].is_conj(), result["negative"].is_neg(), type(result["weight"])) == (True, True, nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
+def test_quantised_tensors(published: Published) -> None:
+    """One for all channels, and one for each, with its scales."""
+    data = torch.arange(6.0).reshape(2, 3)
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.zeros(2, dtype=torch.long)
+    value = [
+        torch.quantize_per_tensor(data, 0.5, 0, torch.qint8),
+        torch.quantize_per_channel(data, scales, zeros, 0, torch.qint8),
+    ]
+    record = published(value, "read", tensors="parameters")
+    one, other = attach(record), attach(record)
+    assert [torch.equal(part, own) for part, own in zip(one, value, strict=True)] == [True, True]
+    assert {part.data_ptr() for part in one}.isdisjoint({part.data_ptr() for part in (*other, *value)})
+    assert record.nbytes == 0
+
+
+def test_spectral_norm_trains_what_it_only_reads(device: str, published: Published) -> None:
+    """What it iterates over are buffers of each process's own."""
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4, device=device)).train()
+    model.parametrizations.weight[0]._u.fill_(0.5)  # it has not converged
+    record = published(model, "read", tensors="parameters")
+    one, other = attach(record), attach(record)
+    before = bits(other.parametrizations.weight[0]._u)
+    one(torch.ones(2, 4, device=device))
+    assert bits(one.parametrizations.weight[0]._u) != before
+    assert before == bits(other.parametrizations.weight[0]._u) == bits(model.parametrizations.weight[0]._u)
+
+
+def test_an_optimizers_state(device: str, published: Published) -> None:
+    """Its moments are private, and step counts that are on the host though memory is shared on a GPU; its weights are not."""
+    weight = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.Adam([weight])
+    weight.sum().backward()
+    optimizer.step()
+    record = published({"weight": weight, "optimizer": optimizer}, tensors="parameters")
+    one, other = attach(record), attach(record)
+    ours = one["optimizer"].state[one["weight"]]
+    assert one["weight"].data_ptr() == other["weight"].data_ptr() == weight.data_ptr()
+    assert ours["exp_avg"].data_ptr() != other["optimizer"].state[other["weight"]]["exp_avg"].data_ptr()
+    assert (ours["step"].device.type, ours["step"].item()) == ("cpu", 1)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("access", ["read_write", "read"])
+def test_nobody_can_write_to_what_later_ones_copy(published: Published, access: str) -> None:
+    """The segment of private bytes is sealed on the host, whatever the others' access is."""
+    record = published(nn.BatchNorm1d(4), access, tensors="parameters")
+    shared, own = record.segments
+    assert (shared.info.access, own.info.access) == (access, "private")
+    with pytest.raises(CapabilityError, match="shared read-only"):
+        HOST.map(own.fileno(), own.info.nbytes, "read_write")
+
+
+def test_sizes(device: str, published: Published) -> None:
+    """``nbytes`` is what all share, ``private_nbytes`` what each process copies, as in the local role."""
+    model = nn.Sequential(nn.Linear(64, 64, device=device), nn.BatchNorm1d(64, device=device))
+    shared = sum(part.nbytes for part in model.parameters())
+    private_ = sum(part.nbytes for part in model.buffers())
+    assert check_result(model, "endpoint", device, "parameters") == shared
+    assert check_result(State(1, dict(model.state_dict(keep_vars=True))), "endpoint", device, "parameters") == shared
+    record = published(model, tensors="parameters")
+    assert (record.nbytes, record.private_nbytes) == (shared, len(record.skeleton) + private_)
+    assert record.device == record.segments[0].info.device
+
+
+def test_all_is_the_default(device: str, published: Published) -> None:
+    """Then nothing is private."""
+    record = published(nn.BatchNorm1d(4, device=device))
+    assert [segment.info.access for segment in record.segments] == ["read_write"]
+
+
+def test_the_makers_own_private_tensors_stay_where_they_are(device: str, published: Published) -> None:
+    """They are not bound to other memory; what the endpoint writes later is its own, and others get what was published."""
+    model = nn.BatchNorm1d(4, device=device)
+    where = model.running_mean.data_ptr()
+    record = published(model, tensors="parameters")
+    assert model.running_mean.data_ptr() == where
+    model.running_mean.fill_(5)
+    assert attach(record).running_mean.tolist() == [0] * 4
+
+
+def test_what_was_shared_as_a_whole_is_private_to_those_who_get_it_so(device: str, published: Published) -> None:
+    """A buffer that another endpoint has put into shared memory is copied; the parameters stay one memory."""
+    model = nn.BatchNorm1d(4, device=device)
+    whole = attach(published(model))
+    part = attach(published(model, tensors="parameters"))
+    assert whole.running_mean.data_ptr() == model.running_mean.data_ptr() != part.running_mean.data_ptr()
+    assert whole.weight.data_ptr() == part.weight.data_ptr()
+
+
+def test_an_object_that_is_published_twice_has_its_bytes_of_both_moments(device: str, published: Published) -> None:
+    """Private bytes are those of the publication."""
+    model = nn.BatchNorm1d(4, device=device)
+    first = published(model, tensors="parameters")
+    model.running_mean.fill_(5)
+    second = published(model, tensors="parameters")
+    assert [attach(record).running_mean[0].item() for record in (first, second)] == [0, 5]
+
+
+def test_arrays_beside_parameters_can_be_written_to(device: str, published: Published) -> None:
+    """An array is no parameter: with ``access="read"`` too, each process has its own."""
+    model = nn.Linear(2, 2, device=device)
+    model.table = numpy.zeros(1 << 16)
+    record = published(model, "read", tensors="parameters")
+    one, other = attach(record), attach(record)
+    one.table[0] = 1
+    assert (one.table[0], other.table[0], model.table[0]) == (1, 0, 0)
+
+
+def test_a_copy_of_what_was_attached(device: str, published: Published) -> None:
+    """It can be copied and published again, as anything else."""
+    one = attach(published(nn.BatchNorm1d(4, device=device), tensors="parameters"))
+    again = attach(published(copy.deepcopy(one), tensors="parameters"))
+    assert again.running_mean.tolist() == [0] * 4
+
+
+# What goes wrong.
+
+
+def test_without_memory_for_private_tensors(
+    device: str, published: Published, no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how much was asked for and where; nothing is left mapped."""
+    record = published(torch.ones(1000, device=device), tensors="parameters")
+
+    def full(nbytes: int, device: torch.device) -> Any:
+        raise RuntimeError("the allocator has no more")
+
+    monkeypatch.setattr(private.torch, "UntypedStorage", full)
+    with pytest.raises(CapabilityError, match=r"has no memory for 4000 bytes that are private to pid \d+.*has no more"):
+        attach(record)
+
+
+@pytest.mark.parametrize(
+    "entry", [StorageEntry(0, 4090, 16), StorageEntry(0, -16, 16), StorageEntry(0, 16, -16), StorageEntry(7, 0, 16)]
+)
+def test_a_private_storage_that_leaves_its_segment(published: Published, entry: StorageEntry) -> None:
+    """A table that does not fit its segments is refused, before anything is copied."""
+    record = published(torch.ones(4), tensors="parameters")
+    table = msgspec.structs.replace(read_table(record.table), storages=(entry,))
+    with pytest.raises(CodecError, match=r"leaves its segment|does not fit"):
+        decode_result(record.skeleton, msgspec.msgpack.encode(table), record.segments)
+
+
+@pytest.mark.gpu
+def test_attaching_while_a_graph_is_captured() -> None:
+    """A copy in the graph would be made when it is replayed: that is refused, and the capture goes on."""
+    record = publish(nn.BatchNorm1d(4, device="cuda"), "cuda", "read", "endpoint", tensors="parameters")
+    x = torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(CapabilityError, match=r"a CUDA graph is being captured: attach it before"):
+            attach(record)
+        doubled = x * 2
+    graph.replay()
+    assert doubled.tolist() == [2] * 4
+    record.close()
+
+
+@pytest.mark.gpu
+def test_a_graph_over_private_tensors(published: Published, device: str) -> None:
+    """Statistics that a captured step updates are the process's own, at each replay."""
+    if device == "cpu":
+        pytest.skip("graphs are of GPUs")
+    record = published(nn.BatchNorm1d(4, device="cuda").train(), "read", tensors="parameters")
+    one, other = attach(record), attach(record)
+    x = torch.randn(8, 4, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        one(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one(x)
+    counted = one.num_batches_tracked.item()
+    graph.replay()
+    assert (one.num_batches_tracked.item(), other.num_batches_tracked.item()) == (counted + 1, 0)
