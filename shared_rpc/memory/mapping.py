@@ -135,8 +135,6 @@ class MappingHold:
         self.mapping = mapping
 
 
-#: Access to memory that others than the process's own tensors must not be told of.
-_APART = ("copy", "private")
 #: Access by which private memory is mapped: nothing writes to what the next process copies too.
 _RIGHTS: dict[Access, Access] = {"private": "read"}
 
@@ -200,15 +198,15 @@ class MappingTable:
         The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
         :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
         is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that nobody else
-        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write or private; ``label`` says for
-        people what they are mapped for.
+        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write; ``label`` says for people what
+        they are mapped for.
         """
         mappings: list[Mapping] = []
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
                     info = segment.info
-                    apart = number in hidden or info.access in _APART
+                    apart = number in hidden or info.access == "copy"
                     known = self._mappings.get((info.id, info.access, 0))
                     if known is None:
                         backend = backend_for(info.device, info.mechanism)

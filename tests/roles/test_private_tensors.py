@@ -323,6 +323,7 @@ def test_the_next_generation(device: str, provider: Provider, serve: Serve, clie
     with client.call("load") as old:
         old.value[1].running_mean.fill_(-1)
         client.refresh("load")
+        builds[-1][1].running_mean.fill_(-2)
         with old.latest() as new:
             assert [handle.value[1].running_mean[0].item() for handle in (old, new)] == [-1, 2]
             assert old.value[0].weight.data_ptr() != new.value[0].weight.data_ptr()

@@ -387,8 +387,11 @@ def test_arrays_beside_parameters_can_be_written_to(device: str, published: Publ
 def test_a_copy_of_what_was_attached(device: str, published: Published) -> None:
     """It can be copied and published again, as anything else."""
     one = attach(published(nn.BatchNorm1d(4, device=device), tensors="parameters"))
-    again = attach(published(copy.deepcopy(one), tensors="parameters"))
-    assert again.running_mean.tolist() == [0] * 4
+    one.running_mean.fill_(1)
+    again, itself = (attach(published(value, tensors="parameters")) for value in (copy.deepcopy(one), one))
+    one.running_mean.fill_(2)
+    assert [value.running_mean[0].item() for value in (again, itself)] == [1, 1]
+    assert again.weight.data_ptr() != one.weight.data_ptr() == itself.weight.data_ptr()
 
 
 # What goes wrong.
