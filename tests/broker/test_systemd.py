@@ -152,6 +152,36 @@ def test_arrays_survive_a_broker_that_is_killed(app: BrokerApp, manager: Service
     gate.unlink()
 
 
+def test_private_tensors_survive_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+    """The bytes that were published are kept, and are each client's own as before."""
+    more = """
+        @provider.share(managed=True, access="read", tensors="parameters")
+        def normed():
+            return torch.nn.BatchNorm1d(4).requires_grad_(False)
+        """
+    app.file.write_text(GATE.format(gate=str(gate)) + APP + textwrap.dedent(more))
+    broker = manager.start()
+    client = app.connect()
+    first = client.call("normed")
+    first.value.running_mean.fill_(1)
+    facts = client.list_objects()[0]
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+    other = app.connect()
+    with other.call("normed") as again:
+        assert again.value.weight.data_ptr() == first.value.weight.data_ptr()
+        assert [handle.value.running_mean[0] for handle in (first, again)] == [1, 0]
+        again.value.running_mean.fill_(2)
+    told = other.list_objects()[0]
+    assert [told[key] for key in ("object_id", "nbytes", "private_nbytes")] == [
+        facts[key] for key in ("object_id", "nbytes", "private_nbytes")
+    ]
+    first.release()
+    gate.unlink()
+
+
 def test_killed_again_and_again(app: BrokerApp, manager: ServiceManager) -> None:
     """What was restored is kept as what was made; and nothing piles up, in the store or among descriptors."""
     broker = manager.start()

@@ -292,6 +292,16 @@ def test_a_result_without_memory(provider: Provider, serve: Callable[..., Server
     assert (result["nbytes"], result["device"]) == (0, "cpu")
 
 
+def test_a_result_with_private_tensors(provider: Provider, serve: Callable[..., Server]) -> None:
+    """What each process copies is not told as shared, as in ``objects``."""
+    provider.share("normed", managed=True, tensors="parameters")(lambda: torch.nn.BatchNorm1d(4))
+    serve()
+    result = lines_of(cli("call", "normed", "--json"))[-1]
+    assert result["nbytes"] == 2 * 4 * 4
+    with Client(provider.base_path, device="cpu") as client:
+        assert client.list_objects()[0]["nbytes"] == result["nbytes"]
+
+
 def test_waiting_for_what_has_ended(client: Client) -> None:
     """There is only the result to tell."""
     task = ended(client, "load", size=16)

@@ -219,6 +219,10 @@ SERVER = """
             module.weight.fill_(1.0)
         return module
 
+    @provider.share(managed=True, tensors="parameters")
+    def normed():
+        return torch.nn.BatchNorm1d(4, device="cuda:0").requires_grad_(False)
+
     @provider.share(cache=False)
     def fill(weight: torch.Tensor, value: float):
         weight.fill_(value)
@@ -330,6 +334,29 @@ def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], at
             bound = f"bound to the life of pid {server[0].pid}"
             expected = None if mechanism == "vmm" else bound
             assert handle.get_object_info().get("lifetime") == expected
+
+
+@pytest.mark.gpu
+def test_private_tensors_by_each_mechanism(server: tuple[Child, str], children: list[Child]) -> None:
+    """Each process copies what was published, whatever another one has written to its own; parameters are one memory."""
+    code = """
+        import sys, torch
+        from shared_rpc import Client
+        with Client(socket_path={path!r}) as client, client.call("normed") as handle:
+            print("found", handle.value.weight[0].item(), handle.value.running_mean[0].item())
+            handle.value.weight.fill_({value})
+            handle.value.running_mean.fill_({value})
+            torch.cuda.synchronize()
+            print("wrote", handle.value.running_mean.sum().item())
+            sys.stdin.readline()
+    """
+    one, other = (python(code.format(path=server[1], value=value)) for value in (2, 3))
+    children += [one, other]
+    found = {one.expect("found"), other.expect("found")}
+    assert found <= {f"found {value}.0 0.0" for value in (1, 2, 3)}
+    assert [one.expect("wrote"), other.expect("wrote")] == ["wrote 8.0", "wrote 12.0"]
+    for child in (one, other):
+        assert child.close()[0] == 0
 
 
 @pytest.mark.gpu

@@ -72,6 +72,10 @@ def provider(base_path: str) -> Provider:
     def spanning() -> torch.nn.Module:
         return Spanning("cuda:0", "cuda:1")
 
+    @provider.share(managed=True, access="read", tensors="parameters")
+    def own_buffers() -> torch.nn.Module:
+        return torch.nn.ModuleList(torch.nn.BatchNorm1d(4, device=f"cuda:{number}").requires_grad_(False) for number in (0, 1))
+
     @provider.share
     def weights() -> torch.Tensor:
         return torch.arange(64.0, device="cuda:0").reshape(8, 8)
@@ -195,6 +199,35 @@ with Client(socket_path={server.socket_path!r}) as client, client.call("spanning
     assert (facts["count"], facts["devices"]) == (1, ["cuda:0"])
     assert facts["before"] == before
     assert facts["after"] == computed(provider) != before
+
+
+@pytest.mark.parametrize("seen", [[0, 1], [1, 0], [0], [1]], ids=["same order", "other order", "first", "second"])
+def test_private_tensors_on_two_gpus(
+    server: Server, provider: Provider, gpus: list[str], children: list[Child], seen: list[int]
+) -> None:
+    """Each copy is on the GPU of what was published; on the one that reaches it where the client does not see that."""
+    child = client(
+        children,
+        listed(gpus, seen),
+        f"""
+with Client(socket_path={server.socket_path!r}) as client, client.call("own_buffers") as handle:
+    for layer in handle.value:
+        layer.train()(torch.randn(8, 4, device=layer.weight.device))
+    torch.cuda.synchronize()
+    tell(
+        devices=[str(layer.running_mean.device) for layer in handle.value],
+        weights=[str(layer.weight.device) for layer in handle.value],
+        steps=[layer.num_batches_tracked.item() for layer in handle.value],
+    )
+""",
+    )
+
+    facts = told(child)
+
+    expected = [f"cuda:{seen.index(number) if number in seen else 0}" for number in (0, 1)]
+    assert facts == {"devices": expected, "weights": expected, "steps": [1, 1]}
+    with provider.call("own_buffers") as handle:
+        assert [layer.num_batches_tracked.item() for layer in handle.value] == [0, 0]
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["same order", "other order"])
