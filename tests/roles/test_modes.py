@@ -125,26 +125,28 @@ def _holding(tensor: torch.Tensor) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)", "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
 @pytest.mark.parametrize("mode", MODES)
-def test_attaching_under_a_mode(published: Callable[..., Record], device: str, mode: str) -> None:
-    """Every value is what it would be without: real, with its dtypes, and no tensor of the mode's."""
+def test_attaching_under_a_mode(published: Callable[..., Record], device: str, mode: str, tensors: str) -> None:
+    """Every value is what it would be without: real, with its dtypes, and no tensor of the mode's; copied ones too."""
     found = {}
     with quietly():
         for name in VALUES if mode in THOROUGH else SOME:
             value = VALUES[name](device)
             expected = describe(value)
-            record = published(value)
+            record = published(value, tensors=tensors)
             result = MODES[mode](lambda record=record: decode_result(record.skeleton, record.table, record.segments))
             found[name] = differences(describe(result), expected)
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
 @pytest.mark.parametrize("mode", MODES)
-def test_publishing_under_a_mode(device: str, no_leaks: None, mode: str) -> None:
-    """Real tensors are moved, large ones too, whatever mode is on where they are returned."""
+def test_publishing_under_a_mode(device: str, no_leaks: None, mode: str, tensors: Any) -> None:
+    """Real tensors are moved or copied, large ones too, whatever mode is on where they are returned."""
     value = {"model": nn.Linear(4, 4, device=device), "large": torch.arange(1 << 19, device=device)}
     expected = describe(value)
-    with closing(MODES[mode](lambda: publish(value, device, "read_write", "endpoint"))) as record:
+    with closing(MODES[mode](lambda: publish(value, device, "read_write", "endpoint", tensors=tensors))) as record:
         assert differences(describe(decode_result(record.skeleton, record.table, record.segments)), expected) == []
 
 
@@ -170,10 +172,11 @@ def test_calls_under_a_mode(provider: Provider, serve: Serve, connect: Connect, 
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_calls_in_what_torch_compiles(provider: Provider, serve: Serve, connect: Connect) -> None:
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
+def test_calls_in_what_torch_compiles(provider: Provider, serve: Serve, connect: Connect, tensors: Any) -> None:
     """A compiled function calls endpoints and attaches models, and computes what it would without being compiled."""
-    model = nn.Linear(4, 4)
-    provider.share("load", managed=True)(lambda: model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    provider.share("load", managed=True, tensors=tensors)(lambda: model)
     provider.share("double", cache=False)(lambda x: x * 2)
     serve()
     client, x = connect(), torch.ones(1, 4)
