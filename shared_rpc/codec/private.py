@@ -77,7 +77,7 @@ def _copies(
     if start < 0 or min(entry.nbytes for _, entry in group) < 0 or start + nbytes > mapping.info.nbytes:
         raise CodecError(f"a storage of {nbytes} bytes at {start} leaves its segment of {mapping.info.nbytes}")
     try:
-        whole = torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+        whole = torch.UntypedStorage(nbytes, device=device)
     except RuntimeError as error:
         raise CapabilityError(
             f"{device} has no memory for {nbytes} bytes that are private to pid {os.getpid()} in {mapping}: {error}"
