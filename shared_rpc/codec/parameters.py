@@ -39,5 +39,7 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that one of a wrapper subclass keeps its memory in."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [getattr(tensor, name) for name in names]
-    return [value for value in tree_leaves(list(vars(tensor).values())) if isinstance(value, torch.Tensor)]
+        parts = [getattr(tensor, name) for name in names]
+    else:
+        parts = tree_leaves(list(vars(tensor).values()))
+    return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -13,6 +13,7 @@ import torch
 
 from shared_rpc.codec.storages import copy_bytes, current_stream, view_storage
 from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import Mapping
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry
@@ -79,6 +80,8 @@ def _copies(
     try:
         whole = torch.UntypedStorage(nbytes, device=device)
     except RuntimeError as error:
+        if is_of_handler(error):
+            raise
         raise CapabilityError(
             f"{device} has no memory for {nbytes} bytes that are private to pid {os.getpid()} in {mapping}: {error}"
         ) from error

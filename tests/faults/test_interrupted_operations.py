@@ -64,6 +64,10 @@ def kept(n=4):
 def own(n=4):
     return {"a": torch.ones(n), "b": torch.zeros(2)}
 
+@provider.share(managed=True, access="read", tensors="parameters")
+def normed():
+    return torch.nn.BatchNorm1d(4)
+
 @provider.share(cache=False)
 def fails():
     raise ValueError("as meant")
@@ -109,6 +113,12 @@ def hold(client: Client) -> None:
         handle.get_object_info()
 
 
+def copy_private(client: Client) -> None:
+    """Attach to an object with tensors of the process's own."""
+    with client.call("normed") as handle:
+        assert handle.value.running_mean.tolist() == [0] * 4
+
+
 def fail(client: Client) -> None:
     """Have an endpoint's error."""
     with suppress(ValueError):
@@ -148,6 +158,7 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
     "an error": fail,
     "attach and release": release,
     "a handle's block": hold,
+    "private tensors": copy_private,
     "several releases": release_several,
     "a task": task,
     "a buffer": buffer,

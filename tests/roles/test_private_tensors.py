@@ -249,10 +249,9 @@ def test_sent_back_as_an_argument(device: str, provider: Provider, serve: Serve,
     assert (seen, answer, model[1].running_mean[0].item()) == ({"same": True, "mean": 6}, [9, 6], 0)
 
 
-def test_a_fork_of_a_process_that_has_it(base_path: str, get: Serve, elsewhere: Elsewhere, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_fork_of_a_process_that_has_it(get: Serve, elsewhere: Elsewhere) -> None:
     """A child's writes to a parameter are seen by its parent, and those to any other tensor are not."""
-    if device == "cuda":
-        pytest.skip("CUDA does not work in a forked child")
     get(normed(), tensors="parameters")
     answer = elsewhere(
         """
